@@ -1,0 +1,69 @@
+"""asyncengine: an LLM inference engine that lives inside your Python program."""
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.batch import TokenLogprob
+from asyncengine.config import EngineConfig
+from asyncengine.demo import MODEL_PATH as DEMO_MODEL
+from asyncengine.errors import (
+    AdapterNotFound,
+    BudgetTooSmall,
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineDead,
+    EngineError,
+    GrammarError,
+    InvalidParameter,
+    ModelNotFound,
+    OutOfMemory,
+    QueueFull,
+    RequestFailed,
+    RequestTimeout,
+    UnsupportedModel,
+    WrongLoop,
+)
+from asyncengine.outputs import Chunk, Completion, FinishReason, LogprobEntry, Sample, Timings, Usage
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.shared import EngineHandle, shared_engine
+from asyncengine.stats import EngineStats
+from asyncengine.stream import SyncTokenStream, TokenStream
+from asyncengine.submit import ModelInfo
+from asyncengine.sync_engine import Engine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEMO_MODEL",
+    "AdapterNotFound",
+    "AsyncEngine",
+    "BudgetTooSmall",
+    "Chunk",
+    "Completion",
+    "ContextLengthExceeded",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineDead",
+    "EngineError",
+    "EngineHandle",
+    "EngineStats",
+    "FinishReason",
+    "GrammarError",
+    "InvalidParameter",
+    "LogprobEntry",
+    "ModelInfo",
+    "ModelNotFound",
+    "OutOfMemory",
+    "QueueFull",
+    "RequestFailed",
+    "RequestTimeout",
+    "Sample",
+    "SamplingParams",
+    "SyncTokenStream",
+    "Timings",
+    "TokenLogprob",
+    "TokenStream",
+    "UnsupportedModel",
+    "Usage",
+    "WrongLoop",
+    "shared_engine",
+]

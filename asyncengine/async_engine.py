@@ -1,0 +1,286 @@
+"""`AsyncEngine`: the public face for asyncio programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import anyio.to_thread
+
+from asyncengine.config import EngineConfig
+from asyncengine.core import INLINE_CHARS, ChatMessages, EngineCore, Prompt, ToolSpecs
+from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
+from asyncengine.events import Event
+from asyncengine.hosting import Host, OwnedHost, ThreadHost
+from asyncengine.outputs import Completion
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stats import EngineStats
+from asyncengine.stream import Assembler, TokenStream
+from asyncengine.submit import ModelInfo, RequestOptions
+
+Build = Callable[[], EngineCore]
+
+
+class AsyncEngine:
+    """An inference engine in your process: continuous batching, paged KV cache, prefix cache, streaming.
+
+        async with await AsyncEngine.from_pretrained("Qwen/Qwen3-0.6B") as engine:
+            completion = await engine.chat([{"role": "user", "content": "Hello!"}])
+
+    *Owned* (the default) it runs as a task on the loop that starts it; *hosted* it has a thread of its own and may be
+    called from any loop and thread. Leaving a call (cancellation, `break`, a dropped stream) frees its compute before
+    the next step. Constructing is cheap; `start` (or `async with`, or `from_pretrained`) loads.
+    """
+
+    def __init__(self, build: Build, *, hosted: bool = False) -> None:
+        """`build` loads the parts, on a worker thread (see `asyncengine.build`)."""
+        self._build = build
+        self._hosted = hosted
+        self._core: EngineCore | None = None
+        self._host: Host | None = None
+        self._closed = False
+
+    @classmethod
+    async def from_pretrained(
+        cls, model: str | os.PathLike[str], *, config: EngineConfig | None = None, hosted: bool = False, **settings: Any
+    ) -> Self:
+        """Load a model folder or hub id and start. `settings` are fields of `EngineConfig`.
+
+        Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
+        """
+        from asyncengine.build import engine_config, load_core
+
+        resolved = engine_config(config, settings)
+        engine = cls(lambda: load_core(os.fspath(model), resolved), hosted=hosted)
+        await engine.start()
+        return engine
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Load, then serve. Does nothing if already started. Raises what loading raises."""
+        if self._closed:
+            raise EngineClosed("the engine is closed; make a new one")
+        if self._core is not None:
+            return
+        core = await anyio.to_thread.run_sync(self._build)
+        self._serve(core)
+
+    def start_blocking(self) -> None:
+        """`start` for a plain thread; hosted engines only."""
+        if not self._hosted:
+            raise EngineClosed("only a hosted engine can be started without an event loop: pass hosted=True")
+        if self._core is None:
+            self._serve(self._build())
+
+    def _serve(self, core: EngineCore) -> None:
+        self._core = core
+        loop = core.loop
+        self._host = ThreadHost(loop, use_uvloop=core.config.uvloop) if self._hosted else OwnedHost(loop)
+        self._host.start()
+
+    async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
+        no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
+        """
+        self._closed = True
+        core, host = self._core, self._host
+        if core is None or host is None:
+            return
+        core.start_closing(drain, timeout)
+        # Leaving `async with` inside a cancelled scope must still close: aborting is quick, so shield it.
+        with anyio.CancelScope(shield=not drain):
+            await host.wait_ended()
+
+    def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """`aclose` for a plain thread; hosted engines only."""
+        self._closed = True
+        core, host = self._core, self._host
+        if core is not None and isinstance(host, ThreadHost):
+            core.start_closing(drain, timeout)
+            host.join()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # ---------------------------------------------------------------- requests
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> TokenStream:
+        """Stream a completion of `prompt` (text or token ids). Nothing runs before the first await.
+
+        Awaiting it raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`, `EngineClosed` or `EngineDead`.
+        """
+        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
+        core = self.core
+        size = len(prompt) if isinstance(prompt, str) else 0
+        return self._stream(lambda: core.encode(prompt), size, params, options)
+
+    def stream_chat(
+        self,
+        messages: ChatMessages,
+        params: SamplingParams | None = None,
+        *,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> TokenStream:
+        """Stream the answer to a chat (OpenAI message shape), rendered by the model's template.
+
+        `tools` are rendered into the prompt; `template_kwargs` are template variables such as `enable_thinking`.
+        """
+        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
+        core = self.core
+        return self._stream(lambda: core.encode_chat(messages, tools, template_kwargs), _size(messages), params, options)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """The whole completion. Cancelling the call aborts it. Raises as `stream`, and `RequestFailed`."""
+        async with self.stream(
+            prompt,
+            params,
+            adapter=adapter,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        ) as stream:
+            return await stream.result()
+
+    async def chat(
+        self,
+        messages: ChatMessages,
+        params: SamplingParams | None = None,
+        *,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> Completion:
+        """The whole answer to a chat. Raises as `generate`."""
+        async with self.stream_chat(
+            messages,
+            params,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            adapter=adapter,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        ) as stream:
+            return await stream.result()
+
+    def _stream(
+        self, encode: Callable[[], list[int]], size: int, params: SamplingParams | None, options: RequestOptions
+    ) -> TokenStream:
+        core = self.core
+
+        async def start() -> Assembler:
+            core.check_open()
+            tokens = encode() if size <= INLINE_CHARS else await anyio.to_thread.run_sync(encode)
+            accepted = core.accept(tokens, params, options)
+            gate, samples = core.loop.gate, accepted.params.n
+            if core.config.when_full == "wait":
+                await gate.enter_when_free(samples, len(tokens))
+            else:
+                gate.enter(samples, len(tokens))
+            return core.post(accepted)
+
+        return TokenStream(start, core.abort_tickets)
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
+        return self.core.abort(request_id)
+
+    # ---------------------------------------------------------------- looking in
+
+    @property
+    def core(self) -> EngineCore:
+        if self._core is None:
+            raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        return self._core
+
+    @property
+    def host(self) -> Host:
+        if self._host is None:
+            raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        return self._host
+
+    @property
+    def hosted(self) -> bool:
+        return self._hosted
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model."""
+        return self.core.info
+
+    @property
+    def alive(self) -> bool:
+        """True if a request submitted now would be taken."""
+        try:
+            self.core.check_open()
+        except (EngineClosed, EngineDead):
+            return False
+        return True
+
+    def stats(self) -> EngineStats:
+        """A snapshot of requests, pages, rates and times. From any thread."""
+        return self.core.stats()
+
+    def on_event(self, hook: Callable[[Event], None]) -> Callable[[], None]:
+        """Call `hook` on the engine's loop with each event; it must return at once. The result ends it."""
+        return self.core.observe(hook)
+
+    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
+        """Length in tokens of a prompt or a chat, before sending it."""
+        return self.core.count_tokens(text, tools)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.core.encode(text)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        if self.core.tokenizer is None:
+            raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
+        return self.core.tokenizer.decode(token_ids)
+
+
+def _size(messages: ChatMessages) -> int:
+    """Rough number of characters of a chat, to decide where to tokenize it. Malformed chats fail later, by name."""
+    if not isinstance(messages, (list, tuple)):
+        return 0
+    return sum(len(str(m.get("content", ""))) + 64 if isinstance(m, Mapping) else 0 for m in messages)

@@ -1,0 +1,88 @@
+"""What one step computes (`Batch` of `Row`s) and what comes back (`StepResult`).
+
+No torch here: the same batch feeds a thread, a process, a remote worker or the fake runner. The scheduler makes
+batches, the runner reads them; neither imports the other, both import this.
+
+Sharing rule: `Row.tokens` and `Row.pages` are the request's live lists, passed without copying. The scheduler only
+ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + count` tokens and
+the pages that cover them, so a step in flight never sees a change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncengine.protocols import GrammarMatcher
+from asyncengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSpec:
+    """The part of a request that never changes; one object for its whole life (compare by identity)."""
+
+    ticket: int
+    params: SamplingParams
+    """With every `None` resolved except `max_tokens` and `grammar`: temperature, top_p, top_k,
+    repetition_penalty are numbers (top_k 0 = all)."""
+    seed: int
+    """Resolved, in [0, 2**64): what the sampler's random numbers are a function of, with position and token id."""
+    prompt_len: int
+    stop_ids: tuple[int, ...] = ()
+    """End-of-sequence ids (unless ignore_eos) and stop_token_ids: masked while fewer than `min_tokens` are out."""
+
+
+class Row(NamedTuple):
+    """One request's share of one step: compute positions [start, start + count)."""
+
+    spec: RowSpec
+    slot: int
+    """Persistent row of device-side state (last token, penalties, seed), in [0, max_num_seqs)."""
+    start: int
+    count: int
+    tokens: list[int]
+    """The request's tokens, prompt then output; positions [start, start + count) are this row's input."""
+    in_flight: bool
+    """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet."""
+    pages: list[int]
+    """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
+    samples: bool
+    """True: sample one token after the last position. False: an inner chunk of a prompt."""
+    adapter_slot: int = 0
+    """0 = no adapter."""
+    grammar: GrammarMatcher | None = None
+
+
+class Batch(NamedTuple):
+    """One step. Rows keep the scheduler's order; `step` counts launched steps from 1."""
+
+    step: int
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of one token and, if asked for, of the likeliest alternatives (descending)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed, by row index of its batch."""
+
+    step: int
+    tokens: list[int]
+    """Sampled token per row; -1 where the row did not sample or failed."""
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """Row -> log-probabilities of prompt tokens at positions start+1 .. start+count (those inside the prompt)."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row -> why this one request failed. The others in the batch are unaffected."""
+    seconds: float = 0.0
+    """Time the device worked on it."""

@@ -1,0 +1,116 @@
+"""The only wiring: from a model's name and a configuration to a running engine's parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from asyncengine.clock import MonotonicClock
+from asyncengine.config import EngineConfig
+from asyncengine.core import EngineCore
+from asyncengine.demo import MODEL_PATH
+from asyncengine.engine import EngineLoop, Recorder
+from asyncengine.errors import InvalidParameter
+from asyncengine.gate import Gate
+from asyncengine.kvcache import KVCache
+from asyncengine.protocols import AdapterAdmission, Clock, Executor, GrammarCompiler
+from asyncengine.runner.device_thread import DeviceThread
+from asyncengine.scheduler import Scheduler
+from asyncengine.submit import Acceptance, ModelInfo
+from asyncengine.text import TextTokenizer
+
+DEMO = "demo"
+"""Name of the bundled model, wherever a model's folder or hub id is expected."""
+
+
+def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """`config` with `settings` on top. Raises `InvalidParameter` for an unknown one."""
+    if config is None:
+        return EngineConfig.from_dict(settings)
+    if not isinstance(config, EngineConfig):
+        raise InvalidParameter("config", "must be an EngineConfig", config)
+    return config.replace(**settings) if settings else config
+
+
+def resolve_model(model: str) -> str:
+    """What to load for `model`: "demo" is the bundled one unless a folder of that name is here; a folder becomes
+    absolute, so that the same one is the same whatever the working directory; anything else is a hub id."""
+    if model == DEMO and not os.path.isdir(model):
+        return str(MODEL_PATH)
+    return os.path.abspath(model) if os.path.exists(model) else model
+
+
+def load_core(model: str, config: EngineConfig) -> EngineCore:
+    """Load model and tokenizer and wire an engine; nothing runs yet but the idle device thread.
+
+    Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`.
+    """
+    from asyncengine.models.loading import load_model
+    from asyncengine.runner.model_runner import build_runner
+    from asyncengine.text import load_tokenizer
+
+    path = resolve_model(model)
+    loaded = load_model(path, config)
+    tokenizer = load_tokenizer(path, config)
+    runner = build_runner(loaded, config)
+    info = ModelInfo(
+        name=loaded.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=tuple(loaded.eos_token_ids),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        num_pages=runner.num_pages,
+        page_size=runner.page_size,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        generation_defaults=loaded.generation_defaults,
+        weight_bytes=runner.weight_bytes,
+        kv_cache_bytes=runner.kv_cache_bytes,
+        fused=tuple(runner.fused),
+    )
+    if tokenizer is not None:
+        tokenizer.table  # noqa: B018  built here, off every event loop, rather than with the first request
+    return wire(runner, info, config, tokenizer=tokenizer)
+
+
+def wire(
+    executor: Executor,
+    info: ModelInfo,
+    config: EngineConfig,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    clock: Clock | None = None,
+    grammars: GrammarCompiler | None = None,
+    adapters: AdapterAdmission | None = None,
+    recorder: Recorder | None = None,
+) -> EngineCore:
+    """Put an engine together around any executor (tests use a fake one)."""
+    clock = clock or MonotonicClock()
+    kv = KVCache(
+        executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction
+    )
+    info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
+    loop = EngineLoop(
+        config,
+        Scheduler(config, kv, adapters),
+        DeviceThread(executor),
+        clock,
+        grammars=grammars,
+        gate=Gate(config.max_queued_requests, config.max_queued_tokens),
+        recorder=recorder,
+    )
+    return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info)
+
+
+def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:
+    """No request may be longer than the model's context, the configured limit, or the whole KV cache."""
+    from dataclasses import replace
+
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise InvalidParameter(
+            "max_model_len", f"the KV cache holds {capacity} tokens; raise kv_cache_memory", config.max_model_len
+        )
+    limits = [info.max_model_len, capacity] + ([config.max_model_len] if config.max_model_len is not None else [])
+    return replace(info, max_model_len=min(limits))

@@ -1,0 +1,172 @@
+"""Every setting and every limit of an engine, by name. Frozen; each field is also a keyword of `from_pretrained`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.sampling_params import check_known
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. Raises `InvalidParameter` naming the field for a value outside its range."""
+
+    # -- model and execution
+    dtype: DType = "auto"
+    """Weights and activations; "auto" takes the checkpoint's own."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1"; "auto" picks cuda when there is one."""
+    attention_backend: str = "auto"
+    """"auto" or "torch"."""
+    num_threads: int | None = None
+    """Threads torch uses inside one operator on CPU; None leaves torch's own choice."""
+    fuse: bool = True
+    """Replace norms, QKV, gate/up and rotary embedding by fused forms, each checked equal on random input first."""
+    trust_remote_code: bool = False
+    """Run code from the model's folder. Off: a model that needs it is refused."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    show_progress: bool = True
+    """Progress bar on stderr while loading (only when it is a terminal)."""
+
+    # -- KV cache
+    page_size: int = 16
+    """Tokens per page."""
+    kv_cache_memory: int | str | None = None
+    """Bytes of KV memory (or "2GiB", "512MB"); None takes a share of what is free, enough for
+    `max_num_seqs` requests of full length at most."""
+    prefix_caching: bool = True
+    eviction: str = "lru"
+    """"lru", "lfu", "fifo" or "priority"."""
+
+    # -- scheduling
+    policy: str = "fcfs"
+    """"fcfs", "priority", "longest-prefix-match" or "shortest-remaining"."""
+    max_num_seqs: int = 256
+    """Most requests running at once."""
+    max_num_batched_tokens: int = 1024
+    """Most tokens computed in one step (prompt chunks and decodes together)."""
+    long_prefill_token_threshold: int | None = None
+    """A prompt takes at most this many tokens of a step that others share; None: no such cap."""
+    max_model_len: int | None = None
+    """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds."""
+    max_passes: int = 64
+    """How often a waiting request may be passed over by later ones before it goes first."""
+    admission_lookahead: int = 64
+    """How many waiting requests that cannot start yet (adapter, shared prefix) a step looks past."""
+    max_steps_in_flight: int = 1
+    """Steps launched before the first one's result is applied (2 = overlap scheduling)."""
+
+    # -- admission and deadlines
+    max_queued_requests: int | None = None
+    """Waiting samples (a request with n counts n) before submit says QueueFull; 0 refuses what cannot start at once."""
+    max_queued_tokens: int | None = None
+    """The same, in prompt tokens."""
+    when_full: Literal["error", "wait"] = "error"
+    """At a full queue: raise QueueFull, or await a place."""
+    waiting_timeout: float | None = None
+    """Seconds until the first step of a request; then it ends with reason "timeout"."""
+    request_timeout: float | None = None
+    """Seconds from submit to end."""
+    inter_token_timeout: float | None = None
+    """Seconds between two output tokens."""
+    step_soft_limit: float = 60.0
+    """A step longer than this is reported (log and event)."""
+    step_hard_limit: float = 600.0
+    """A step longer than this ends the engine: every stream gets EngineDead."""
+
+    # -- limits of one request
+    max_n: int = 128
+    max_stop_strings: int = 64
+    max_stop_string_length: int = 1024
+    """Characters."""
+    max_stop_token_ids: int = 1024
+    max_top_logprobs: int = 50
+    max_logit_bias: int = 1024
+
+    # -- hosting and checks
+    uvloop: bool = False
+    """Hosted engines: run the engine's own loop on uvloop (must be installed)."""
+    check_every: int = 1000
+    """Steps between two conservation checks while busy (they always run when idle)."""
+    preempt_every: int | None = None
+    """Testing: force a preemption every so many steps."""
+
+    def __post_init__(self) -> None:
+        for name, low in _MINIMUM.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidParameter(name, f"must be an integer >= {low}", value)
+        for name in ("waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit"):
+            value = getattr(self, name)
+            if value is None and name.endswith("timeout"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise InvalidParameter(name, "must be a positive, finite number of seconds", value)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
+        object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from loose keywords; an unknown name is refused with the nearest known one."""
+        check_known(values, [f.name for f in fields(cls)])
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> EngineConfig:
+        check_known(changes, [f.name for f in fields(self)])
+        return replace(self, **changes)
+
+
+_OPTIONAL = {
+    "num_threads", "long_prefill_token_threshold", "max_model_len", "max_queued_requests", "max_queued_tokens",
+    "preempt_every",
+}  # fmt: skip
+_MINIMUM = {
+    "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
+    "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0, "max_queued_tokens": 0,
+    "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1, "max_stop_token_ids": 0, "max_top_logprobs": 0,
+    "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
+}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attention_backend": ("auto", "torch"),
+    "eviction": ("lru", "lfu", "fifo", "priority"),
+    "policy": ("fcfs", "priority", "longest-prefix-match", "shortest-remaining"),
+    "when_full": ("error", "wait"),
+}
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        digits = text.rstrip("KMGiBkmgb ")
+        unit = text[len(digits) :].strip().upper()
+        try:
+            number = float(digits)
+        except ValueError:
+            number = 0.0
+        if unit in _UNITS and 0 < number < float("inf"):
+            return int(number * _UNITS[unit])
+    raise InvalidParameter(name, 'must be a positive number of bytes, as an integer or like "2GiB"', value)
+
+
+def default_threads() -> int:
+    """CPUs this process may run on (not the machine's count: containers and taskset narrow it)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

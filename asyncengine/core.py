@@ -1,0 +1,179 @@
+"""What the asynchronous and the synchronous engine share: one running loop, and a thread-safe front door to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.engine import EngineLoop
+from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
+from asyncengine.events import Event
+from asyncengine.messages import Abort, Drain
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stats import EngineStats, Summary
+from asyncengine.stream import Assembler
+from asyncengine.submit import Accepted, Acceptance, ModelInfo, RequestOptions
+from asyncengine.text import TextTokenizer
+
+Prompt = str | Sequence[int]
+ToolSpecs = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
+
+INLINE_CHARS = 4096
+"""Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
+
+
+class EngineCore:
+    """The front door: everything here may be called from any thread, and nothing here awaits."""
+
+    def __init__(
+        self, loop: EngineLoop, acceptance: Acceptance, tokenizer: TextTokenizer | None, info: ModelInfo
+    ) -> None:
+        self.loop = loop
+        self.acceptance = acceptance
+        self.tokenizer = tokenizer
+        self.info = info
+        self.started_at = loop.clock.now()
+        self.closing = False
+        self._labels: dict[str, list[int]] = {}
+        self._labels_lock = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.loop.config
+
+    # ---------------------------------------------------------------- text in
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises `InvalidParameter`."""
+        if not isinstance(prompt, str):
+            if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+                raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
+            return list(prompt)
+        if not prompt:
+            raise InvalidParameter("prompt", "must not be empty")
+        return self._tokenizer("prompt").encode(prompt)
+
+    def encode_chat(
+        self, messages: ChatMessages, tools: ToolSpecs | None = None, template: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a chat, rendered by the model's own template. Raises `InvalidParameter`."""
+        return self._tokenizer("messages").apply_chat_template(messages, tools, **(template or {}))
+
+    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
+        """Length in tokens of a prompt, or of a chat as the model would see it."""
+        return len(self.encode(text)) if isinstance(text, str) else len(self.encode_chat(text, tools))
+
+    def _tokenizer(self, field: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise InvalidParameter(field, f"{self.info.name} has no tokenizer: pass a sequence of token ids as prompt")
+        return self.tokenizer
+
+    # ---------------------------------------------------------------- requests in
+
+    def accept(self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions) -> Accepted:
+        """Check a request. Raises `InvalidParameter`, `EngineClosed`, `EngineDead`."""
+        self.check_open()
+        return self.acceptance.accept(prompt, params, options)
+
+    def post(self, accepted: Accepted) -> Assembler:
+        """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch."""
+        self._remember(accepted)
+        if not self.loop.inbox.post(*accepted.submissions):
+            self.check_open()
+            raise EngineClosed("the engine is closed")
+        table = None if self.tokenizer is None else self.tokenizer.table
+        return Assembler(accepted, table, self.loop.clock.now)
+
+    def abort_tickets(self, tickets: list[int]) -> None:
+        """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
+        self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one."""
+        with self._labels_lock:
+            tickets = [t for t in self._labels.get(request_id, ()) if self._alive(t)]
+        self.abort_tickets(tickets)
+        return bool(tickets)
+
+    def _remember(self, accepted: Accepted) -> None:
+        with self._labels_lock:
+            if len(self._labels) > 64 + 2 * len(self.loop.delivery.streams):
+                self._forget_ended()
+            self._labels.setdefault(accepted.request_id, []).extend(accepted.tickets)
+
+    def _forget_ended(self) -> None:
+        """Labels of ended requests pile up; drop them now and then, so that each costs O(1) on average."""
+        for label, tickets in list(self._labels.items()):
+            alive = [t for t in tickets if self._alive(t)]
+            if alive:
+                self._labels[label] = alive
+            else:
+                del self._labels[label]
+
+    def _alive(self, ticket: int) -> bool:
+        return ticket in self.loop.delivery.streams or ticket > self._last_opened()
+
+    def _last_opened(self) -> int:
+        return self.loop.delivery.last_ticket
+
+    def check_open(self) -> None:
+        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests."""
+        if self._pid != os.getpid():
+            raise EngineClosed("this engine was created before a fork; create one in each process")
+        if self.loop.failure is not None:
+            raise EngineDead(self.loop.failure)
+        if self.closing:
+            raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def start_closing(self, drain: bool, timeout: float | None) -> None:
+        """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""
+        self.closing = True
+        now = self.loop.clock.now()
+        deadline = (None if timeout is None else now + timeout) if drain else now
+        self.loop.inbox.post(Drain(deadline))
+
+    # ---------------------------------------------------------------- looking in
+
+    def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
+        return self.loop.hooks.add(hook)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
+        scheduler, meter = self.loop.scheduler, self.loop.meter
+        running = list(scheduler.running.values())
+        counters = scheduler.counters
+        return EngineStats(
+            requests={
+                "waiting": len(scheduler.waiting),
+                "running": len(running),
+                "grammar_queue": len(scheduler.grammar_queue),
+                "adapter_queue": len(scheduler.adapter_queue),
+            },
+            finished=dict(meter.finished),
+            pages=scheduler.kv.counts([r.table for r in running if r.table is not None]),
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            computed_tokens=counters.computed_tokens,
+            preemptions=counters.preemptions,
+            steps=counters.steps,
+            first_token=Summary.of(list(meter.first_token)),
+            inter_token=Summary.of(list(meter.inter_token)),
+            step=Summary.of(list(meter.step)),
+            loop_lag=Summary.of(list(meter.loop_lag)),
+            uptime=self.loop.clock.now() - self.started_at,
+        )
+
+
+def current_loop() -> asyncio.AbstractEventLoop | None:
+    """The loop running on this thread, if any."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,238 @@
+"""The engine: one task, one loop, the only writer. Start reading here.
+
+Everyone else posts messages into its inbox and reads a mailbox. Messages are applied only between steps, so nothing
+is ever freed under a running step, and a recorded inbox replays to the same outputs with no event loop at all
+(`asyncengine.testing.replay`).
+
+    inbox ──take──▶ scheduler.apply ─▶ scheduler.schedule ─▶ runner.launch ──▶ device thread
+                          ▲                                      │
+    mailboxes ◀─deliver── outputs ◀──── scheduler.commit ◀───────┘ (result)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asyncengine.batch import Batch, StepResult
+from asyncengine.config import EngineConfig
+from asyncengine.delivery import Delivery, OutputStream
+from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
+from asyncengine.gate import Gate
+from asyncengine.inbox import Inbox
+from asyncengine.messages import Abort, Drain, Generate, GrammarReady, Message, StopText
+from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, Runner
+from asyncengine.scheduler import Scheduler
+from asyncengine.stats import Meter
+
+logger = logging.getLogger("asyncengine")
+
+LAG_PROBE = 0.1
+"""Seconds between two readings of the event loop's lag."""
+
+
+class Submission(NamedTuple):
+    """A request as posted: the message for the scheduler, and the stream its outputs go to."""
+
+    message: Generate
+    stream: OutputStream
+
+
+class Launched(NamedTuple):
+    batch: Batch
+    result: asyncio.Future[StepResult]
+    at: float
+
+
+Recorder = Callable[[str, object], None]
+"""Called with ("apply", message), ("schedule", now) and ("commit", now), in order; see `testing.replay`."""
+
+
+class EngineLoop:
+    """The actor. `run` is the whole engine; the other methods are its steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        *,
+        grammars: GrammarCompiler | None = None,
+        gate: Gate | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.grammars = grammars
+        self.gate = gate or Gate(None, None)
+        self.inbox: Inbox[Submission | Message] = Inbox()
+        self.meter = Meter()
+        self.delivery = Delivery(clock, self.meter, self.inbox.post)
+        self.hooks = Hooks()
+        self.record = recorder
+        self.failure: BaseException | None = None
+        """What killed the engine, if something did."""
+        self.in_flight: deque[Launched] = deque()
+        self._drain: Drain | None = None
+        self._left_queue = (0, 0)
+        self._lag_timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
+        scheduler = self.scheduler
+        self._probe_lag(self.clock.now())
+        try:
+            while not self._drained():
+                for item in self.inbox.take():  # 1 the world changes only here
+                    self._apply(item)
+                batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
+                if batch is not None:  # 3 the device thread starts
+                    self.in_flight.append(Launched(batch, self.runner.launch(batch), self.clock.now()))
+                self._deliver()  # 4 outputs of the step before go out while this one runs
+                if not self.in_flight:
+                    await self._idle()
+                elif batch is None or len(self.in_flight) >= self.config.max_steps_in_flight:
+                    result = await self._watch(self.in_flight[0])  # 5 consumers run here
+                    self._commit(result)  # 6 the only place where results are applied
+        except BaseException as error:
+            self.failure = error
+            if not isinstance(error, Exception):  # cancelled: the loop that hosts us is going away
+                raise
+            logger.exception("the engine died")
+            self.hooks.emit(EngineDied(error))
+        finally:
+            await self._shut_down()
+
+    # ---------------------------------------------------------------- the steps of a turn
+
+    def _apply(self, item: Submission | Message) -> None:
+        if isinstance(item, Submission):
+            message: Message = item.message
+            self.delivery.open(item.message.spec.ticket, item.stream)
+        else:
+            message = item
+        if self.record is not None:
+            self.record("apply", message)
+        self.scheduler.apply(message)
+        match message:
+            case Generate() if message.needs_grammar and self.grammars is not None:
+                self.grammars.start(message.spec.ticket, message.spec.params.grammar, self._grammar_done)
+            case Abort(ticket) | StopText(ticket) if self.grammars is not None:
+                self.grammars.cancel(ticket)
+            case Drain(deadline):
+                self._drain = message
+                if deadline is not None and deadline <= self.clock.now():
+                    self.scheduler.end_all("abort")
+
+    def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
+        """The compile service's answer, from any thread."""
+        if isinstance(outcome, Exception):
+            self.inbox.post(GrammarReady(ticket, error=str(outcome)))
+        else:
+            self.inbox.post(GrammarReady(ticket, matcher=outcome))
+
+    def _schedule(self) -> Batch | None:
+        now = self.clock.now()
+        if self._drain is not None and self._drain.deadline is not None and now >= self._drain.deadline:
+            self.scheduler.end_all("abort")
+        if self.record is not None:
+            self.record("schedule", now)
+        preemptions = self.scheduler.counters.preemptions
+        batch = self.scheduler.schedule(now)
+        if self.hooks and self.scheduler.counters.preemptions > preemptions:
+            self.hooks.emit(Preempted(self.scheduler.last_step, self.scheduler.counters.preemptions - preemptions))
+        return batch
+
+    def _deliver(self) -> None:
+        self.delivery.deliver(self.scheduler.take_outputs())
+        counters = self.scheduler.counters
+        left = (counters.left_queue, counters.left_queue_tokens)
+        if left != self._left_queue:
+            self.gate.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
+            self._left_queue = left
+
+    async def _idle(self) -> None:
+        """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
+        if not self._drained():
+            self.scheduler.check()
+            until = self.scheduler.next_deadline
+            if self._drain is not None and self._drain.deadline is not None:
+                until = min(until, self._drain.deadline)
+            await self.inbox.wait(None if until == float("inf") else until - self.clock.now())
+
+    async def _watch(self, launched: Launched) -> StepResult:
+        """The step's result; a slow step is reported, one that exceeds the hard limit kills the engine."""
+        loop = asyncio.get_running_loop()
+        soft = loop.call_later(self.config.step_soft_limit, self._report_slow, launched.batch)
+        hard = loop.call_later(self.config.step_hard_limit, self._give_up, launched)
+        try:
+            if launched.result.done():
+                await asyncio.sleep(0)  # awaiting a finished result does not yield, and consumers must run
+            return await launched.result
+        finally:
+            soft.cancel()
+            hard.cancel()
+
+    def _commit(self, result: StepResult) -> None:
+        batch, _, launched_at = self.in_flight.popleft()
+        now = self.clock.now()
+        if self.record is not None:
+            self.record("commit", now)
+        self.scheduler.commit(result, now)
+        self.meter.step.append(now - launched_at)
+        if batch.step % self.config.check_every == 0:
+            self.scheduler.check()
+        if self.hooks:
+            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            self.hooks.emit(
+                StepDone(batch.step, len(batch.rows), batch.num_tokens, now - launched_at, running, waiting)
+            )
+
+    # ---------------------------------------------------------------- watching
+
+    def _report_slow(self, batch: Batch) -> None:
+        plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context " + str(
+            max(row.start + row.count for row in batch.rows)
+        )
+        logger.warning("step %d has run for %.0f s: %s", batch.step, self.config.step_soft_limit, plan)
+        self.hooks.emit(StepSlow(batch.step, plan))
+
+    def _give_up(self, launched: Launched) -> None:
+        if not launched.result.done():
+            limit = self.config.step_hard_limit
+            launched.result.set_exception(TimeoutError(f"step {launched.batch.step} ran for over {limit:.0f} s"))
+
+    def _probe_lag(self, due: float) -> None:
+        """How late do timers run on this loop?"""
+        now = self.clock.now()
+        self.meter.loop_lag.append(max(0.0, now - due))
+        self._lag_timer = asyncio.get_running_loop().call_later(LAG_PROBE, self._probe_lag, now + LAG_PROBE)
+
+    # ---------------------------------------------------------------- the end
+
+    def _drained(self) -> bool:
+        return self._drain is not None and not self.scheduler.requests and not self.in_flight
+
+    async def _shut_down(self) -> None:
+        """Tell everybody, leave nothing behind."""
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        self.gate.close()
+        leftovers = self.inbox.close()
+        died = self.failure is not None
+        cause: BaseException = EngineDead(self.failure) if died else EngineClosed("the engine has closed")
+        self.delivery.deliver(self.scheduler.take_outputs())
+        self.delivery.fail_all(cause)
+        for item in leftovers:
+            if isinstance(item, Submission):
+                self.delivery.fail(item.stream, cause)
+        if self.grammars is not None:
+            self.grammars.close()
+        await self.runner.aclose()

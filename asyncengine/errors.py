@@ -1,0 +1,98 @@
+"""Every error a caller can meet. One root, `EngineError`; each class names what to do about it.
+
+Errors raised at submit (`InvalidParameter` and its subclasses, `QueueFull`, `EngineClosed`) cost nobody
+else anything: the request never reached the scheduler.
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Root of all errors raised by asyncengine."""
+
+
+class InvalidParameter(EngineError, ValueError):
+    """A parameter is malformed, non-finite, out of range or unknown. Raised at submit or construction.
+
+    `field` is the parameter's name as the caller wrote it and `limit` the bound it broke, in words.
+    """
+
+    def __init__(self, field: str, limit: str, value: object = None) -> None:
+        self.field = field
+        self.limit = limit
+        self.value = value
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        got = "" if value is None else f", got {shown}"
+        super().__init__(f"{field}: {limit}{got}")
+
+
+class ContextLengthExceeded(InvalidParameter):
+    """Prompt plus requested output can never fit the model's context (or the KV cache)."""
+
+
+class GrammarError(InvalidParameter):
+    """A grammar cannot be used: malformed, unsupported, too large, or its compilation failed."""
+
+
+class BudgetTooSmall(InvalidParameter):
+    """The token budget is below the shortest output the grammar allows."""
+
+
+class AdapterNotFound(InvalidParameter):
+    """No adapter is loaded under that name."""
+
+
+class ModelNotFound(EngineError):
+    """No model at that path or hub id, or its files are incomplete."""
+
+
+class UnsupportedModel(EngineError):
+    """The model loads, but this engine cannot run its family; the message says which part."""
+
+
+class OutOfMemory(EngineError):
+    """The weights or the requested KV cache do not fit into the memory there is."""
+
+
+class QueueFull(EngineError):
+    """The waiting queue is at its limit (`max_queued_requests` or `max_queued_tokens`). Try again later."""
+
+    def __init__(self, field: str, limit: int) -> None:
+        self.field = field
+        self.limit = limit
+        super().__init__(f"the waiting queue is full: {field}={limit}")
+
+
+class EngineClosed(EngineError):
+    """The engine is closed, draining, or was never started."""
+
+
+class EngineDead(EngineError):
+    """The engine's loop or its runner died. `cause` is what killed it; no request can be served."""
+
+    def __init__(self, cause: BaseException | None = None) -> None:
+        self.cause = cause
+        detail = f": {type(cause).__name__}: {cause}" if cause is not None else ""
+        super().__init__(f"the engine died{detail}")
+
+
+class RequestTimeout(EngineError):
+    """A deadline passed. `partial` carries the text produced until then where the caller asked to raise."""
+
+    def __init__(self, message: str, partial: str = "") -> None:
+        self.partial = partial
+        super().__init__(message)
+
+
+class RequestFailed(EngineError):
+    """This one request ended with an error; the engine and everybody else's requests live on."""
+
+
+class WrongLoop(EngineError, RuntimeError):
+    """A blocking call would deadlock: it came from the very thread that drives the engine."""
+
+
+class InvariantViolation(EngineError):
+    """The engine's books do not balance (a leak, a double free, an illegal transition). Always a bug here."""

@@ -1,0 +1,76 @@
+"""What an engine tells its observers while it works. Hooks run on the engine's loop and must return at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+logger = logging.getLogger("asyncengine")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step has retired."""
+
+    step: int
+    rows: int
+    tokens: int
+    """Positions computed."""
+    seconds: float
+    """Launch to result."""
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlow:
+    """A step has been running for `step_soft_limit` seconds. `plan` says what it computes."""
+
+    step: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """`count` requests lost their pages while a step was scheduled; they will resume."""
+
+    step: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied:
+    """The engine is dead; every stream has been told."""
+
+    cause: BaseException
+
+
+Event = StepDone | StepSlow | Preempted | EngineDied
+Hook = Callable[[Event], None]
+
+
+class Hooks:
+    """Observers of one engine. One that raises is logged and the others still hear of it."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, hook: Hook) -> Callable[[], None]:
+        """Observe from now on; the returned function ends it."""
+        self._hooks = [*self._hooks, hook]
+
+        def remove() -> None:
+            self._hooks = [known for known in self._hooks if known is not hook]
+
+        return remove
+
+    def emit(self, event: Event) -> None:
+        for hook in self._hooks:
+            try:
+                hook(event)
+            except Exception:
+                logger.exception("an event hook failed on %s", type(event).__name__)

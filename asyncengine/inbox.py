@@ -1,0 +1,79 @@
+"""The engine's inbox: anyone posts from any thread, only the engine's loop takes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Many writers, one reader. `post` is thread-safe and never blocks or awaits.
+
+    After `close` nothing can be posted any more: between "is it open?" and "it is in" nobody can slip in, so every
+    accepted item is either taken by the loop or handed back by `close`.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._lock = threading.Lock()
+        self._waiter: asyncio.Future[None] | None = None
+        self._reader: int | None = None
+        self._closed = False
+
+    def post(self, *items: T) -> bool:
+        """Append all items at once, in order. False if the inbox is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._items.extend(items)
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            if threading.get_ident() == self._reader:
+                _wake(waiter)
+            else:
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+        return True
+
+    def take(self) -> list[T]:
+        """Everything posted so far."""
+        if not self._items:
+            return []
+        with self._lock:
+            items = list(self._items)
+            self._items.clear()
+        return items
+
+    async def wait(self, timeout: float | None = None) -> None:
+        """Until something is posted, or `timeout` seconds have passed."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self._items or self._closed:
+                return
+            self._reader = threading.get_ident()
+            self._waiter = waiter
+        timer = None if timeout is None else loop.call_later(max(0.0, timeout), _wake, waiter)
+        try:
+            await waiter
+        finally:
+            with self._lock:
+                self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def close(self) -> list[T]:
+        """Refuse all further posts; what was posted and not taken."""
+        with self._lock:
+            self._closed = True
+            items = list(self._items)
+            self._items.clear()
+        return items
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,6 @@
+"""Pages, the radix prefix cache, and who owns what. Pure: no await, no torch."""
+
+from asyncengine.kvcache.kv_cache import KVCache, PageCounts
+from asyncengine.kvcache.page_table import PageTable
+
+__all__ = ["KVCache", "PageCounts", "PageTable"]

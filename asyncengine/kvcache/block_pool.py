@@ -1,0 +1,50 @@
+"""The free list of KV pages: plain page ids, no tensors.
+
+Page 0 is padding: steps of fixed size write their unused rows there, so it is never handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncengine.errors import InvariantViolation
+
+
+class BlockPool:
+    """Pages 1 .. num_pages-1, each either free or taken.
+
+    Taking and giving are O(1) per page. A page given back twice, or never taken, raises `InvariantViolation` at once:
+    the two bugs that otherwise surface as somebody else's wrong tokens.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool needs at least 2 pages (page 0 is padding), got {num_pages}")
+        self.capacity = num_pages - 1
+        """Pages that can be handed out."""
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack: low ids first, recently used (cache-warm) pages next
+        self._taken = bytearray(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free pages. The caller has checked `num_free`."""
+        if count > len(self._free):
+            raise InvariantViolation(f"asked for {count} pages, {len(self._free)} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._taken[page] = 1
+        return pages
+
+    def give(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if not self._taken[page]:
+                raise InvariantViolation(f"page {page} given back while free")
+            self._taken[page] = 0
+            self._free.append(page)
+
+    def free_pages(self) -> list[int]:
+        """A copy, for the conservation check."""
+        return list(self._free)

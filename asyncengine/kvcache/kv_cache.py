@@ -1,0 +1,192 @@
+"""The KV cache as the scheduler sees it: open a page table, grow it, publish it, close it.
+
+Composes the free list and the radix tree, and keeps the **retire rule**: whatever a launched step names (a page, a
+lock on cached pages) returns only when that step has retired. With one step in flight everything returns at once;
+overlap scheduling needs no other code (mini-sglang #89, vLLM-Ascend #16315 are what happens without it).
+
+**Conservation**: free + cached + held + retiring = capacity, always; `check` proves it page by page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache.block_pool import BlockPool
+from asyncengine.kvcache.eviction import eviction_strategy
+from asyncengine.kvcache.page_table import PageTable
+from asyncengine.kvcache.radix_tree import Namespace, Node, RadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; they add up to `total`."""
+
+    free: int
+    cached: int
+    """In the radix tree and evictable."""
+    shared: int
+    """In the radix tree and in use by requests."""
+    held: int
+    """Owned by single requests."""
+    retiring: int
+    """Given up, but a step in flight still names them."""
+    total: int
+
+
+class KVCache:
+    """Pages of one engine. Pure bookkeeping: integers in, integers out."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, eviction: str = "lru") -> None:
+        self.page_size = page_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_pages)
+        self.tree = RadixTree(page_size, eviction_strategy(eviction))
+        self._retired = 0
+        self._retiring: deque[tuple[int, list[int], Node | None, Namespace]] = deque()
+        self._num_retiring = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now, without preempting anybody."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    @property
+    def anything_retiring(self) -> bool:
+        """Pages or locks are on their way back: they need no preemption, only patience."""
+        return bool(self._retiring)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def open(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> PageTable:
+        """A page table that begins with the longest cached prefix of `tokens[:limit]`, locked.
+
+        `limit` is at most len(tokens) - 1 for a prompt: the last token is always computed, its logits are needed.
+        """
+        node = self.tree.match(namespace, tokens, limit)
+        self.tree.lock(node)
+        return PageTable(namespace, node, self.tree.path_pages(node))
+
+    def grow(self, table: PageTable, num_tokens: int) -> bool:
+        """Make room for `num_tokens` in `table`, evicting cached pages if need be. False, and nothing changed, if not."""
+        missing = self.pages_for(num_tokens) - len(table.pages)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        short = missing - self.pool.num_free
+        if short > 0:
+            self.pool.give(self.tree.evict(short))
+        table.pages.extend(self.pool.take(missing))
+        return True
+
+    def publish(self, table: PageTable, tokens: Sequence[int], computed: int, fence: int, priority: int = 0) -> None:
+        """Put the full pages of `tokens[:computed]` into the tree, so that others may start from them.
+
+        Call only after the step that wrote them has committed. Where another request was first, its page replaces
+        ours in a new page list, and ours returns once step `fence`, which may still name it, has retired.
+        """
+        size = self.page_size
+        duplicates: list[int] = []
+        pages = table.pages
+        node = table.node
+        for index in range(node.depth, computed // size):
+            key = tuple(tokens[index * size : (index + 1) * size])
+            node = self.tree.extend(node, key, pages[index], priority)
+            if node.page != pages[index]:
+                if pages is table.pages:
+                    pages = list(pages)
+                duplicates.append(pages[index])
+                pages[index] = node.page
+        table.node = node
+        table.pages = pages
+        if duplicates:
+            self._give_back(duplicates, None, table.namespace, fence)
+
+    def close(self, table: PageTable, fence: int) -> None:
+        """The request is done with its pages; they return when step `fence` has retired."""
+        self._give_back(table.own_pages(), table.node, table.namespace, fence)
+
+    def retire(self, step: int) -> None:
+        """Steps up to `step` have finished: nothing reads what only they named."""
+        self._retired = step
+        while self._retiring and self._retiring[0][0] <= step:
+            _, pages, node, namespace = self._retiring.popleft()
+            self._num_retiring -= len(pages)
+            self._return(pages, node, namespace)
+
+    def _give_back(self, pages: list[int], node: Node | None, namespace: Namespace, fence: int) -> None:
+        if fence <= self._retired:
+            self._return(pages, node, namespace)
+        else:
+            # In order of giving up; one behind a later fence waits a step longer than it must.
+            self._retiring.append((fence, pages, node, namespace))
+            self._num_retiring += len(pages)
+
+    def _return(self, pages: list[int], node: Node | None, namespace: Namespace) -> None:
+        self.pool.give(pages)
+        if node is None:
+            return
+        self.tree.unlock(node)
+        if not self.prefix_caching and self.tree.root(namespace).locks == 0:
+            # Caching is off: only samples of one prompt share pages, and the last of them is gone.
+            self.pool.give(self.tree.drop(namespace))
+
+    def counts(self, tables: Iterable[PageTable]) -> PageCounts:
+        """Pages by state, given all open tables."""
+        held = sum(len(table.pages) - table.num_shared for table in tables)
+        return PageCounts(
+            free=self.pool.num_free,
+            cached=self.tree.num_evictable,
+            shared=self.tree.num_locked,
+            held=held,
+            retiring=self._num_retiring,
+            total=self.pool.capacity,
+        )
+
+    def check(self, tables: Iterable[PageTable]) -> None:
+        """Prove conservation: every page has exactly one owner and every lock exactly one holder.
+
+        Raises `InvariantViolation` naming the first page that does not add up.
+        """
+        tables = list(tables)
+        owner: dict[int, str] = {}
+
+        def own(pages: Iterable[int], who: str) -> None:
+            for page in pages:
+                if page in owner:
+                    raise InvariantViolation(f"page {page} is {owner[page]} and {who}")
+                owner[page] = who
+
+        own(self.pool.free_pages(), "free")
+        own((node.page for node in self.tree.nodes()), "cached")
+        for table in tables:
+            own(table.own_pages(), "held")
+        for _, pages, _, _ in self._retiring:
+            own(pages, "retiring")
+        for page in range(1, self.pool.capacity + 1):
+            if page not in owner:
+                raise InvariantViolation(f"page {page} leaked: neither free, cached, held nor retiring")
+        self._check_locks(tables)
+
+    def _check_locks(self, tables: list[PageTable]) -> None:
+        expected: dict[Node, int] = {}
+        holders = [table.node for table in tables] + [node for _, _, node, _ in self._retiring if node is not None]
+        for holder in holders:
+            node: Node | None = holder
+            while node is not None:
+                expected[node] = expected.get(node, 0) + 1
+                node = node.parent
+        locked = 0
+        for node in self.tree.nodes():
+            if node.locks != expected.get(node, 0):
+                raise InvariantViolation(f"page {node.page}: {node.locks} locks, {expected.get(node, 0)} holders")
+            locked += node.locks > 0
+        if locked != self.tree.num_locked:
+            raise InvariantViolation(f"{locked} locked pages, counted {self.tree.num_locked}")
+        for table in tables:
+            if table.pages[: table.num_shared] != self.tree.path_pages(table.node):
+                raise InvariantViolation(f"a page table disagrees with the tree at {table.pages[: table.num_shared]}")

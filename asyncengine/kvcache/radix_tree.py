@@ -1,0 +1,216 @@
+"""The prefix cache: a radix tree whose digit is one page of tokens.
+
+The idea is SGLang's RadixAttention (Zheng et al. 2024): keys and values of finished or running prompts stay in a
+tree keyed by their tokens, and a new prompt starts where its longest cached prefix ends. Here every edge is exactly
+one full page (`page_size` tokens), so nodes never split, a match costs one dictionary lookup a page, and eviction
+works page by page. Tokens are compared, not only hashed (vLLM CVE-2025-25183), and each namespace has a root of its
+own, so an adapter's or a tenant's pages are unreachable from any other (a request of another namespace never even
+compares with them).
+
+A locked node (`locks > 0`) is in use by that many requests below or at it; a lock covers the whole path to the root.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.protocols import EvictionStrategy
+
+Namespace = tuple[Hashable, ...]
+
+
+class Node:
+    """One cached page; the root of a namespace has depth 0 and no page."""
+
+    __slots__ = (
+        "children", "created", "depth", "hits", "last_used", "locks", "namespace", "page", "parent", "priority", "queued",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.page = page
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.locks = 0
+        self.hits = 0
+        self.created = tick
+        self.last_used = tick
+        self.priority = priority
+        self.queued = False  # has an entry in the eviction heap
+        self.namespace: Namespace | None = None  # roots only
+
+
+class RadixTree:
+    """Cached pages by (namespace, tokens). Holds page ids only; giving evicted ids back is the caller's business."""
+
+    def __init__(self, page_size: int, strategy: EvictionStrategy) -> None:
+        self.page_size = page_size
+        self.strategy = strategy
+        self.num_pages = 0
+        self.num_locked = 0
+        """Pages in the tree, and those of them that a request is using now."""
+        self._roots: dict[Namespace, Node] = {}
+        self._heap: list[tuple[object, int, Node]] = []  # unlocked leaves, by a key that may be out of date
+        self._tick = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `evict` can free. Every unlocked page counts: the subtree below it is unlocked too."""
+        return self.num_pages - self.num_locked
+
+    def root(self, namespace: Namespace) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, (), 0, self._tick, 0)
+            root.namespace = namespace
+        return root
+
+    def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> int:
+        """Length in tokens of the cached prefix of `tokens[:limit]`. Changes nothing (policies use it)."""
+        node = self._roots.get(namespace)
+        return 0 if node is None else self._walk(node, tokens, limit).depth * self.page_size
+
+    def match(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node:
+        """Deepest node whose path spells a prefix of `tokens[:limit]`, marked as used now."""
+        node = self._walk(self.root(namespace), tokens, limit)
+        self._tick += 1
+        step: Node | None = node
+        while step is not None:
+            step.last_used = self._tick
+            step.hits += 1
+            step = step.parent
+        return node
+
+    def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> Node:
+        size = self.page_size
+        for start in range(0, limit - size + 1, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            node = child
+        return node
+
+    def path_pages(self, node: Node) -> list[int]:
+        """Pages from the root to `node`, in order of their tokens."""
+        pages = []
+        while node.parent is not None:
+            pages.append(node.page)
+            node = node.parent
+        pages.reverse()
+        return pages
+
+    def lock(self, node: Node) -> None:
+        """Protect `node` and its ancestors from eviction. One `unlock` undoes it."""
+        step: Node | None = node
+        while step is not None:
+            if step.locks == 0 and step.parent is not None:
+                self.num_locked += 1
+            step.locks += 1
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        step: Node | None = node
+        while step is not None:
+            if step.locks <= 0:
+                raise InvariantViolation(f"page {step.page} unlocked more often than locked")
+            step.locks -= 1
+            if step.locks == 0:
+                if step.parent is not None:
+                    self.num_locked -= 1
+                self._settle(step)
+            step = step.parent
+
+    def extend(self, node: Node, tokens: tuple[int, ...], page: int, priority: int) -> Node:
+        """The child of `node` for one full page of `tokens`, which must be written (its step committed).
+
+        If another request published the same tokens first, the existing child is returned and the caller must use its
+        page in place of its own (mini-sglang #142: not doing so is a use-after-free). The caller holds a lock on
+        `node` and it moves to the child: lock counts on the path stay right.
+        """
+        child = node.children.get(tokens)
+        self._tick += 1
+        if child is None:
+            child = Node(node, tokens, page, self._tick, priority)
+            node.children[tokens] = child
+            self.num_pages += 1
+        child.last_used = self._tick
+        child.priority = min(child.priority, priority)
+        if child.locks == 0:
+            self.num_locked += 1
+        child.locks += 1
+        return child
+
+    def evict(self, count: int) -> list[int]:
+        """Remove up to `count` unlocked pages, leaves before parents, in the strategy's order; their ids."""
+        pages: list[int] = []
+        while len(pages) < count and self._heap:
+            key, _, node = heapq.heappop(self._heap)
+            node.queued = False
+            if node.locks or node.children or node.parent is None:
+                continue  # used again, or grown, since it was queued; unlocking or losing the child queues it anew
+            if self.strategy.key(node) != key:
+                self._queue(node)
+                continue
+            pages.append(self._remove(node))
+        return pages
+
+    def drop(self, namespace: Namespace) -> list[int]:
+        """Remove all of a namespace's pages; none may be locked. Their ids."""
+        root = self._roots.pop(namespace, None)
+        pages: list[int] = []
+        stack = [] if root is None else list(root.children.values())
+        while stack:
+            node = stack.pop()
+            if node.locks:
+                raise InvariantViolation(f"page {node.page} dropped while locked")
+            stack.extend(node.children.values())
+            pages.append(node.page)
+            node.parent, node.children = None, {}  # dead for the heap
+        self.num_pages -= len(pages)
+        return pages
+
+    def nodes(self) -> Iterator[Node]:
+        """Every page's node, parents first (for checks and tests)."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    def _settle(self, node: Node) -> None:
+        """`node` has just lost its last lock or its last child."""
+        if node.locks or node.children:
+            return
+        if node.parent is not None:
+            self._queue(node)
+        elif node.namespace is not None:
+            self._roots.pop(node.namespace, None)
+
+    def _queue(self, node: Node) -> None:
+        if node.queued:
+            return
+        if len(self._heap) > 2 * self.num_pages + 64:  # entries of dropped or relocked nodes pile up: rebuild
+            for _, _, stale in self._heap:
+                stale.queued = False
+            self._heap = []
+            for live in self.nodes():
+                if not live.locks and not live.children and live is not node:
+                    self._queue(live)
+        node.queued = True
+        self._tick += 1  # unique: ties are broken by age in the heap, and nodes are never compared
+        heapq.heappush(self._heap, (self.strategy.key(node), self._tick, node))
+
+    def _remove(self, node: Node) -> int:
+        parent = node.parent
+        if parent is None:
+            raise InvariantViolation("a root holds no page to remove")
+        del parent.children[node.tokens]
+        node.parent = None
+        self.num_pages -= 1
+        self._settle(parent)
+        return node.page

@@ -1,0 +1,119 @@
+"""The plug points: what the engine expects of parts it does not know.
+
+`build.py` is the only place that wires concrete parts to these. A new backend, policy or grammar library implements
+one of these and touches nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from asyncengine.batch import Batch, StepResult
+
+
+class Clock(Protocol):
+    """The only source of time. Tests use a manual one."""
+
+    def now(self) -> float:
+        """Seconds on a monotonic scale."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+        ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Run one step. A fault of one row goes into `StepResult.errors`; raising kills the engine."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, on the thread that executed."""
+        ...
+
+
+class Runner(Protocol):
+    """Launches steps without blocking the event loop; results come back in launch order."""
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
+
+    async def aclose(self) -> None:
+        """Stop after the current step and leave nothing behind. Idempotent."""
+        ...
+
+
+class GrammarMatcher(Protocol):
+    """State of one constrained output. Lives with its request; advanced only at commit."""
+
+    def fill_mask(self, mask: Any) -> None:
+        """Write the packed int32 bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)])."""
+        ...
+
+    def advance(self, token_id: int) -> None: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def is_terminated(self) -> bool:
+        """True: the output is complete and nothing may follow."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    """The grammar queue's worker: compiles off the event loop and reports through `post`."""
+
+    def check(self, grammar: Any) -> None:
+        """Refuse at submit what can be seen to be wrong at once. Raises `GrammarError`."""
+        ...
+
+    def start(self, ticket: int, grammar: Any, done: Callable[[int, GrammarMatcher | Exception], None]) -> None:
+        """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for `ticket` any more. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class AdapterAdmission(Protocol):
+    """Which adapters share a batch. Pure; the scheduler calls it while admitting (S-LoRA; vLLM's `max_loras`)."""
+
+    def admit(self, digest: str, running: Sequence[str]) -> int | None:
+        """Device slot for `digest` beside the adapters of all `running` requests, or None: skip for now."""
+        ...
+
+    def release(self, digest: str) -> None:
+        """No running request and no step in flight names `digest` through one admission any more."""
+        ...
+
+
+class Policy(Protocol):
+    """Order of the waiting queue. Small, stateless objects."""
+
+    name: str
+    dynamic: bool
+    """True: keys change between steps, the queue is sorted anew each time."""
+
+    def key(self, request: Any) -> Any:
+        """Sort key, smallest first. Must be a total order: end it with the request's ticket."""
+        ...
+
+
+class EvictionStrategy(Protocol):
+    """Which cached page goes first when memory is needed. Smallest key is evicted first."""
+
+    name: str
+
+    def key(self, node: Any) -> Any: ...

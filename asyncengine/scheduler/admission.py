@@ -1,0 +1,172 @@
+"""Who starts running in this step: from the waiting queue, in the policy's order, while budget and memory last.
+
+Memory blocks: if the first in order does not fit, nobody behind it starts, or a long prompt would wait for ever.
+Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt
+the first sample is still computing, and prompts whose next page a running request is computing right now (they wait
+for it and start from it, so a prefix shared by many simultaneous requests is computed once). A request that has been
+passed over `max_passes` times is not skipped any more; nobody starts before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from asyncengine.config import EngineConfig
+from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache.radix_tree import Namespace, Node
+from asyncengine.protocols import Policy
+from asyncengine.request import Request, RequestState
+from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.queues import WaitingQueue
+from asyncengine.scheduler.slots import Slots
+
+Frontier = tuple[Node, tuple[int, ...]]
+"""A page about to be computed: its parent in the tree and its tokens."""
+
+
+class Verdict(Enum):
+    ADMITTED = "admitted"
+    SKIPPED = "skipped"
+    """Not now; those behind it may go first."""
+    FULL = "full"
+    """No memory or slot for it; those behind it must not take them either."""
+
+
+class Admission:
+    """Moves requests from waiting to running. Stateless between steps."""
+
+    def __init__(self, config: EngineConfig, kv: KVCache, policy: Policy, slots: Slots) -> None:
+        self._kv = kv
+        self._policy = policy
+        self._slots = slots
+        self._lookahead = config.admission_lookahead
+        self._max_passes = config.max_passes
+
+    def admit(
+        self, waiting: WaitingQueue, running: dict[int, Request], requests: dict[int, Request], budget: TokenBudget
+    ) -> Iterator[Request]:
+        """Yield each request as it is admitted; the caller takes its share of the budget before asking for the next."""
+        self._refresh_hints(waiting)
+        frontiers = self._frontiers(running)
+        admitted: list[Request] = []
+        skipped = 0
+        for request in waiting.in_order():
+            if not budget.left or skipped > self._lookahead:
+                break
+            verdict = self._try(request, running, requests, frontiers)
+            if verdict is Verdict.ADMITTED:
+                waiting.remove(request)
+                request.move(RequestState.RUNNING)
+                running[request.ticket] = request
+                admitted.append(request)
+                yield request
+                self._add_frontier(request, frontiers)
+            elif verdict is Verdict.FULL or request.overdue:
+                break
+            else:
+                skipped += 1
+        self._count_passes(waiting, admitted)
+
+    def _try(
+        self,
+        request: Request,
+        running: dict[int, Request],
+        requests: dict[int, Request],
+        frontiers: dict[Frontier, int],
+    ) -> Verdict:
+        if not self._slots.num_free:
+            return Verdict.FULL
+        if request.num_pending:
+            return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
+        if not request.overdue and self._awaits_first_sample(request, requests):
+            return Verdict.SKIPPED
+        table = self._kv.open(self._namespace(request), request.tokens, self._match_limit(request))
+        verdict = self._fits(request, table, running, frontiers)
+        if verdict is not Verdict.ADMITTED:
+            self._kv.close(table, 0)
+            return verdict
+        request.table = table
+        request.num_computed = request.num_launched = table.num_shared * self._kv.page_size
+        if request.first_step_at is None:
+            request.cached_tokens = request.num_computed
+        return Verdict.ADMITTED
+
+    def _fits(
+        self, request: Request, table: PageTable, running: dict[int, Request], frontiers: dict[Frontier, int]
+    ) -> Verdict:
+        if not request.overdue and self._frontier(table, request) in frontiers:
+            return Verdict.SKIPPED
+        needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
+        if needed > self._kv.num_available - self._promised(running):
+            return Verdict.FULL
+        return Verdict.ADMITTED if self._slots.acquire(request, running.values()) else Verdict.SKIPPED
+
+    def _promised(self, running: dict[int, Request]) -> int:
+        """Pages that running requests will need for tokens they already have, and one each to go on decoding.
+
+        Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
+        """
+        promised = 0
+        for request in running.values():
+            assert request.table is not None
+            promised += max(1, self._kv.pages_for(len(request.tokens)) - len(request.table.pages))
+        return promised
+
+    def _namespace(self, request: Request) -> Namespace:
+        """What must match besides the tokens. Without caching, samples of one prompt still share its pages."""
+        if self._kv.prefix_caching:
+            return (request.adapter, request.salt)
+        return (request.adapter, request.salt, request.ticket if request.group is None else request.group)
+
+    def _match_limit(self, request: Request) -> int:
+        """The last token is always computed: its logits are what the next one is sampled from."""
+        if request.spec.params.prompt_logprobs and not request.num_output:
+            return 0  # every position's logits are asked for
+        return len(request.tokens) - 1
+
+    def _awaits_first_sample(self, request: Request, requests: dict[int, Request]) -> bool:
+        if request.group is None or request.group == request.ticket:
+            return False
+        first = requests.get(request.group)
+        if first is None or first.state is not RequestState.RUNNING:
+            return False
+        return first.num_computed < first.prompt_len and not first.num_output
+
+    def _frontier(self, table: PageTable, request: Request) -> Frontier:
+        start = table.num_shared * self._kv.page_size
+        return (table.node, tuple(request.tokens[start : start + self._kv.page_size]))
+
+    def _frontiers(self, running: dict[int, Request]) -> dict[Frontier, int]:
+        frontiers: dict[Frontier, int] = {}
+        for request in running.values():
+            self._add_frontier(request, frontiers)
+        return frontiers
+
+    def _add_frontier(self, request: Request, frontiers: dict[Frontier, int]) -> None:
+        """Note the page `request` computes next, if it is a full page of a prompt that will be published."""
+        table = request.table
+        if table is None or not self._kv.prefix_caching or request.num_computed >= len(request.tokens) - 1:
+            return
+        frontier = self._frontier(table, request)
+        if len(frontier[1]) == self._kv.page_size:
+            frontiers[frontier] = request.ticket
+
+    def _refresh_hints(self, waiting: WaitingQueue) -> None:
+        if not self._policy.dynamic:
+            return
+        for count, request in enumerate(waiting):
+            inside = count <= self._lookahead
+            limit = self._match_limit(request) if inside else 0
+            request.prefix_hint = self._kv.tree.peek(self._namespace(request), request.tokens, limit)
+
+    def _count_passes(self, waiting: WaitingQueue, admitted: list[Request]) -> None:
+        """Each waiting request was passed over by every later one that has just been admitted."""
+        if not admitted or not waiting:
+            return
+        for request in list(waiting):
+            passed_by = sum(other.ticket > request.ticket for other in admitted)
+            if passed_by:
+                request.passes += passed_by
+                if request.passes >= self._max_passes and not request.overdue:
+                    waiting.mark_overdue(request)

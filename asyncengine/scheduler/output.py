@@ -1,0 +1,44 @@
+"""What the scheduler says about one request after a step: a token, an end, or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncengine.batch import TokenLogprob
+from asyncengine.messages import EndReason
+
+
+class Output(NamedTuple):
+    """News of one ticket. `token` is -1 where there is none; `reason` is set exactly once, on its last output."""
+
+    ticket: int
+    token: int = -1
+    reason: EndReason | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[int, list[TokenLogprob]] | None = None
+    """(position of the first entry, entries). After a preemption the same positions come again."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first admission (on the first token and on the last output)."""
+    started_at: float | None = None
+    """Clock reading of the first step (on the same outputs)."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals since the start. The engine's `stats()` and the benchmarks read them."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Of admitted requests (each counted at its first admission)."""
+    cached_tokens: int = 0
+    """Of `prompt_tokens`, found in the prefix cache."""
+    computed_tokens: int = 0
+    """Positions computed, recomputation after preemption included."""
+    generated_tokens: int = 0
+    preemptions: int = 0
+    left_queue: int = 0
+    """Samples that left the waiting queue for the first time: started, or ended before."""
+    left_queue_tokens: int = 0
+    """Their prompt tokens."""

@@ -1,0 +1,70 @@
+"""In what order waiting requests are admitted. One small object per rule.
+
+Whatever the rule, a request passed over `max_passes` times goes before all that are not (aging), so each of these
+has bounded waiting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.protocols import Policy
+from asyncengine.request import Request
+
+
+class FirstComeFirstServed:
+    """By arrival."""
+
+    name = "fcfs"
+    dynamic = False
+
+    def key(self, request: Request) -> Any:
+        return request.ticket
+
+
+class ByPriority:
+    """Lower `priority` first, then arrival."""
+
+    name = "priority"
+    dynamic = False
+
+    def key(self, request: Request) -> Any:
+        return (request.priority, request.ticket)
+
+
+class LongestPrefixMatch:
+    """Longest cached prefix first, then arrival: requests that share a prefix run while it is cached (SGLang's lpm).
+
+    The scheduler refreshes `prefix_hint` before sorting; beyond `admission_lookahead` waiting requests the hint of
+    those behind stays 0, which is arrival order.
+    """
+
+    name = "longest-prefix-match"
+    dynamic = True
+
+    def key(self, request: Request) -> Any:
+        return (-request.prefix_hint, request.ticket)
+
+
+class ShortestRemaining:
+    """Fewest tokens to compute and generate first, counting `max_tokens` as if it were used up.
+
+    A waiting request has nothing computed (a preempted one computes again), so what remains is all of it.
+    """
+
+    name = "shortest-remaining"
+    dynamic = False
+
+    def key(self, request: Request) -> Any:
+        return (request.max_total, request.ticket)
+
+
+_POLICIES = (FirstComeFirstServed, ByPriority, LongestPrefixMatch, ShortestRemaining)
+
+
+def scheduling_policy(name: str) -> Policy:
+    for policy in _POLICIES:
+        if policy.name == name:
+            return policy()
+    raise InvalidParameter("policy", "must be one of " + ", ".join(p.name for p in _POLICIES), name)

@@ -1,0 +1,114 @@
+"""Requests that are not running, in order. No sets: the order of everything iterated is part of the behaviour."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Any
+
+from asyncengine.protocols import Policy
+from asyncengine.request import Request
+
+
+class WaitingQueue:
+    """Waiting requests in the policy's order, overdue ones first.
+
+    A static policy keeps the list sorted on insertion; a dynamic one sorts when asked for the order.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._requests: list[Request] = []
+
+    def _key(self, request: Request) -> Any:
+        return (0, request.ticket) if request.overdue else (1, self._policy.key(request))
+
+    def add(self, request: Request) -> None:
+        if self._policy.dynamic:
+            self._requests.append(request)
+        else:
+            insort(self._requests, request, key=self._key)
+
+    def remove(self, request: Request) -> None:
+        if self._policy.dynamic:
+            self._requests.remove(request)
+            return
+        index = bisect_left(self._requests, self._key(request), key=self._key)
+        if self._requests[index] is not request:
+            raise ValueError(f"{request} is not where its key says")
+        del self._requests[index]
+
+    def mark_overdue(self, request: Request) -> None:
+        """`request` goes before all that are not overdue."""
+        self.remove(request)
+        request.overdue = True
+        self.add(request)
+
+    def in_order(self) -> list[Request]:
+        """A snapshot, first to be admitted first."""
+        if self._policy.dynamic:
+            self._requests.sort(key=self._key)
+        return list(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+
+class Deadlines:
+    """When the next request times out. Most requests have no deadline and cost nothing here.
+
+    Deadlines only ever move later (a token restarts the inter-token clock), so the earliest one seen at the last scan
+    is a safe time to scan again.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+        self._scan_at = _NEVER
+
+    def add(self, request: Request) -> None:
+        if request.deadline is None and request.waiting_deadline is None and request.inter_token_timeout is None:
+            return
+        self._requests[request.ticket] = request
+        # An inter-token limit starts counting with the first token: unknown yet, so never later than from now.
+        first = request.inter_token_timeout
+        self._scan_at = min(self._scan_at, _due(request), _NEVER if first is None else request.arrival + first)
+
+    def discard(self, request: Request) -> None:
+        self._requests.pop(request.ticket, None)
+
+    def next(self) -> float:
+        """No request is too late before this clock reading."""
+        return self._scan_at if self._requests else _NEVER
+
+    def expired(self, now: float) -> list[Request]:
+        """Requests that are too late at `now`, in order of arrival."""
+        if now < self._scan_at:
+            return []
+        late = [request for request in self._requests.values() if _due(request) <= now]
+        pending = [min(_due(r), _inter_token_due(r, now)) for r in self._requests.values() if r not in late]
+        self._scan_at = min(pending, default=_NEVER)
+        return late
+
+
+_NEVER = float("inf")
+
+
+def _due(request: Request) -> float:
+    """Earliest clock reading at which `request` is too late, as things stand."""
+    due = _NEVER if request.deadline is None else request.deadline
+    if request.waiting_deadline is not None and request.first_step_at is None:
+        due = min(due, request.waiting_deadline)
+    if request.inter_token_timeout is not None and request.num_output:
+        due = min(due, request.last_token_at + request.inter_token_timeout)
+    return due
+
+
+def _inter_token_due(request: Request, now: float) -> float:
+    """Before its first token a request's inter-token limit cannot be broken sooner than one limit from now."""
+    return _NEVER if request.inter_token_timeout is None else now + request.inter_token_timeout

@@ -1,0 +1,417 @@
+"""The scheduler: synchronous, deterministic, alone. It knows no tasks, devices or text.
+
+Four verbs, called by the engine's loop and nobody else:
+
+    apply(message)        the world changes: a request arrives, leaves, its grammar is ready
+    schedule(now)         what the next step computes: expire, run, preempt, admit
+    commit(result)        a step has retired: tokens are appended, pages published, requests end
+    take_outputs()        what that means for the requests' consumers
+
+There is no prefill phase and no decode phase (vLLM V1): each request has computed some of its tokens, and a step
+hands out a token budget so that `computed` catches up with `total`, running requests first. Same messages, same clock
+readings, same results: same batches. That is what makes a recorded run replayable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from asyncengine.batch import Batch, Row, StepResult
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache import KVCache
+from asyncengine.messages import Abort, AdapterReady, Drain, EndReason, Generate, GrammarReady, Message, StopText
+from asyncengine.protocols import AdapterAdmission
+from asyncengine.request import Request, RequestState
+from asyncengine.scheduler.admission import Admission
+from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.output import Counters, Output
+from asyncengine.scheduler.policy import scheduling_policy
+from asyncengine.scheduler.queues import Deadlines, WaitingQueue
+from asyncengine.scheduler.slots import Slots
+from asyncengine.scheduler.victim import choose_victim
+
+
+class _InFlight(NamedTuple):
+    """A launched step, and whose rows it carries, as of its launch."""
+
+    batch: Batch
+    requests: list[Request]
+    epochs: list[int]
+
+
+class Scheduler:
+    """Requests of one engine, from arrival to end. See the module docstring for the verbs."""
+
+    def __init__(self, config: EngineConfig, kv: KVCache, adapters: AdapterAdmission | None = None) -> None:
+        self.config = config
+        self.kv = kv
+        self.policy = scheduling_policy(config.policy)
+        self.requests: dict[int, Request] = {}
+        """Every request that has not ended, by ticket, in order of arrival."""
+        self.waiting = WaitingQueue(self.policy)
+        self.running: dict[int, Request] = {}
+        """In order of admission."""
+        self.grammar_queue: dict[int, Request] = {}
+        self.adapter_queue: dict[int, Request] = {}
+        self.counters = Counters()
+        self.last_step = 0
+        self._deadlines = Deadlines()
+        # A decode must never wait for budget: then every running request advances in every step.
+        self._slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
+        self._admission = Admission(config, kv, self.policy, self._slots)
+        self._in_flight: deque[_InFlight] = deque()
+        self._outputs: list[Output] = []
+
+    # ---------------------------------------------------------------- apply
+
+    def apply(self, message: Message) -> None:
+        """Take note of one message. Messages about unknown or ended tickets change nothing."""
+        match message:
+            case Generate():
+                self._add(message)
+            case Abort(ticket):
+                self._end_ticket(ticket, "abort")
+            case StopText(ticket):
+                self._end_ticket(ticket, "stop")
+            case GrammarReady(ticket, matcher, error):
+                self._leave_queue(self.grammar_queue, ticket, error)
+                if ticket in self.requests:
+                    self.requests[ticket].matcher = matcher
+            case AdapterReady(ticket, error):
+                self._leave_queue(self.adapter_queue, ticket, error)
+            case Drain():
+                pass  # the engine's business: no request changes
+
+    def _add(self, message: Generate) -> None:
+        request = Request(
+            message.spec,
+            list(message.prompt),
+            message.max_total,
+            state=RequestState.WAITING,
+            arrival=message.arrival,
+            priority=message.priority,
+            adapter=message.adapter,
+            salt=message.salt,
+            group=message.group,
+            deadline=message.deadline,
+            waiting_deadline=message.waiting_deadline,
+            inter_token_timeout=message.inter_token_timeout,
+        )
+        self.requests[request.ticket] = request
+        self._deadlines.add(request)
+        if message.adapter_loading:
+            self.adapter_queue[request.ticket] = request
+        if message.needs_grammar:
+            self.grammar_queue[request.ticket] = request
+        if message.needs_grammar or message.adapter_loading:
+            request.state = RequestState.GRAMMAR_QUEUE if message.needs_grammar else RequestState.ADAPTER_QUEUE
+        else:
+            self.waiting.add(request)
+
+    def _leave_queue(self, queue: dict[int, Request], ticket: int, error: str | None) -> None:
+        """What `ticket` waited for in `queue` is here, or will never be (`error`)."""
+        request = queue.pop(ticket, None)
+        if request is None:
+            return
+        if error is not None:
+            self._end(request, "error", error)
+        elif ticket in self.grammar_queue:
+            pass  # its adapter came first: the grammar queue still holds it
+        elif ticket in self.adapter_queue:
+            request.move(RequestState.ADAPTER_QUEUE)
+        else:
+            request.move(RequestState.WAITING)
+            self.waiting.add(request)
+
+    def _end_ticket(self, ticket: int, reason: EndReason) -> None:
+        request = self.requests.get(ticket)
+        if request is not None:
+            self._end(request, reason)
+
+    def end_all(self, reason: EndReason) -> None:
+        """End every request there is."""
+        for request in list(self.requests.values()):
+            self._end(request, reason)
+
+    # ---------------------------------------------------------------- schedule
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next step, or None if there is nothing to compute before a message or a result arrives."""
+        for request in self._deadlines.expired(now):
+            self._end(request, "timeout")
+        if not self.requests:
+            return None
+        budget = TokenBudget(self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
+        rows: dict[int, Row] = {}
+        preemptions = self.counters.preemptions
+        self._force_preemption()
+        self._schedule_running(rows, budget)
+        had_to_preempt = self.counters.preemptions > preemptions
+        if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
+            self._admit(rows, budget, now)
+        if rows:
+            return self._launch(rows)
+        if self.waiting and not self.running and not self._in_flight:
+            raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
+        return None
+
+    def _schedule_running(self, rows: dict[int, Row], budget: TokenBudget) -> None:
+        """Decodes first, so that no prompt delays them; then prompts share what is left of the budget."""
+        prompts: list[Request] = []
+        page_size = self.kv.page_size
+        for request in list(self.running.values()):
+            behind = len(request.tokens) + request.num_pending - request.num_launched
+            if behind > 1:
+                prompts.append(request)
+                continue
+            if request.state is not RequestState.RUNNING or not behind:
+                continue
+            if request.num_pending and not _may_overlap(request):
+                continue
+            assert request.table is not None
+            end = request.num_launched + 1
+            if end > len(request.table.pages) * page_size and not self._make_room(request, end, rows, budget):
+                continue
+            rows[request.ticket] = _row(request, 1)
+            budget.left -= 1
+        for request in prompts:
+            if not budget.left:
+                break
+            if request.state is RequestState.RUNNING:
+                self._schedule_prompt(request, rows, budget)
+
+    def _schedule_prompt(self, request: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
+        behind = len(request.tokens) - request.num_launched
+        count = budget.grant(behind, alone=len(self.running) == 1)
+        if count and self._make_room(request, request.num_launched + count, rows, budget):
+            rows[request.ticket] = _row(request, count)
+            budget.take(count)
+
+    def _make_room(self, request: Request, num_tokens: int, rows: dict[int, Row], budget: TokenBudget) -> bool:
+        """Pages for `num_tokens` of `request`, preempting others if need be. False: not in this step."""
+        assert request.table is not None
+        while not self.kv.grow(request.table, num_tokens):
+            if self.kv.anything_retiring:
+                return False  # pages are on their way back: wait for them rather than preempt for them
+            if len(self.running) == 1:
+                needed = self.kv.pages_for(num_tokens)
+                self._end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")
+                return False
+            victim = choose_victim(self.running.values(), self.policy)
+            planned = rows.pop(victim.ticket, None)
+            if planned is not None:
+                budget.give_back(planned.count)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _force_preemption(self) -> None:
+        every = self.config.preempt_every
+        if every and self.running and (self.last_step + 1) % every == 0:
+            self._preempt(choose_victim(self.running.values(), self.policy))
+
+    def _preempt(self, request: Request) -> None:
+        """Take the request's pages; it keeps its tokens and computes them again when readmitted.
+
+        Its full pages stay findable in the prefix cache until somebody really needs the memory, so resuming is often
+        no more than a cache hit.
+        """
+        self._close(request)
+        request.num_computed = request.num_launched = 0
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        request.move(RequestState.WAITING)
+        self.waiting.add(request)
+
+    def _admit(self, rows: dict[int, Row], budget: TokenBudget, now: float) -> None:
+        for request in self._admission.admit(self.waiting, self.running, self.requests, budget):
+            if request.first_step_at is None:
+                request.first_step_at = now
+                self._count_left_queue(request)
+                self.counters.prompt_tokens += request.prompt_len
+                self.counters.cached_tokens += request.cached_tokens
+            count = budget.grant(len(request.tokens) - request.num_launched, alone=len(self.running) == 1)
+            assert request.table is not None
+            if not self.kv.grow(request.table, request.num_launched + count):
+                raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
+            rows[request.ticket] = _row(request, count)
+            budget.take(count)
+
+    def _launch(self, rows: dict[int, Row]) -> Batch:
+        """Make the plan a fact: from here on results for it will come."""
+        self.last_step += 1
+        requests = [self.running[ticket] for ticket in rows]
+        for request, row in zip(requests, rows.values(), strict=True):
+            request.num_launched = row.start + row.count
+            request.last_step = self.last_step
+            if row.samples:
+                request.num_pending += 1
+        batch = Batch(self.last_step, tuple(rows.values()))
+        self._in_flight.append(_InFlight(batch, requests, [request.epoch for request in requests]))
+        return batch
+
+    # ---------------------------------------------------------------- commit
+
+    def commit(self, result: StepResult, now: float) -> None:
+        """Apply the result of the oldest step in flight. The only place where results become facts."""
+        batch, requests, epochs = self._in_flight.popleft()
+        if result.step != batch.step:
+            raise InvariantViolation(f"result of step {result.step}, but step {batch.step} is the oldest in flight")
+        self.kv.retire(batch.step)
+        self._slots.retire(batch.step)
+        self.counters.steps += 1
+        for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
+            self.counters.computed_tokens += row.count
+            if request.state is RequestState.FINISHED:
+                continue  # it ended while the step ran: the token nobody waits for is dropped
+            if result.errors and index in result.errors:
+                self._end(request, "error", result.errors[index])
+                continue
+            if request.epoch == epoch:
+                request.num_computed = row.start + row.count
+                if row.count > 1 or row.start < request.prompt_len:
+                    self._publish(request)
+            if result.prompt_logprobs and index in result.prompt_logprobs:
+                entries = (row.start + 1, result.prompt_logprobs[index])
+                self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
+            if row.samples:
+                logprob = result.logprobs.get(index) if result.logprobs else None
+                self._accept(request, Output(request.ticket, result.tokens[index], None, logprob), now)
+
+    def _accept(self, request: Request, output: Output, now: float) -> None:
+        """Append the token sampled for `request`; end the request if that was its last.
+
+        A request preempted meanwhile takes its token all the same: it was sampled from intact pages.
+        """
+        token = output.token
+        request.num_pending -= 1
+        request.tokens.append(token)
+        self.counters.generated_tokens += 1
+        request.last_token_at = now
+        length = len(request.tokens)
+        num_output = length - request.prompt_len
+        reason: EndReason | None = None
+        if request.matcher is not None:
+            request.matcher.advance(token)
+        if token in request.spec.stop_ids and num_output > request.spec.params.min_tokens:
+            reason = "stop"
+        elif request.matcher is not None and request.matcher.is_terminated():
+            reason = "stop"
+        elif length >= request.max_total:
+            reason = "length"
+        if num_output == 1:
+            output = output._replace(cached_tokens=request.cached_tokens, started_at=request.first_step_at)
+        if reason is None:
+            self._outputs.append(output)
+        else:
+            self._retire_request(request)
+            self._outputs.append(output._replace(reason=reason))
+
+    def take_outputs(self) -> list[Output]:
+        """News since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ---------------------------------------------------------------- endings
+
+    def _end(self, request: Request, reason: EndReason, error: str | None = None) -> None:
+        self._retire_request(request)
+        self._outputs.append(
+            Output(
+                request.ticket,
+                reason=reason,
+                cached_tokens=request.cached_tokens,
+                started_at=request.first_step_at,
+                error=error,
+            )
+        )
+
+    def _retire_request(self, request: Request) -> None:
+        """Forget the request; its pages, slot and adapter return when the last step that names them has retired."""
+        match request.state:
+            case RequestState.RUNNING:
+                self._close(request)
+            case RequestState.WAITING:
+                self.waiting.remove(request)
+        self.grammar_queue.pop(request.ticket, None)
+        self.adapter_queue.pop(request.ticket, None)
+        if request.first_step_at is None:
+            self._count_left_queue(request)
+        request.move(RequestState.FINISHED)
+        self._deadlines.discard(request)
+        del self.requests[request.ticket]
+
+    def _close(self, request: Request) -> None:
+        """Stop running: publish what is computed, give back everything held."""
+        assert request.table is not None
+        self._publish(request)
+        self.kv.close(request.table, request.last_step)
+        request.table = None
+        self._slots.release(request, request.last_step)
+        request.epoch += 1
+        del self.running[request.ticket]
+
+    def _publish(self, request: Request) -> None:
+        """Let others start from this request's full pages."""
+        if not self.kv.prefix_caching and request.group is None:
+            return
+        table = request.table
+        assert table is not None
+        if request.num_computed // self.kv.page_size > table.num_shared:
+            self.kv.publish(table, request.tokens, request.num_computed, request.last_step, request.priority)
+
+    def _count_left_queue(self, request: Request) -> None:
+        self.counters.left_queue += 1
+        self.counters.left_queue_tokens += request.prompt_len
+
+    # ---------------------------------------------------------------- books
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def next_deadline(self) -> float:
+        """No request times out before this clock reading (inf: none has a deadline)."""
+        return self._deadlines.next()
+
+    def check(self) -> None:
+        """Prove that nothing is lost: pages, slots, adapters, requests. Raises `InvariantViolation`."""
+        self.kv.check(request.table for request in self.running.values() if request.table is not None)
+        self._slots.check(self.running.values())
+        queued = {**self.grammar_queue, **self.adapter_queue}
+        if len(self.running) + len(self.waiting) + len(queued) != len(self.requests):
+            raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")
+        for request in self.running.values():
+            if not request.num_computed <= request.num_launched <= len(request.tokens) + request.num_pending:
+                raise InvariantViolation(f"{request}: progress counters out of order")
+
+
+def _may_overlap(request: Request) -> bool:
+    """May this request be launched again before its last token is known?
+
+    Not if that token decides the next one's mask, and not if it reaches the length limit in any case.
+    """
+    return request.matcher is None and len(request.tokens) + request.num_pending < request.max_total
+
+
+def _row(request: Request, count: int) -> Row:
+    """The next `count` positions of `request`."""
+    assert request.table is not None
+    start = request.num_launched
+    known = len(request.tokens)
+    return Row(
+        request.spec,
+        request.slot,
+        start,
+        count,
+        request.tokens,
+        start + count > known,
+        request.table.pages,
+        start + count == known + request.num_pending,
+        request.adapter_slot,
+        request.matcher,
+    )

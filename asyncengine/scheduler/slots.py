@@ -1,0 +1,65 @@
+"""Device rows of running requests, and the adapters they bring. Both obey the retire rule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.protocols import AdapterAdmission
+from asyncengine.request import Request
+
+
+class Slots:
+    """Hands every running request a slot in [0, total), and its adapter a device slot if it has one.
+
+    A slot returns when the last launched step that names it has retired.
+    """
+
+    def __init__(self, total: int, adapters: AdapterAdmission | None) -> None:
+        self.total = total
+        self._adapters = adapters
+        self._free = list(range(total - 1, -1, -1))
+        self._retired = 0
+        self._retiring: deque[tuple[int, int, str]] = deque()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, request: Request, running: Iterable[Request]) -> bool:
+        """Give `request` its slots. False, and nothing changed, if its adapter does not fit beside the running ones."""
+        if request.adapter:
+            if self._adapters is None:
+                raise InvariantViolation(f"{request} names an adapter, but there is no adapter admission")
+            adapter_slot = self._adapters.admit(request.adapter, [r.adapter for r in running if r.adapter])
+            if adapter_slot is None:
+                return False
+            request.adapter_slot = adapter_slot
+        request.slot = self._free.pop()
+        return True
+
+    def release(self, request: Request, fence: int) -> None:
+        entry = (fence, request.slot, request.adapter)
+        request.slot, request.adapter_slot = -1, 0
+        if fence <= self._retired:
+            self._return(entry)
+        else:
+            self._retiring.append(entry)
+
+    def retire(self, step: int) -> None:
+        self._retired = step
+        while self._retiring and self._retiring[0][0] <= step:
+            self._return(self._retiring.popleft())
+
+    def _return(self, entry: tuple[int, int, str]) -> None:
+        _, slot, adapter = entry
+        self._free.append(slot)
+        if adapter and self._adapters is not None:
+            self._adapters.release(adapter)
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Each slot is free, used by one running request, or retiring. Raises `InvariantViolation`."""
+        slots = sorted(self._free + [r.slot for r in running] + [slot for _, slot, _ in self._retiring])
+        if slots != list(range(self.total)):
+            raise InvariantViolation(f"slots out of balance: {slots}")

@@ -1,0 +1,85 @@
+"""What an engine reports about itself: `stats()` snapshots, and the meter that feeds them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncengine.kvcache import PageCounts
+from asyncengine.outputs import FinishReason
+
+WINDOW = 4096
+"""Samples kept of each measured quantity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Distribution of the last samples of one quantity, in seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Any) -> Summary:
+        ordered = sorted(values)
+        count = len(ordered)
+        if not count:
+            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+        def at(q: float) -> float:
+            return float(ordered[min(count - 1, int(q * count))])
+
+        return cls(count, sum(ordered) / count, at(0.5), at(0.9), at(0.99), float(ordered[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Counts since the start; distributions over the last 4096 samples."""
+
+    requests: dict[str, int]
+    """Requests by state: waiting, running, grammar_queue, adapter_queue."""
+    finished: dict[str, int]
+    """Ended samples by reason."""
+    pages: PageCounts
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    computed_tokens: int
+    preemptions: int
+    steps: int
+    first_token: Summary
+    """Submit to first token."""
+    inter_token: Summary
+    step: Summary
+    """Launch to result."""
+    loop_lag: Summary
+    """How late the engine's event loop ran a timer."""
+    uptime: float
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOW)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Samples as they come. Written on the engine's loop, read from anywhere."""
+
+    first_token: deque[float] = field(default_factory=_window)
+    inter_token: deque[float] = field(default_factory=_window)
+    step: deque[float] = field(default_factory=_window)
+    loop_lag: deque[float] = field(default_factory=_window)
+    finished: dict[str, int] = field(default_factory=dict)
+
+    def count_end(self, reason: FinishReason) -> None:
+        self.finished[reason] = self.finished.get(reason, 0) + 1

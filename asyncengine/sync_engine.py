@@ -1,0 +1,160 @@
+"""`Engine`: the same engine for code without an event loop. Safe from any thread; many threads share one batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.core import ChatMessages, Prompt, ToolSpecs
+from asyncengine.errors import InvalidParameter, WrongLoop
+from asyncengine.outputs import Completion
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stats import EngineStats
+from asyncengine.stream import Assembler, SyncTokenStream
+from asyncengine.submit import ModelInfo, RequestOptions
+
+
+class Engine:
+    """The synchronous twin of `AsyncEngine`: same names, blocking calls.
+
+        with Engine.from_pretrained("Qwen/Qwen3-0.6B") as engine:
+            print(engine.chat([{"role": "user", "content": "Hello!"}]).text)
+
+    It drives a hosted engine (its own thread and loop), so a blocking call never stops the engine, even from inside a
+    coroutine (it does block that coroutine's loop: prefer `AsyncEngine` there).
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Blocking access to `engine`, which stays its owner's to close unless you call `close` here."""
+        self.aengine = engine
+
+    @classmethod
+    def from_pretrained(cls, model: str | os.PathLike[str], **settings: Any) -> Self:
+        """Load a model folder or hub id. `settings` are `config=` and fields of `EngineConfig`.
+
+        Raises as `AsyncEngine.from_pretrained`.
+        """
+        from asyncengine.build import engine_config, load_core
+
+        config = engine_config(settings.pop("config", None), settings)
+        engine = AsyncEngine(lambda: load_core(os.fspath(model), config), hosted=True)
+        engine.start_blocking()
+        return cls(engine)
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """As `AsyncEngine.aclose`."""
+        self.aengine.close_blocking(drain=drain, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- requests
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> SyncTokenStream:
+        """Stream a completion of `prompt`. Submitted at once; iterate to read. Raises as `AsyncEngine.stream`."""
+        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
+        return self._stream(lambda: self.aengine.core.encode(prompt), params, options)
+
+    def stream_chat(
+        self,
+        messages: ChatMessages,
+        params: SamplingParams | None = None,
+        *,
+        tools: ToolSpecs | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> SyncTokenStream:
+        """Stream the answer to a chat. As `AsyncEngine.stream_chat`."""
+        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
+        return self._stream(lambda: self.aengine.core.encode_chat(messages, tools, template_kwargs), params, options)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
+        """The whole completion; keywords as `stream`. Raises as `AsyncEngine.generate`."""
+        with self.stream(prompt, params, **options) as stream:
+            return stream.result()
+
+    def chat(self, messages: ChatMessages, params: SamplingParams | None = None, **options: Any) -> Completion:
+        """The whole answer to a chat; keywords as `stream_chat`."""
+        with self.stream_chat(messages, params, **options) as stream:
+            return stream.result()
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+    ) -> list[Completion]:
+        """Completions of all prompts, in order, computed in shared batches: all are submitted before any is awaited.
+
+        If one is refused or fails, the others are aborted and its error is raised.
+        """
+        if isinstance(prompts, str):
+            raise InvalidParameter("prompts", "must be a sequence of prompts, not one str", prompts)
+        streams: list[SyncTokenStream] = []
+        try:
+            for prompt in prompts:
+                streams.append(self.stream(prompt, params, **options).__enter__())
+            return [stream.result() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _stream(
+        self, encode: Callable[[], list[int]], params: SamplingParams | None, options: RequestOptions
+    ) -> SyncTokenStream:
+        if self.aengine.host.drives_this_thread():
+            raise WrongLoop(
+                "a blocking call on the thread that drives the engine would wait for itself for ever: "
+                "await AsyncEngine's methods here, or load the engine with hosted=True"
+            )
+        core = self.aengine.core
+
+        def start() -> Assembler:
+            tokens = encode()
+            accepted = core.accept(tokens, params, options)
+            gate, samples = core.loop.gate, accepted.params.n
+            if core.config.when_full == "wait":
+                gate.enter_blocking(samples, len(tokens))
+            else:
+                gate.enter(samples, len(tokens))
+            return core.post(accepted)
+
+        return SyncTokenStream(start, core.abort_tickets)
+
+    def abort(self, request_id: str) -> bool:
+        """As `AsyncEngine.abort`."""
+        return self.aengine.abort(request_id)
+
+    # ---------------------------------------------------------------- looking in
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model."""
+        return self.aengine.info
+
+    def stats(self) -> EngineStats:
+        """As `AsyncEngine.stats`."""
+        return self.aengine.stats()
+
+    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
+        """As `AsyncEngine.count_tokens`."""
+        return self.aengine.count_tokens(text, tools)

@@ -1,0 +1,123 @@
+"""A runner without a model that remembers: it answers from what was really written into a row's pages.
+
+A fake that answered from the request's token list would hide the bugs that matter (a page freed too early, a stale
+prefix, a wrong remap): the next token here is a hash of the tokens found in the pages, in order, so any page that
+holds something else than it should changes the output. `oracle` computes what the answer must be from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
+
+EMPTY = -1
+
+
+class FakeModel:
+    """A "language model": the next token is a pure function of all tokens so far, and of the seed when sampling."""
+
+    def __init__(self, vocab_size: int = 97, eos: int = 1, eos_every: int = 0) -> None:
+        self.vocab_size = vocab_size
+        self.eos = eos
+        self.eos_every = eos_every
+        """About one token in so many is `eos`; 0: never."""
+
+    def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
+        state = (seed * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
+        for token in tokens:
+            state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+        if self.eos_every and (state >> 7) % self.eos_every == 0:
+            return self.eos
+        return 2 + (state >> 11) % (self.vocab_size - 2)
+
+    def oracle(self, prompt: Sequence[int], max_tokens: int, seed: int = 0, stop_ids: Sequence[int] = ()) -> list[int]:
+        """The one right output for `prompt`."""
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(self.next_token(tokens, seed))
+            if tokens[-1] in stop_ids:
+                break
+        return tokens[len(prompt) :]
+
+
+class FakeExecutor:
+    """An `Executor` with KV memory made of plain integers.
+
+    Checks what a device would not: that a row's pages are real, not page 0, not shared with another row that writes
+    to them in the same step, and that everything it attends to has been written. A violation raises.
+    """
+
+    def __init__(self, num_pages: int = 64, page_size: int = 16, model: FakeModel | None = None) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.model = model or FakeModel()
+        self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
+        self.last_token: dict[int, int] = {}
+        self.executed: list[Batch] = []
+        self.keep_batches = False
+        self.fail_tickets: dict[int, str] = {}
+        """Ticket -> error: rows that fail as data."""
+        self.closed = False
+
+    def execute(self, batch: Batch) -> StepResult:
+        if self.keep_batches:
+            self.executed.append(batch)
+        self._write(batch)
+        result = StepResult(batch.step, [-1] * len(batch.rows))
+        for index, row in enumerate(batch.rows):
+            if row.spec.ticket in self.fail_tickets:
+                result.errors[index] = self.fail_tickets[row.spec.ticket]
+            elif row.samples:
+                self._sample(index, row, result)
+        return result
+
+    def _write(self, batch: Batch) -> None:
+        """All rows write before any reads, as one forward pass does layer by layer."""
+        written: dict[tuple[int, int], int] = {}
+        for row in batch.rows:
+            for position in range(row.start, row.start + row.count):
+                page = row.pages[position // self.page_size]
+                offset = position % self.page_size
+                if not 0 < page < self.num_pages:
+                    raise AssertionError(f"row {row.spec.ticket} writes to page {page}")
+                if (page, offset) in written:
+                    raise AssertionError(f"rows {written[page, offset]} and {row.spec.ticket} both write page {page}")
+                written[page, offset] = row.spec.ticket
+                last = position == row.start + row.count - 1
+                in_flight = row.in_flight and last
+                self.memory[page][offset] = self.last_token[row.slot] if in_flight else row.tokens[position]
+
+    def context(self, row: Row) -> list[int]:
+        """The tokens that `row` attends to, as its pages hold them."""
+        tokens = []
+        for position in range(row.start + row.count):
+            tokens.append(self.memory[row.pages[position // self.page_size]][position % self.page_size])
+        if EMPTY in tokens:
+            raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")
+        return tokens
+
+    def _sample(self, index: int, row: Row, result: StepResult) -> None:
+        tokens = self.context(row)
+        token = self.model.next_token(tokens, row.spec.seed)
+        if row.grammar is not None:
+            token = self._constrain(row.grammar, token)
+        self.last_token[row.slot] = token
+        result.tokens[index] = token
+        if row.spec.params.logprobs:
+            result.logprobs[index] = TokenLogprob(token, -float(token) / self.model.vocab_size)
+
+    def _constrain(self, grammar: Any, token: int) -> int:
+        """The first allowed token from `token` upwards, in a circle."""
+        mask = [0] * -(-self.model.vocab_size // 32)
+        grammar.fill_mask(mask)
+        for step in range(self.model.vocab_size):
+            candidate = (token + step) % self.model.vocab_size
+            if mask[candidate // 32] >> (candidate % 32) & 1:
+                return candidate
+        raise AssertionError("the grammar allows no token")
+
+    def close(self) -> None:
+        self.closed = True

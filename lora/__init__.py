@@ -1,0 +1,2 @@
+if __name__ != "asyncengine.lora":
+    raise ImportError("import asyncengine.lora, not lora")

@@ -70,8 +70,6 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
         kv_cache_bytes=runner.kv_cache_bytes,
         fused=tuple(runner.fused),
     )
-    if tokenizer is not None:
-        tokenizer.table  # noqa: B018  built here, off every event loop, rather than with the first request
     return wire(runner, info, config, tokenizer=tokenizer)
 
 
@@ -99,6 +97,7 @@ def wire(
         clock,
         grammars=grammars,
         gate=Gate(config.max_queued_requests, config.max_queued_tokens),
+        table=None if tokenizer is None else tokenizer.table,  # built here, off every event loop
         recorder=recorder,
     )
     return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info)

@@ -87,8 +87,7 @@ class EngineCore:
         if not self.loop.inbox.post(*accepted.submissions):
             self.check_open()
             raise EngineClosed("the engine is closed")
-        table = None if self.tokenizer is None else self.tokenizer.table
-        return Assembler(accepted, table, self.loop.clock.now)
+        return Assembler(accepted, self.loop.clock.now)
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Leave. Posting to a closed inbox changes nothing: its streams have ended."""

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncengine.clock import Clock
-from asyncengine.mailbox import Item, Mailbox, Waiter, wake_all
+from asyncengine.batch import TokenLogprob
+from asyncengine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.messages import Message, StopText
-from asyncengine.outputs import FinishReason
+from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
 from asyncengine.stats import Meter
-from asyncengine.text import Detokenizer, StopStringMatcher
+from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
 
 
 @dataclass(slots=True, eq=False)
@@ -57,13 +58,16 @@ class OutputStream:
 class Delivery:
     """Every open stream of one engine, by ticket. Lives on the engine's loop."""
 
-    def __init__(self, clock: Clock, meter: Meter, post: Callable[[Message], object]) -> None:
+    def __init__(
+        self, clock: Clock, meter: Meter, post: Callable[[Message], object], table: TokenTable | None = None
+    ) -> None:
         self.streams: dict[int, OutputStream] = {}
         self.last_ticket = 0
         """Tickets are opened in order; larger ones are still on their way."""
         self._clock = clock
         self._meter = meter
         self._post = post
+        self._table = table
 
     def open(self, ticket: int, stream: OutputStream) -> None:
         self.streams[ticket] = stream
@@ -75,29 +79,40 @@ class Delivery:
             return
         now = self._clock.now()
         waiters: list[Waiter] = []
-        streams = self.streams
         gaps: list[float] = []
+        streams = self.streams
         for output in outputs:
             stream = streams.get(output.ticket)
             if stream is None:
                 continue
-            item = self._item(stream, output, now, gaps)
-            if item is None:
-                continue
-            waiter = stream.mailbox.put(item)
+            if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
+                stream.num_tokens += 1
+                gaps.append(now - stream.last_token_at)
+                stream.last_token_at = now
+                token = output.token
+                detokenizer = stream.detokenizer
+                chunk = Chunk("" if detokenizer is None else detokenizer.push((token,)), [token], None, stream.index)
+            else:
+                made = self._chunk(stream, output, now, gaps)
+                if made is None:
+                    continue
+                chunk = made
+            waiter = stream.mailbox.put(chunk)
             if waiter is not None:
                 waiters.append(waiter)
         self._meter.inter_token.extend(gaps)
         if waiters:
             wake_all(waiters)
 
-    def _item(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Item | None:
-        ticket, token, reason, logprob, prompt_logprobs, *_ = output
-        if prompt_logprobs is not None:
-            start, entries = prompt_logprobs
+    def _chunk(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Chunk | None:
+        """The chunk for any kind of output; None if it has nothing for the stream yet."""
+        token, reason = output.token, output.reason
+        if output.prompt_logprobs is not None:
+            start, entries = output.prompt_logprobs
             stream.mailbox.prompt_logprobs.update(enumerate(entries, start))
             return None
-        text, end = "", reason  # type: str, FinishReason | None
+        text = ""
+        end: FinishReason | None = reason
         if token >= 0:
             if stream.num_tokens:
                 gaps.append(now - stream.last_token_at)
@@ -108,14 +123,25 @@ class Delivery:
             if stopped:
                 end = "stop"
                 if reason is None:
-                    self._post(StopText(ticket))
+                    self._post(StopText(output.ticket))
             elif reason is not None:
                 text += stream.rest()
         elif reason is not None:
             text = stream.rest()
         if end is not None:
-            self._close(ticket, stream, output, end)
-        return Item(stream.index, text, token, logprob, end, output.error)
+            self._close(stream, output, end)
+        logprobs = None if output.logprob is None else [self._entry(output.logprob)]
+        return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, output.error)
+
+    def _entry(self, logprob: TokenLogprob) -> LogprobEntry:
+        table = self._table
+        return LogprobEntry(
+            logprob.token_id,
+            "" if table is None else table.token_text(logprob.token_id),
+            logprob.logprob,
+            b"" if table is None else table.token_bytes(logprob.token_id),
+            tuple(self._entry(TokenLogprob(*alternative)) for alternative in logprob.top),
+        )
 
     def _first_token(self, stream: OutputStream, output: Output, now: float) -> None:
         mailbox = stream.mailbox
@@ -125,28 +151,27 @@ class Delivery:
             mailbox.cached_tokens = output.cached_tokens
         self._meter.first_token.append(now - stream.arrival)
 
-    def _close(self, ticket: int, stream: OutputStream, output: Output, reason: FinishReason) -> None:
-        if stream.mailbox.started_at is None:
-            stream.mailbox.started_at = output.started_at
-            stream.mailbox.cached_tokens = output.cached_tokens
+    def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
+        mailbox = stream.mailbox
+        if mailbox.started_at is None:
+            mailbox.started_at = output.started_at
+            mailbox.cached_tokens = output.cached_tokens
         self._meter.count_end(reason)
-        del self.streams[ticket]
+        del self.streams[output.ticket]
 
-    def fail_all(self, cause: BaseException) -> None:
-        """End every open stream with reason "engine_dead", once."""
-        self._end_all(list(self.streams.values()), cause)
+    def fail_all(self, failure: Callable[[], Exception], unopened: list[OutputStream]) -> None:
+        """End every stream, and those posted but never opened, with reason "engine_dead", once.
+
+        `failure` makes the error that each consumer raises.
+        """
+        streams = [*self.streams.values(), *unopened]
         self.streams.clear()
-
-    def fail(self, stream: OutputStream, cause: BaseException) -> None:
-        """The same for a stream that was posted but never opened."""
-        self._end_all([stream], cause)
-
-    def _end_all(self, streams: list[OutputStream], cause: BaseException) -> None:
-        waiters = []
+        error = str(failure())
+        waiters: list[Waiter] = []
         for stream in streams:
-            stream.mailbox.failure = cause
+            stream.mailbox.failure = failure
             self._meter.count_end("engine_dead")
-            waiter = stream.mailbox.put(Item(stream.index, stream.rest(), reason="engine_dead", error=str(cause)))
+            waiter = stream.mailbox.put(Chunk(stream.rest(), [], "engine_dead", stream.index, error=error))
             if waiter is not None:
                 waiters.append(waiter)
         wake_all(waiters)

@@ -28,6 +28,7 @@ from asyncengine.messages import Abort, Drain, Generate, GrammarReady, Message, 
 from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import Meter
+from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")
 
@@ -64,6 +65,7 @@ class EngineLoop:
         *,
         grammars: GrammarCompiler | None = None,
         gate: Gate | None = None,
+        table: TokenTable | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.config = config
@@ -74,7 +76,7 @@ class EngineLoop:
         self.gate = gate or Gate(None, None)
         self.inbox: Inbox[Submission | Message] = Inbox()
         self.meter = Meter()
-        self.delivery = Delivery(clock, self.meter, self.inbox.post)
+        self.delivery = Delivery(clock, self.meter, self.inbox.post, table)
         self.hooks = Hooks()
         self.record = recorder
         self.failure: BaseException | None = None
@@ -224,15 +226,16 @@ class EngineLoop:
         """Tell everybody, leave nothing behind."""
         if self._lag_timer is not None:
             self._lag_timer.cancel()
-        self.gate.close()
-        leftovers = self.inbox.close()
-        died = self.failure is not None
-        cause: BaseException = EngineDead(self.failure) if died else EngineClosed("the engine has closed")
-        self.delivery.deliver(self.scheduler.take_outputs())
-        self.delivery.fail_all(cause)
-        for item in leftovers:
-            if isinstance(item, Submission):
-                self.delivery.fail(item.stream, cause)
-        if self.grammars is not None:
-            self.grammars.close()
-        await self.runner.aclose()
+        try:
+            self.gate.close()
+            unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
+            if self.failure is None:
+                self._deliver()
+            self.delivery.fail_all(self._make_failure, unopened)
+            if self.grammars is not None:
+                self.grammars.close()
+        finally:
+            await self.runner.aclose()
+
+    def _make_failure(self) -> Exception:
+        return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)

@@ -11,73 +11,76 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from asyncengine.batch import TokenLogprob
-from asyncengine.outputs import FinishReason
+from asyncengine.errors import EngineDead
+from asyncengine.outputs import Chunk
 
 Waiter = asyncio.Future[None] | threading.Event
-
-
-class Item(NamedTuple):
-    """One delivery: text and/or a token of sample `index`; `reason` on the sample's last."""
-
-    index: int
-    text: str = ""
-    token: int = -1
-    logprob: TokenLogprob | None = None
-    reason: FinishReason | None = None
-    error: str | None = None
 
 
 class Mailbox:
     """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver
     looks again after it has announced itself, so no wake-up is lost."""
 
-    __slots__ = ("_items", "_waiter", "cached_tokens", "failure", "first_token_at", "prompt_logprobs", "started_at")
+    __slots__ = ("_chunks", "_waiter", "cached_tokens", "failure", "first_token_at", "prompt_logprobs", "started_at")
 
     def __init__(self) -> None:
-        self._items: deque[Item] = deque()
+        self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
         self.cached_tokens = 0
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """By prompt position; complete when sample 0 has its first token."""
-        self.failure: BaseException | None = None
-        """Why the engine died, where reason is "engine_dead"."""
+        self.failure: Callable[[], Exception] = EngineDead
+        """Makes the error to raise where reason is "engine_dead"; each consumer gets one of its own."""
 
-    def put(self, item: Item) -> Waiter | None:
+    def put(self, chunk: Chunk) -> Waiter | None:
         """Append; returns whoever must be woken (see `wake_all`), or None."""
-        self._items.append(item)
+        self._chunks.append(chunk)
         waiter, self._waiter = self._waiter, None
         return waiter
 
-    def take(self) -> list[Item]:
-        """Everything there is, now."""
-        items: list[Item] = []
-        while self._items:
-            items.append(self._items.popleft())
-        return items
+    @property
+    def ready(self) -> bool:
+        return bool(self._chunks)
 
-    async def receive(self) -> list[Item]:
-        """Everything there is, at least one item. Cancelling it loses nothing; it awaits nothing while cleaning up."""
-        while not self._items:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiter = waiter
-            if self._items:
-                self._waiter = None
-                break
-            await waiter
+    def take(self) -> list[Chunk]:
+        """Everything there is, now."""
+        chunks: list[Chunk] = []
+        while self._chunks:
+            chunks.append(self._chunks.popleft())
+        return chunks
+
+    def announce(self) -> asyncio.Future[None] | None:
+        """A future that is set when something is put, or None if there is something already.
+
+        `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
+        as much. Cancelling the wait loses nothing.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiter = waiter
+        if self._chunks:  # put between the reader's look and its announcement
+            self._waiter = None
+            return None
+        return waiter
+
+    async def receive(self) -> list[Chunk]:
+        """Everything there is, at least one chunk."""
+        while not self._chunks:
+            waiter = self.announce()
+            if waiter is not None:
+                await waiter
         return self.take()
 
-    def receive_blocking(self) -> list[Item]:
+    def receive_blocking(self) -> list[Chunk]:
         """The same for a plain thread."""
-        while not self._items:
+        while not self._chunks:
             event = threading.Event()
             self._waiter = event
-            if self._items:
+            if self._chunks:
                 self._waiter = None
                 break
             event.wait()

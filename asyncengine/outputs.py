@@ -51,31 +51,29 @@ class LogprobEntry:
 class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
-    `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk.
+    `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
+    on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead".
     """
 
     __slots__ = ("error", "finish_reason", "index", "logprobs", "text", "token_ids", "usage")
 
     def __init__(
         self,
-        text: str = "",
-        token_ids: list[int] | None = None,
+        text: str,
+        token_ids: list[int],
         finish_reason: FinishReason | None = None,
-        *,
         index: int = 0,
         logprobs: list[LogprobEntry] | None = None,
-        usage: Usage | None = None,
         error: str | None = None,
+        usage: Usage | None = None,
     ) -> None:
         self.text = text
-        self.token_ids = [] if token_ids is None else token_ids
+        self.token_ids = token_ids
         self.finish_reason = finish_reason
         self.index = index
         self.logprobs = logprobs
-        self.usage = usage
-        """Set on the last chunk of the stream."""
         self.error = error
-        """What went wrong, where finish_reason is "error" or "engine_dead"."""
+        self.usage = usage
 
     def __repr__(self) -> str:
         return f"Chunk({self.text!r}, {self.token_ids}, {self.finish_reason!r}, index={self.index})"

@@ -6,111 +6,59 @@ it (break, aclose, cancellation, garbage collection) is one synchronous, idempot
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from asyncengine.errors import EngineDead, RequestFailed
-from asyncengine.mailbox import Item
-from asyncengine.outputs import Chunk, Completion, FinishReason, LogprobEntry, Sample, Timings, Usage
+from asyncengine.errors import RequestFailed
+from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
 from asyncengine.submit import Accepted
-from asyncengine.text import TokenTable
-
-
-class _SampleParts:
-    """What has come of one sample."""
-
-    __slots__ = ("error", "logprobs", "reason", "texts", "token_ids")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[LogprobEntry] = []
-        self.reason: FinishReason | None = None
-        self.error: str | None = None
 
 
 class Assembler:
-    """Merges mailbox items into chunks, and chunks into the completion. Pure."""
+    """Merges waiting chunks into one for the reader, and all chunks into the completion. Pure."""
 
-    def __init__(self, accepted: Accepted, table: TokenTable | None, now: Callable[[], float]) -> None:
+    def __init__(self, accepted: Accepted, now: Callable[[], float]) -> None:
         self.accepted = accepted
-        self._table = table
         self._now = now
-        self._samples = [_SampleParts() for _ in range(accepted.params.n)]
+        self._chunks: list[Chunk] = []
         self._open = accepted.params.n
         self._ended_at = 0.0
+        self.finished = False
 
-    @property
-    def finished(self) -> bool:
-        return self._open == 0
-
-    def feed(self, items: list[Item]) -> list[Chunk]:
-        """Chunks for `items`, one per run of items of the same sample."""
-        chunks: list[Chunk] = []
-        chunk: Chunk | None = None
-        texts: list[str] = []
-        for item in items:
-            if chunk is None or chunk.index != item.index:
-                if chunk is not None:
-                    chunk.text = "".join(texts)
-                    texts.clear()
-                chunk = Chunk(index=item.index)
-                chunks.append(chunk)
-            if item.text:
-                texts.append(item.text)
-            self._add(item, chunk)
-        if chunk is not None:
-            chunk.text = "".join(texts)
-        return chunks
-
-    def _add(self, item: Item, chunk: Chunk) -> None:
-        parts = self._samples[item.index]
-        if item.text:
-            parts.texts.append(item.text)
-        if item.token >= 0:
-            chunk.token_ids.append(item.token)
-            parts.token_ids.append(item.token)
-        if item.logprob is not None:
-            entry = self._entry(item.logprob.token_id, item.logprob.logprob, item.logprob.top)
-            parts.logprobs.append(entry)
-            chunk.logprobs = [*(chunk.logprobs or ()), entry]
-        if item.reason is not None:
-            parts.reason, parts.error = item.reason, item.error
-            chunk.finish_reason, chunk.error = item.reason, item.error
-            self._open -= 1
-            if not self._open:
-                self._ended_at = self._now()
-                chunk.usage = self.usage
-
-    def _entry(self, token: int, logprob: float, top: tuple[tuple[int, float], ...] = ()) -> LogprobEntry:
-        text = "" if self._table is None else self._table.token_text(token)
-        raw = b"" if self._table is None else self._table.token_bytes(token)
-        return LogprobEntry(token, text, logprob, raw, tuple(self._entry(*alternative) for alternative in top))
+    def feed(self, chunks: list[Chunk]) -> list[Chunk]:
+        """`chunks` with each run of chunks of the same sample merged into one."""
+        merged = chunks if len(chunks) == 1 else _merge(chunks)
+        self._chunks += merged
+        for chunk in merged:
+            if chunk.finish_reason is not None:
+                self._open -= 1
+                if not self._open:
+                    self.finished = True
+                    self._ended_at = self._now()
+                    chunk.usage = self.usage
+        return merged
 
     @property
     def usage(self) -> Usage:
-        generated = sum(len(parts.token_ids) for parts in self._samples)
+        generated = sum(len(chunk.token_ids) for chunk in self._chunks)
         return Usage(len(self.accepted.prompt), generated, self.accepted.mailbox.cached_tokens)
 
     def failure(self) -> Exception | None:
         """What `result()` raises, if the request failed."""
-        for parts in self._samples:
-            if parts.reason == "engine_dead":
-                cause = self.accepted.mailbox.failure
-                return cause if isinstance(cause, Exception) else EngineDead(cause)
-            if parts.reason == "error":
-                return RequestFailed(f"request {self.accepted.request_id}: {parts.error}")
+        for chunk in self._chunks:
+            if chunk.finish_reason == "engine_dead":
+                return self.accepted.mailbox.failure()
+            if chunk.finish_reason == "error":
+                return RequestFailed(f"request {self.accepted.request_id}: {chunk.error}")
         return None
 
     def completion(self) -> Completion:
         """The finished request. Call once `finished`."""
         accepted, mailbox = self.accepted, self.accepted.mailbox
-        samples = [
-            Sample("".join(p.texts), p.token_ids, p.reason or "abort", p.logprobs or None, p.error)
-            for p in self._samples
-        ]
+        samples = [self._sample(index) for index in range(accepted.params.n)]
         prompt_logprobs = None
         if accepted.params.prompt_logprobs:
             prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(len(accepted.prompt))]
@@ -129,6 +77,37 @@ class Assembler:
             prompt_logprobs=prompt_logprobs,
             samples=samples,
         )
+
+    def _sample(self, index: int) -> Sample:
+        chunks = [chunk for chunk in self._chunks if chunk.index == index]
+        last = chunks[-1]
+        return Sample(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=[token for chunk in chunks for token in chunk.token_ids],
+            finish_reason=last.finish_reason or "abort",
+            logprobs=[entry for chunk in chunks for entry in chunk.logprobs or ()] or None,
+            error=last.error,
+        )
+
+
+def _merge(chunks: list[Chunk]) -> list[Chunk]:
+    """One chunk for each run of chunks of the same sample."""
+    merged: list[Chunk] = []
+    for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.index):
+        run = list(group)
+        last = run[-1]
+        logprobs = [entry for chunk in run for entry in chunk.logprobs or ()]
+        merged.append(
+            Chunk(
+                "".join(chunk.text for chunk in run),
+                [token for chunk in run for token in chunk.token_ids],
+                last.finish_reason,
+                last.index,
+                logprobs or None,
+                last.error,
+            )
+        )
+    return merged
 
 
 class _StreamBase:
@@ -206,11 +185,19 @@ class TokenStream(_StreamBase):
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._exhausted():
-            raise StopAsyncIteration
-        if not self._ready:
+        assembler = self._assembler
+        if assembler is None or self._ready or assembler.finished or self._closed:
+            if self._exhausted():
+                raise StopAsyncIteration
+            if self._ready:
+                return self._ready.popleft()
             assembler = await self._started()
-            self._ready.extend(assembler.feed(await assembler.accepted.mailbox.receive()))
+        mailbox = assembler.accepted.mailbox
+        while not mailbox.ready:
+            waiter = mailbox.announce()
+            if waiter is not None:
+                await waiter
+        self._ready.extend(assembler.feed(mailbox.take()))
         return self._ready.popleft()
 
     async def _started(self) -> Assembler:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from asyncengine.batch import Batch, Row, StepResult
+from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
@@ -263,12 +263,14 @@ class Scheduler:
         self.kv.retire(batch.step)
         self._slots.retire(batch.step)
         self.counters.steps += 1
+        tokens, errors, logprobs = result.tokens, result.errors, result.logprobs
+        computed = sampled = 0
         for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
-            self.counters.computed_tokens += row.count
+            computed += row.count
             if request.state is RequestState.FINISHED:
                 continue  # it ended while the step ran: the token nobody waits for is dropped
-            if result.errors and index in result.errors:
-                self._end(request, "error", result.errors[index])
+            if errors and index in errors:
+                self._end(request, "error", errors[index])
                 continue
             if request.epoch == epoch:
                 request.num_computed = row.start + row.count
@@ -278,37 +280,45 @@ class Scheduler:
                 entries = (row.start + 1, result.prompt_logprobs[index])
                 self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
             if row.samples:
-                logprob = result.logprobs.get(index) if result.logprobs else None
-                self._accept(request, Output(request.ticket, result.tokens[index], None, logprob), now)
+                sampled += 1
+                self._accept(request, tokens[index], logprobs.get(index) if logprobs else None, now)
+        self.counters.computed_tokens += computed
+        self.counters.generated_tokens += sampled
 
-    def _accept(self, request: Request, output: Output, now: float) -> None:
+    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """Append the token sampled for `request`; end the request if that was its last.
 
         A request preempted meanwhile takes its token all the same: it was sampled from intact pages.
         """
-        token = output.token
         request.num_pending -= 1
         request.tokens.append(token)
-        self.counters.generated_tokens += 1
         request.last_token_at = now
         length = len(request.tokens)
         num_output = length - request.prompt_len
+        matcher = request.matcher
+        if matcher is not None:
+            matcher.advance(token)
         reason: EndReason | None = None
-        if request.matcher is not None:
-            request.matcher.advance(token)
-        if token in request.spec.stop_ids and num_output > request.spec.params.min_tokens:
-            reason = "stop"
-        elif request.matcher is not None and request.matcher.is_terminated():
+        if (token in request.spec.stop_ids and num_output > request.spec.params.min_tokens) or (
+            matcher is not None and matcher.is_terminated()
+        ):
             reason = "stop"
         elif length >= request.max_total:
             reason = "length"
-        if num_output == 1:
-            output = output._replace(cached_tokens=request.cached_tokens, started_at=request.first_step_at)
-        if reason is None:
-            self._outputs.append(output)
-        else:
+        if reason is None and logprob is None and num_output > 1:
+            self._outputs.append(Output(request.ticket, token, True))
+            return
+        output = Output(
+            request.ticket,
+            token,
+            reason=reason,
+            logprob=logprob,
+            cached_tokens=request.cached_tokens,
+            started_at=request.first_step_at,
+        )
+        if reason is not None:
             self._retire_request(request)
-            self._outputs.append(output._replace(reason=reason))
+        self._outputs.append(output)
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""

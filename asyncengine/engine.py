@@ -50,7 +50,8 @@ class Launched(NamedTuple):
 
 
 Recorder = Callable[[str, object], None]
-"""Called with ("apply", message), ("schedule", now) and ("commit", now), in order; see `testing.replay`."""
+"""Called with ("apply", message), ("schedule", now), ("commit", now) and ("end_all", reason), in order; see
+`testing.replay`."""
 
 
 class EngineLoop:
@@ -128,10 +129,8 @@ class EngineLoop:
                 self.grammars.start(message.spec.ticket, message.spec.params.grammar, self._grammar_done)
             case Abort(ticket) | StopText(ticket) if self.grammars is not None:
                 self.grammars.cancel(ticket)
-            case Drain(deadline):
+            case Drain():
                 self._drain = message
-                if deadline is not None and deadline <= self.clock.now():
-                    self.scheduler.end_all("abort")
 
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""
@@ -142,8 +141,7 @@ class EngineLoop:
 
     def _schedule(self) -> Batch | None:
         now = self.clock.now()
-        if self._drain is not None and self._drain.deadline is not None and now >= self._drain.deadline:
-            self.scheduler.end_all("abort")
+        self._abort_if_overdue(now)
         if self.record is not None:
             self.record("schedule", now)
         preemptions = self.scheduler.counters.preemptions
@@ -218,6 +216,14 @@ class EngineLoop:
         self._lag_timer = asyncio.get_running_loop().call_later(LAG_PROBE, self._probe_lag, now + LAG_PROBE)
 
     # ---------------------------------------------------------------- the end
+
+    def _abort_if_overdue(self, now: float) -> None:
+        """Draining has a deadline: what still runs then is aborted."""
+        if self._drain is None or self._drain.deadline is None or now < self._drain.deadline:
+            return
+        if self.record is not None:
+            self.record("end_all", "abort")
+        self.scheduler.end_all("abort")
 
     def _drained(self) -> bool:
         return self._drain is not None and not self.scheduler.requests and not self.in_flight

@@ -46,7 +46,7 @@ class FakeModel:
 class FakeExecutor:
     """An `Executor` with KV memory made of plain integers.
 
-    Checks what a device would not: that a row's pages are real, not page 0, not shared with another row that writes
+    Checks what a device would not: that a row computes something, that its pages are real, not page 0, not shared with another row that writes
     to them in the same step, and that everything it attends to has been written. A violation raises.
     """
 
@@ -78,6 +78,8 @@ class FakeExecutor:
         """All rows write before any reads, as one forward pass does layer by layer."""
         written: dict[tuple[int, int], int] = {}
         for row in batch.rows:
+            if row.count < 1:
+                raise AssertionError(f"row {row.spec.ticket} computes nothing: a model has no logits to sample from")
             for position in range(row.start, row.start + row.count):
                 page = row.pages[position // self.page_size]
                 offset = position % self.page_size

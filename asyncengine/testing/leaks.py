@@ -1,0 +1,29 @@
+"""Is everything given back?"""
+
+from __future__ import annotations
+
+from asyncengine.core import EngineCore
+
+
+def assert_nothing_held(core: EngineCore) -> None:
+    """Raise `AssertionError` unless the idle engine holds nothing: no request, stream, place in the queue, page or slot.
+
+    Cached pages are not held: they are given up as soon as anybody needs them.
+    """
+    scheduler = core.loop.scheduler
+    scheduler.check()
+    problems = {
+        "requests": len(scheduler.requests),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "streams": len(core.loop.delivery.streams),
+        "places in the queue": core.loop.gate.waiting,
+        "steps in flight": len(core.loop.in_flight),
+    }
+    pages = scheduler.kv.counts([])
+    problems["shared pages"] = pages.shared
+    problems["retiring pages"] = pages.retiring
+    problems["missing pages"] = pages.total - pages.free - pages.cached
+    held = {name: count for name, count in problems.items() if count}
+    if held:
+        raise AssertionError(f"the engine still holds {held}")

@@ -1,0 +1,206 @@
+"""The engine's view of a model's tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.text.chat_template import ChatTemplate
+from asyncengine.text.detokenizer import Detokenizer
+from asyncengine.text.token_table import SAMPLES, TokenTable
+
+MAX_CHAT_CHARS = 4_000_000
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model",
+)  # fmt: skip
+"""A folder with none of these (and no *.tiktoken) has no tokenizer."""
+
+
+class TextTokenizer:
+    """Encodes, decodes and renders chats with a transformers tokenizer. All methods may be called from any thread.
+
+    `max_chat_chars` bounds a chat, both what goes into the template and what comes out. `chat_template` replaces the
+    model's own; it is code, though sandboxed, so it is the host's to give, never a request's.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
+    ) -> None:
+        self._hf = tokenizer
+        self._max_chat_chars = max_chat_chars
+        self._chat_template = chat_template
+        self._lock = threading.Lock()
+        self._templates: dict[str, ChatTemplate] = {}
+        self._table: TokenTable | None = None
+        self._backend = self._direct_backend()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. The model's own vocabulary may be padded to more."""
+        return len(self._hf)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end-of-sequence id. The model's generation config may name more."""
+        value: int | None = self._hf.eos_token_id
+        return value
+
+    @property
+    def bos_token_id(self) -> int | None:
+        value: int | None = self._hf.bos_token_id
+        return value
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_template or getattr(self._hf, "chat_template", None))
+
+    @property
+    def hf(self) -> Any:
+        """The transformers tokenizer itself, for libraries that want one (grammars). Do not change its settings."""
+        return self._hf
+
+    @property
+    def table(self) -> TokenTable:
+        """The shared token table. The first use builds it (about a second for a large vocabulary)."""
+        if self._table is None:
+            with self._lock:
+                if self._table is None:
+                    self._table = TokenTable(self._hf)
+        return self._table
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        return Detokenizer(self.table, skip_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Names of special tokens in the text become those tokens.
+
+        Raises `InvalidParameter` for what is not a str or not encodable (lone surrogates).
+        """
+        if not isinstance(text, str):
+            raise InvalidParameter("prompt", "must be a str", text)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidParameter("prompt", f"is not valid Unicode: {error.reason} at {error.start}") from error
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        with self._lock:
+            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token (a padded vocabulary) have none."""
+        ids = [token for token in token_ids if 0 <= token < self.table.size]
+        return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
+
+    def count_tokens(self, text: str, add_special_tokens: bool = True) -> int:
+        """Length of `encode` of the same arguments."""
+        return len(self.encode(text, add_special_tokens))
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a chat in the OpenAI shape, for the model to answer (or to continue its last message).
+
+        Contents are strings or lists of text blocks; a tool call's arguments are JSON text or a dict, and reach the
+        template in the form it reads. `variables` are template variables such as `enable_thinking`; one the template
+        does not read is refused. No beginning-of-sequence token is added to what the template writes.
+
+        Names of special tokens inside message contents are encoded as those tokens, as in transformers, so content
+        can imitate the template's markup; do not let the template be the only barrier between users and system text.
+        Encoding contents apart from their surroundings would avoid that, but would change the tokens at every border,
+        away from what models are trained on.
+
+        Takes long for long chats: call it off the event loop. Raises `InvalidParameter`.
+        """
+        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text `apply_chat_template` encodes."""
+        if continue_final_message and add_generation_prompt:
+            raise InvalidParameter("continue_final_message", "cannot go with add_generation_prompt")
+        return self._template(tools).render(
+            messages,
+            tools,
+            max_chars=self._max_chat_chars,
+            variables=variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+
+    def _template(self, tools: object) -> ChatTemplate:
+        if not self.has_chat_template:
+            limit = "this model has no chat template: pass a prompt, or load the tokenizer with a chat_template"
+            raise InvalidParameter("messages", limit)
+        try:
+            text = self._chat_template or self._hf.get_chat_template(tools=tools or None)
+        except ValueError as error:
+            raise InvalidParameter("messages", str(error)) from error
+        with self._lock:
+            if text not in self._templates:
+                self._templates[text] = ChatTemplate(self._hf, text)
+            return self._templates[text]
+
+    def _direct_backend(self) -> Any | None:
+        """The Rust tokenizer, if using it directly gives the same ids.
+
+        It encodes in parallel; the transformers wrapper changes settings on each call, which other threads' calls
+        would then meet, so that one needs the lock.
+        """
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        # transformers also switches off the truncation and padding a tokenizer.json may bring along, for good
+        wanted = [self._hf.encode(text, add_special_tokens=special) for text in SAMPLES for special in (False, True)]
+        found = [backend.encode(text, add_special_tokens=special).ids for text in SAMPLES for special in (False, True)]
+        return backend if found == wanted else None
+
+
+def load_tokenizer(
+    path: str | Path,
+    config: EngineConfig,
+    *,
+    max_chat_chars: int = MAX_CHAT_CHARS,
+    chat_template: str | None = None,
+) -> TextTokenizer | None:
+    """The tokenizer in a model's folder or of a hub id; None for a folder without one (a token-id-only engine).
+
+    Raises `ModelNotFound` if there is nothing or it cannot be read, `UnsupportedModel` if it needs code of its own and
+    `trust_remote_code` is off.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not _has_tokenizer(folder):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except Exception as error:  # transformers raises many types for missing and broken files
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(f"the tokenizer of {path} needs its own code: set trust_remote_code=True") from error
+        raise ModelNotFound(f"no usable tokenizer at {path}: {error}") from error
+    return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.tiktoken"))

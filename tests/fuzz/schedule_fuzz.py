@@ -1,0 +1,192 @@
+"""A random life of a scheduler on the fake runner with KV memory, checked against the oracle at every turn."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncengine.batch import Batch, RowSpec
+from asyncengine.config import EngineConfig
+from asyncengine.kvcache import KVCache
+from asyncengine.messages import Abort, Generate, Message, StopText
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler import Output, Scheduler
+from asyncengine.testing import FakeExecutor, FakeModel, Recording
+
+EOS = 1
+MAX_TURNS = 20_000
+
+
+@dataclass
+class Tally:
+    """What a number of lives contained: a fuzz that never preempts proves nothing about preemption."""
+
+    requests: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    depth2: int = 0
+
+
+class Life:
+    """One seed: a random configuration, random traffic, and the books of what must come out."""
+
+    def __init__(self, seed: int, depth: int | None = None) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        num_pages = rng.choice([12, 20, 40, 80])
+        self.config = EngineConfig(
+            policy=rng.choice(["fcfs", "priority", "longest-prefix-match", "shortest-remaining"]),
+            page_size=rng.choice([2, 4, 16]),
+            max_num_seqs=rng.choice([1, 2, 4, 16]),
+            max_num_batched_tokens=rng.choice([1, 7, 16, 64, 1000]),
+            long_prefill_token_threshold=rng.choice([None, 1, 5]),
+            prefix_caching=rng.random() < 0.7,
+            eviction=rng.choice(["lru", "lfu", "fifo", "priority"]),
+            max_passes=rng.choice([1, 4, 64]),
+            admission_lookahead=rng.choice([0, 3, 64]),
+            preempt_every=rng.choice([None, None, 3, 7]),
+            max_steps_in_flight=depth or rng.choice([1, 1, 2]),
+        )
+        self.recording = Recording(self.config, num_pages)
+        kv = KVCache(
+            num_pages,
+            self.config.page_size,
+            prefix_caching=self.config.prefix_caching,
+            eviction=self.config.eviction,
+        )
+        self.capacity = kv.pool.capacity * self.config.page_size
+        self.scheduler = Scheduler(self.config, kv)
+        self.executor = FakeExecutor(num_pages, self.config.page_size, FakeModel(eos_every=rng.choice([0, 20])))
+        self.prefixes = [[rng.randrange(2, 97) for _ in range(rng.randrange(40))] for _ in range(4)]
+        self.in_flight: deque[Batch] = deque()
+        self.now = 0.0
+        self.last_ticket = 0
+        self.expected: dict[int, list[int]] = {}
+        self.received: dict[int, list[int]] = {}
+        self.ended: dict[int, str] = {}
+        self.outputs: list[Output] = []
+
+    def run(self) -> None:
+        """To the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
+        try:
+            self._live()
+            self._check_end()
+        except BaseException as error:
+            path = Path(tempfile.gettempdir()) / f"asyncengine-fuzz-{self.seed}.jsonl"
+            self.recording.save(path)
+            error.add_note(f"seed {self.seed}, {self.config}\nreplay file: {path}")
+            raise
+
+    def _live(self) -> None:
+        to_come = self.rng.randrange(20, 80)
+        turns = 0
+        while to_come or self.scheduler.requests or self.in_flight:
+            turns += 1
+            assert turns < MAX_TURNS, "requests that never finish"
+            self.now += self.rng.random()
+            while to_come and self.rng.random() < 0.3:
+                to_come -= 1
+                self._arrive()
+            self._someone_leaves()
+            self._turn()
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        prompt = rng.choice(self.prefixes) + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 30))]
+        prompt = prompt[: self.capacity - 2]
+        samples, first = rng.choice([1, 1, 1, 3]), self.last_ticket + 1
+        max_total = min(len(prompt) + rng.randrange(1, 40), self.capacity)
+        priority = rng.randrange(3)
+        deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
+        for _ in range(samples):
+            self.last_ticket = ticket = self.last_ticket + 1
+            spec = RowSpec(ticket, SamplingParams(), ticket if samples > 1 else 0, len(prompt), (EOS,))
+            self.expected[ticket] = self.executor.model.oracle(prompt, max_total - len(prompt), spec.seed, (EOS,))
+            self.received[ticket] = []
+            self._apply(
+                Generate(
+                    spec,
+                    tuple(prompt),
+                    max_total,
+                    self.now,
+                    priority=priority,
+                    salt=rng.choice(["", "", "tenant"]) if samples == 1 else "",
+                    group=first if samples > 1 else None,
+                    deadline=deadline,
+                    inter_token_timeout=30.0 if rng.random() < 0.05 else None,
+                )
+            )
+
+    def _someone_leaves(self) -> None:
+        if self.scheduler.requests and self.rng.random() < 0.05:
+            self._apply(Abort(self.rng.choice(list(self.scheduler.requests))))
+        if self.scheduler.requests and self.rng.random() < 0.01:
+            self._apply(StopText(self.rng.choice(list(self.scheduler.requests))))
+        if self.ended and self.rng.random() < 0.05:  # late news of requests that are long gone
+            self._apply(Abort(self.rng.choice(list(self.ended))))
+
+    def _apply(self, message: Message) -> None:
+        self.recording.record("apply", message)
+        self.scheduler.apply(message)
+
+    def _turn(self) -> None:
+        depth = self.config.max_steps_in_flight
+        batch = None
+        if len(self.in_flight) < depth:
+            self.recording.record("schedule", self.now)
+            batch = self.scheduler.schedule(self.now)
+            if batch is not None:
+                self._check_retire_rule(batch)
+                self.in_flight.append(batch)
+            self.scheduler.check()
+        if self.in_flight and (batch is None or len(self.in_flight) >= depth or self.rng.random() < 0.3):
+            self.recording.record("commit", self.now)
+            result = self.executor.execute(self.in_flight.popleft())  # late, as on a device: others are launched
+            self.scheduler.commit(result, self.now)
+            self.scheduler.check()
+        self._read()
+
+    def _check_retire_rule(self, batch: Batch) -> None:
+        """No page that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""
+        size = self.config.page_size
+        for flying in (row for earlier in self.in_flight for row in earlier.rows):
+            named = set(flying.pages[: -(-(flying.start + flying.count) // size)])
+            for row in batch.rows:
+                if row.spec is flying.spec:
+                    continue
+                written = row.pages[row.start // size : -(-(row.start + row.count) // size)]
+                assert named.isdisjoint(written), f"step {batch.step} writes pages that a step in flight names"
+                assert row.slot != flying.slot, f"step {batch.step} uses a slot that a step in flight names"
+
+    def _read(self) -> None:
+        for output in self.scheduler.take_outputs():
+            self.outputs.append(output)
+            assert output.ticket not in self.ended, f"output after the end: {output}"
+            if output.token >= 0:
+                self.received[output.ticket].append(output.token)
+            if output.reason is not None:
+                self.ended[output.ticket] = output.reason
+
+    def _check_end(self) -> None:
+        for ticket, expected in self.expected.items():
+            reason, received = self.ended.get(ticket), self.received[ticket]
+            assert reason is not None, f"ticket {ticket} was lost"
+            if reason == "length" or (reason == "stop" and received[-1:] == [EOS]):
+                assert received == expected, f"ticket {ticket}: wrong tokens"
+            else:
+                assert reason in ("abort", "timeout", "stop"), f"ticket {ticket} ended with {reason}"
+                assert received == expected[: len(received)], f"ticket {ticket}: wrong tokens before it left"
+        pages = self.scheduler.kv.counts([])
+        assert (pages.free + pages.cached, pages.shared, pages.retiring) == (pages.total, 0, 0), f"leaked: {pages}"
+
+    def count(self, tally: Tally) -> None:
+        tally.requests += len(self.expected)
+        tally.preemptions += self.scheduler.counters.preemptions
+        tally.cached_tokens += self.scheduler.counters.cached_tokens
+        tally.depth2 += self.config.max_steps_in_flight == 2
+        for reason in self.ended.values():
+            tally.reasons[reason] = tally.reasons.get(reason, 0) + 1

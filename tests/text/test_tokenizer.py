@@ -1,0 +1,134 @@
+"""Loading, encoding and concurrent use of a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from text.tokenizer_zoo import LINES, byte_fallback, byte_level, fast
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.text import TextTokenizer, TokenTable, load_tokenizer
+
+CONFIG = EngineConfig()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    fast(byte_level(qwen=True), eos_token="<|im_end|>", bos_token="<s>").save_pretrained(path)
+    return path
+
+
+def load(folder: Path) -> TextTokenizer:
+    tokenizer = load_tokenizer(folder, CONFIG)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_loaded_tokenizer_encodes_and_decodes(folder: Path) -> None:
+    tokenizer = load(folder)
+    ids = tokenizer.encode("Grüße, 世界 👩‍👩‍👧‍👦<|im_end|>")
+    assert tokenizer.decode(ids) == "Grüße, 世界 👩‍👩‍👧‍👦"
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_end|>")
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.count_tokens("Grüße, 世界 👩‍👩‍👧‍👦<|im_end|>") == len(ids)
+    assert tokenizer.vocab_size == tokenizer.table.size == 528
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([tokenizer.vocab_size + 7, -1]) == ""
+
+
+def test_special_tokens_are_added_only_when_asked() -> None:
+    hf = fast(byte_fallback(strip=True), bos_token="<s>", eos_token="</s>", add_bos_token=True)
+    tokenizer = TextTokenizer(hf)
+    assert tokenizer.encode("fox") == hf.encode("fox")
+    assert tokenizer.encode("fox", add_special_tokens=False) == hf.encode("fox", add_special_tokens=False)
+    assert tokenizer.encode("fox") == [tokenizer.bos_token_id, *tokenizer.encode("fox", add_special_tokens=False)]
+
+
+def test_a_detokenizer_of_the_loaded_tokenizer(folder: Path) -> None:
+    tokenizer = load(folder)
+    ids = tokenizer.encode(LINES[5])
+    detokenizer = tokenizer.detokenizer()
+    assert "".join(detokenizer.push([i]) for i in ids) + detokenizer.finish() == LINES[5]
+    assert tokenizer.table is tokenizer.table
+
+
+def test_a_folder_without_tokenizer_files_gives_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path, CONFIG) is None
+
+
+def test_a_broken_tokenizer_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{ not json")
+    with pytest.raises(ModelNotFound, match="no usable tokenizer"):
+        load_tokenizer(tmp_path, CONFIG)
+
+
+def test_nothing_at_the_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        load_tokenizer(tmp_path / "missing", CONFIG)
+
+
+def test_a_tokenizer_with_its_own_code_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise SystemExit('code of the model ran')")
+    (tmp_path / "config.json").write_text("{}")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModel, match="trust_remote_code=True"):
+        load_tokenizer(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"bytes", ["a"]])
+def test_a_prompt_must_be_a_string(folder: Path, prompt: object) -> None:
+    with pytest.raises(InvalidParameter, match="prompt: must be a str"):
+        load(folder).encode(prompt)  # type: ignore[arg-type]
+
+
+def test_lone_surrogates_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidParameter, match="not valid Unicode"):
+        load(folder).encode("broken \ud83d emoji")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_eight_threads_at_once(folder: Path, direct: bool) -> None:
+    """The settings a tokenizer.json brings along (truncation, padding) neither apply nor race."""
+    hf = fast(byte_level(qwen=True), eos_token="<|im_end|>")
+    hf.backend_tokenizer.enable_truncation(4)
+    hf.backend_tokenizer.enable_padding(length=9)
+    tokenizer = TextTokenizer(hf)
+    assert tokenizer._backend is not None
+    if not direct:
+        tokenizer._backend = None  # as for a tokenizer whose wrapper does more than its backend
+    plain = byte_level(qwen=True)
+    expected = {line: plain.encode(line).ids for line in LINES}
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> bool:
+        barrier.wait()
+        texts = LINES[number % 6 :] * 5
+        return all(tokenizer.encode(t) == expected[t] and tokenizer.decode(expected[t]) for t in texts)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+        assert len(expected[LINES[0]]) > 9
+
+
+def test_threads_build_one_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[TokenTable] = []
+
+    class Counted(TokenTable):
+        def __init__(self, tokenizer: object) -> None:
+            super().__init__(tokenizer)
+            built.append(self)
+
+    monkeypatch.setattr("asyncengine.text.tokenizer.TokenTable", Counted)
+    tokenizer = load(folder)
+    with ThreadPoolExecutor(8) as pool:
+        tables = set(pool.map(lambda _: tokenizer.table, range(32)))
+    assert tables == set(built)
+    assert len(built) == 1

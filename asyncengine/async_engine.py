@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +42,7 @@ class AsyncEngine:
         self._core: EngineCore | None = None
         self._host: Host | None = None
         self._closed = False
+        self._serving = threading.Lock()
 
     @classmethod
     async def from_pretrained(
@@ -65,28 +67,35 @@ class AsyncEngine:
             raise EngineClosed("the engine is closed; make a new one")
         if self._core is not None:
             return
-        core = await anyio.to_thread.run_sync(self._build)
-        self._serve(core)
+        self._serve(await anyio.to_thread.run_sync(self._build))
 
     def start_blocking(self) -> None:
         """`start` for a plain thread; hosted engines only."""
         if not self._hosted:
             raise EngineClosed("only a hosted engine can be started without an event loop: pass hosted=True")
+        if self._closed:
+            raise EngineClosed("the engine is closed; make a new one")
         if self._core is None:
             self._serve(self._build())
 
     def _serve(self, core: EngineCore) -> None:
-        self._core = core
-        loop = core.loop
-        self._host = ThreadHost(loop, use_uvloop=core.config.uvloop) if self._hosted else OwnedHost(loop)
-        self._host.start()
+        with self._serving:
+            if self._closed:
+                raise EngineClosed("the engine was closed while it loaded")
+            if self._core is not None:
+                return  # somebody else's start was faster; this core has never run and is dropped
+            loop = core.loop
+            host = ThreadHost(loop, use_uvloop=core.config.uvloop) if self._hosted else OwnedHost(loop)
+            host.start()
+            self._core, self._host = core, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
         no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
         """
-        self._closed = True
-        core, host = self._core, self._host
+        with self._serving:
+            self._closed = True
+            core, host = self._core, self._host
         if core is None or host is None:
             return
         core.start_closing(drain, timeout)
@@ -96,8 +105,9 @@ class AsyncEngine:
 
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
-        self._closed = True
-        core, host = self._core, self._host
+        with self._serving:
+            self._closed = True
+            core, host = self._core, self._host
         if core is not None and isinstance(host, ThreadHost):
             core.start_closing(drain, timeout)
             host.join()
@@ -210,14 +220,12 @@ class AsyncEngine:
         core = self.core
 
         async def start() -> Assembler:
-            core.check_open()
-            tokens = encode() if size <= INLINE_CHARS else await anyio.to_thread.run_sync(encode)
-            accepted = core.accept(tokens, params, options)
-            gate, samples = core.loop.gate, accepted.params.n
-            if core.config.when_full == "wait":
-                await gate.enter_when_free(samples, len(tokens))
+            work = size + sum(len(stop) for stop in params.stop) if isinstance(params, SamplingParams) else size
+            if work <= INLINE_CHARS:
+                accepted = core.prepare(encode, params, options)
             else:
-                gate.enter(samples, len(tokens))
+                accepted = await anyio.to_thread.run_sync(core.prepare, encode, params, options)
+            await core.enter(accepted)
             return core.post(accepted)
 
         return TokenStream(start, core.abort_tickets)

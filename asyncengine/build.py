@@ -42,7 +42,7 @@ def resolve_model(model: str) -> str:
 
 
 def load_core(model: str, config: EngineConfig) -> EngineCore:
-    """Load model and tokenizer and wire an engine; nothing runs yet but the idle device thread.
+    """Load model and tokenizer and wire an engine; nothing runs yet.
 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`.
     """
@@ -52,7 +52,9 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
 
     path = resolve_model(model)
     loaded = load_model(path, config)
-    tokenizer = load_tokenizer(path, config)
+    tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+    if tokenizer is not None:
+        tokenizer.warm_up()
     runner = build_runner(loaded, config)
     info = ModelInfo(
         name=loaded.name,
@@ -66,8 +68,8 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
         generation_defaults=loaded.generation_defaults,
-        weight_bytes=runner.weight_bytes,
-        kv_cache_bytes=runner.kv_cache_bytes,
+        weight_bytes=runner.weights_bytes,
+        kv_cache_bytes=runner.kv_bytes,
         fused=tuple(runner.fused),
     )
     return wire(runner, info, config, tokenizer=tokenizer)
@@ -97,7 +99,7 @@ def wire(
         clock,
         grammars=grammars,
         gate=Gate(config.max_queued_requests, config.max_queued_tokens),
-        table=None if tokenizer is None else tokenizer.table,  # built here, off every event loop
+        table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
     return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info)

@@ -82,6 +82,8 @@ class EngineConfig:
     """A step longer than this ends the engine: every stream gets EngineDead."""
 
     # -- limits of one request
+    max_chat_chars: int = 4_000_000
+    """Characters of a chat, before and after the template."""
     max_n: int = 128
     max_stop_strings: int = 64
     max_stop_string_length: int = 1024
@@ -114,6 +116,9 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
+        for name in ("fuse", "trust_remote_code", "show_progress", "prefix_caching", "uvloop"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(name, "must be True or False", getattr(self, name))
         object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
 
     @classmethod
@@ -134,7 +139,7 @@ _OPTIONAL = {
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
     "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0, "max_queued_tokens": 0,
-    "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1, "max_stop_token_ids": 0, "max_top_logprobs": 0,
+    "max_chat_chars": 1, "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1, "max_stop_token_ids": 0, "max_top_logprobs": 0,
     "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -28,7 +28,7 @@ INLINE_CHARS = 4096
 
 
 class EngineCore:
-    """The front door: everything here may be called from any thread, and nothing here awaits."""
+    """The front door: everything here may be called from any thread."""
 
     def __init__(
         self, loop: EngineLoop, acceptance: Acceptance, tokenizer: TextTokenizer | None, info: ModelInfo
@@ -76,22 +76,52 @@ class EngineCore:
 
     # ---------------------------------------------------------------- requests in
 
-    def accept(self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions) -> Accepted:
-        """Check a request. Raises `InvalidParameter`, `EngineClosed`, `EngineDead`."""
+    def prepare(
+        self, encode: Callable[[], Sequence[int]], params: SamplingParams | None, options: RequestOptions
+    ) -> Accepted:
+        """Tokenize and check a request. Raises `InvalidParameter`, `EngineClosed`, `EngineDead`."""
         self.check_open()
-        return self.acceptance.accept(prompt, params, options)
+        return self.acceptance.accept(encode(), params, options)
+
+    async def enter(self, accepted: Accepted) -> None:
+        """Pass the gate: at once, or as soon as there is room if so configured. Raises `QueueFull`, `EngineClosed`,
+        `EngineDead`."""
+        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        try:
+            if self.config.when_full == "wait":
+                await gate.enter_when_free(samples, length)
+            else:
+                gate.enter(samples, length)
+        except EngineClosed:
+            self.check_open()  # closed because it died? then that is what to say
+            raise
+
+    def enter_blocking(self, accepted: Accepted) -> None:
+        """`enter` for a plain thread."""
+        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        try:
+            if self.config.when_full == "wait":
+                gate.enter_blocking(samples, length)
+            else:
+                gate.enter(samples, length)
+        except EngineClosed:
+            self.check_open()
+            raise
 
     def post(self, accepted: Accepted) -> Assembler:
         """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch."""
         self._remember(accepted)
         if not self.loop.inbox.post(*accepted.submissions):
+            for ticket in accepted.tickets:
+                self.loop.delivery.expected.pop(ticket, None)
             self.check_open()
             raise EngineClosed("the engine is closed")
         return Assembler(accepted, self.loop.clock.now)
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
-        self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
+        if self._pid == os.getpid():  # after a fork the inbox is a copy nobody reads, its lock perhaps held for ever
+            self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one."""
@@ -101,9 +131,11 @@ class EngineCore:
         return bool(tickets)
 
     def _remember(self, accepted: Accepted) -> None:
+        delivery = self.loop.delivery
         with self._labels_lock:
-            if len(self._labels) > 64 + 2 * len(self.loop.delivery.streams):
+            if len(self._labels) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
                 self._forget_ended()
+            delivery.expected.update(dict.fromkeys(accepted.tickets))
             self._labels.setdefault(accepted.request_id, []).extend(accepted.tickets)
 
     def _forget_ended(self) -> None:
@@ -116,10 +148,7 @@ class EngineCore:
                 del self._labels[label]
 
     def _alive(self, ticket: int) -> bool:
-        return ticket in self.loop.delivery.streams or ticket > self._last_opened()
-
-    def _last_opened(self) -> int:
-        return self.loop.delivery.last_ticket
+        return ticket in self.loop.delivery.expected or ticket in self.loop.delivery.streams
 
     def check_open(self) -> None:
         """Raises `EngineDead` or `EngineClosed` if the engine takes no requests."""
@@ -155,7 +184,7 @@ class EngineCore:
                 "adapter_queue": len(scheduler.adapter_queue),
             },
             finished=dict(meter.finished),
-            pages=scheduler.kv.counts([r.table for r in running if r.table is not None]),
+            pages=scheduler.kv.counts([table for r in running if (table := r.table) is not None]),
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,

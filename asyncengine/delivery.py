@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncengine.clock import Clock
 from asyncengine.batch import TokenLogprob
 from asyncengine.mailbox import Mailbox, Waiter, wake_all
-from asyncengine.messages import Message, StopText
+from asyncengine.messages import Abort, Message, StopText
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
 from asyncengine.stats import Meter
@@ -62,8 +62,8 @@ class Delivery:
         self, clock: Clock, meter: Meter, post: Callable[[Message], object], table: TokenTable | None = None
     ) -> None:
         self.streams: dict[int, OutputStream] = {}
-        self.last_ticket = 0
-        """Tickets are opened in order; larger ones are still on their way."""
+        self.expected: dict[int, None] = {}
+        """Tickets posted and not opened yet. Posters add to it, from any thread."""
         self._clock = clock
         self._meter = meter
         self._post = post
@@ -71,7 +71,7 @@ class Delivery:
 
     def open(self, ticket: int, stream: OutputStream) -> None:
         self.streams[ticket] = stream
-        self.last_ticket = max(self.last_ticket, ticket)
+        self.expected.pop(ticket, None)
 
     def deliver(self, outputs: list[Output]) -> None:
         """Put all outputs of a step, then wake all consumers. Outputs of streams that have ended are dropped."""
@@ -85,18 +85,22 @@ class Delivery:
             stream = streams.get(output.ticket)
             if stream is None:
                 continue
-            if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
-                stream.num_tokens += 1
-                gaps.append(now - stream.last_token_at)
-                stream.last_token_at = now
-                token = output.token
-                detokenizer = stream.detokenizer
-                chunk = Chunk("" if detokenizer is None else detokenizer.push((token,)), [token], None, stream.index)
-            else:
-                made = self._chunk(stream, output, now, gaps)
-                if made is None:
-                    continue
-                chunk = made
+            try:
+                if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
+                    stream.num_tokens += 1
+                    gaps.append(now - stream.last_token_at)
+                    stream.last_token_at = now
+                    token = output.token
+                    detokenizer = stream.detokenizer
+                    text = "" if detokenizer is None else detokenizer.push((token,))
+                    chunk = Chunk(text, [token], None, stream.index)
+                else:
+                    made = self._chunk(stream, output, now, gaps)
+                    if made is None:
+                        continue
+                    chunk = made
+            except Exception as error:  # a decoder's fault is the fault of one row
+                chunk = self._undecodable(stream, output, error)
             waiter = stream.mailbox.put(chunk)
             if waiter is not None:
                 waiters.append(waiter)
@@ -133,6 +137,12 @@ class Delivery:
         logprobs = None if output.logprob is None else [self._entry(output.logprob)]
         return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, output.error)
 
+    def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
+        if output.reason is None:
+            self._post(Abort(output.ticket))
+        self._close(stream, output, "error")
+        return Chunk("", [], "error", stream.index, error=f"the text could not be decoded: {error!r}")
+
     def _entry(self, logprob: TokenLogprob) -> LogprobEntry:
         table = self._table
         return LogprobEntry(
@@ -166,12 +176,17 @@ class Delivery:
         """
         streams = [*self.streams.values(), *unopened]
         self.streams.clear()
+        self.expected.clear()
         error = str(failure())
         waiters: list[Waiter] = []
         for stream in streams:
             stream.mailbox.failure = failure
             self._meter.count_end("engine_dead")
-            waiter = stream.mailbox.put(Chunk(stream.rest(), [], "engine_dead", stream.index, error=error))
+            try:
+                text = stream.rest()
+            except Exception:  # perhaps what killed the engine: everybody must hear of it all the same
+                text = ""
+            waiter = stream.mailbox.put(Chunk(text, [], "engine_dead", stream.index, error=error))
             if waiter is not None:
                 waiters.append(waiter)
         wake_all(waiters)

@@ -24,7 +24,7 @@ from asyncengine.errors import EngineClosed, EngineDead
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.gate import Gate
 from asyncengine.inbox import Inbox
-from asyncengine.messages import Abort, Drain, Generate, GrammarReady, Message, StopText
+from asyncengine.messages import Drain, Generate, GrammarReady, Message
 from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import Meter
@@ -89,7 +89,6 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
-        scheduler = self.scheduler
         self._probe_lag(self.clock.now())
         try:
             while not self._drained():
@@ -126,11 +125,13 @@ class EngineLoop:
         self.scheduler.apply(message)
         match message:
             case Generate() if message.needs_grammar and self.grammars is not None:
-                self.grammars.start(message.spec.ticket, message.spec.params.grammar, self._grammar_done)
-            case Abort(ticket) | StopText(ticket) if self.grammars is not None:
-                self.grammars.cancel(ticket)
+                try:
+                    self.grammars.start(message.spec.ticket, message.spec.params.grammar, self._grammar_done)
+                except Exception as error:  # the fault of one request
+                    self._grammar_done(message.spec.ticket, error)
             case Drain():
-                self._drain = message
+                self._drain = _sooner(self._drain, message)
+                self.gate.close()  # those in line for a place are refused like newcomers
 
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""
@@ -151,7 +152,12 @@ class EngineLoop:
         return batch
 
     def _deliver(self) -> None:
-        self.delivery.deliver(self.scheduler.take_outputs())
+        outputs = self.scheduler.take_outputs()
+        self.delivery.deliver(outputs)
+        if self.grammars is not None:
+            for output in outputs:
+                if output.reason is not None:  # whatever ended it, it waits for no grammar any more
+                    self.grammars.cancel(output.ticket)
         counters = self.scheduler.counters
         left = (counters.left_queue, counters.left_queue_tokens)
         if left != self._left_queue:
@@ -161,7 +167,7 @@ class EngineLoop:
     async def _idle(self) -> None:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
         if not self._drained():
-            self.scheduler.check()
+            self.scheduler.check_sums()
             until = self.scheduler.next_deadline
             if self._drain is not None and self._drain.deadline is not None:
                 until = min(until, self._drain.deadline)
@@ -188,7 +194,7 @@ class EngineLoop:
         self.scheduler.commit(result, now)
         self.meter.step.append(now - launched_at)
         if batch.step % self.config.check_every == 0:
-            self.scheduler.check()
+            self.scheduler.check_sums()
         if self.hooks:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
             self.hooks.emit(
@@ -238,6 +244,8 @@ class EngineLoop:
             if self.failure is None:
                 self._deliver()
             self.delivery.fail_all(self._make_failure, unopened)
+            for launched in self.in_flight:
+                launched.result.cancel()  # nobody will read it
             if self.grammars is not None:
                 self.grammars.close()
         finally:
@@ -245,3 +253,9 @@ class EngineLoop:
 
     def _make_failure(self) -> Exception:
         return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)
+
+
+def _sooner(known: Drain | None, new: Drain) -> Drain:
+    """Closing again may shorten a drain, not lengthen it."""
+    deadlines = [drain.deadline for drain in (known, new) if drain is not None and drain.deadline is not None]
+    return Drain(min(deadlines, default=None))

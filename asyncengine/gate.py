@@ -29,7 +29,7 @@ class Gate:
     def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a collected coroutine withdraws on whatever thread collects it
         self._requests = 0
         self._tokens = 0
         self._closed = False
@@ -66,8 +66,12 @@ class Gate:
         applicant = self._apply(samples, tokens, threading.Event())
         if applicant is None:
             return
-        assert isinstance(applicant.waiter, threading.Event)
-        applicant.waiter.wait()
+        try:
+            assert isinstance(applicant.waiter, threading.Event)
+            applicant.waiter.wait()
+        except BaseException:  # KeyboardInterrupt
+            self._withdraw(applicant)
+            raise
         self._check_granted(applicant)
 
     def leave(self, samples: int, tokens: int) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import threading
 from typing import Protocol
 
 import anyio
 
 from asyncengine.engine import EngineLoop
+from asyncengine.errors import InvalidParameter
 
 
 class Host(Protocol):
@@ -44,10 +46,8 @@ class OwnedHost:
         self._task = asyncio.get_running_loop().create_task(self._engine.run(), name="asyncengine")
 
     async def wait_ended(self) -> None:
-        if self._task is None:
-            return
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(self._task)
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})  # neither cancels it with the caller nor takes its cancellation for ours
 
     def drives_this_thread(self) -> bool:
         return self._task is not None and not self._task.done() and threading.get_ident() == self._thread
@@ -57,6 +57,8 @@ class ThreadHost:
     """The engine has a thread with an event loop of its own (uvloop's, if asked for)."""
 
     def __init__(self, engine: EngineLoop, *, use_uvloop: bool = False) -> None:
+        if use_uvloop and importlib.util.find_spec("uvloop") is None:
+            raise InvalidParameter("uvloop", "needs the package uvloop: pip install 'asyncengine[uvloop]'")
         self._engine = engine
         self._use_uvloop = use_uvloop
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []

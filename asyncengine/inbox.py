@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from typing import Generic, TypeVar
@@ -19,7 +20,8 @@ class Inbox(Generic[T]):
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
-        self._lock = threading.Lock()
+        # Reentrant: a finalizer (a dropped stream posts its Abort) may run inside any of these on the same thread.
+        self._lock = threading.RLock()
         self._waiter: asyncio.Future[None] | None = None
         self._reader: int | None = None
         self._closed = False
@@ -35,7 +37,8 @@ class Inbox(Generic[T]):
             if threading.get_ident() == self._reader:
                 _wake(waiter)
             else:
-                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+                with contextlib.suppress(RuntimeError):  # that loop is closed: nobody will ever take
+                    waiter.get_loop().call_soon_threadsafe(_wake, waiter)
         return True
 
     def take(self) -> list[T]:
@@ -43,9 +46,8 @@ class Inbox(Generic[T]):
         if not self._items:
             return []
         with self._lock:
-            items = list(self._items)
-            self._items.clear()
-        return items
+            items, self._items = self._items, deque()  # one exchange: what a finalizer posts meanwhile stays in
+        return list(items)
 
     async def wait(self, timeout: float | None = None) -> None:
         """Until something is posted, or `timeout` seconds have passed."""

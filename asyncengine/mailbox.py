@@ -60,6 +60,9 @@ class Mailbox:
         `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
         as much. Cancelling the wait loses nothing.
         """
+        known = self._waiter
+        if known is not None and not (isinstance(known, asyncio.Future) and known.done()):
+            raise RuntimeError("two readers wait for one stream; read it in one place")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiter = waiter
         if self._chunks:  # put between the reader's look and its announcement
@@ -89,7 +92,7 @@ class Mailbox:
 
 def wake_all(waiters: Iterable[Waiter]) -> None:
     """Wake consumers, with one thread-safe call for each foreign loop. A loop that is closed has no one to wake."""
-    here = asyncio.get_running_loop()
+    here = _running_loop()
     foreign: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for waiter in waiters:
         if isinstance(waiter, threading.Event):
@@ -104,6 +107,13 @@ def wake_all(waiters: Iterable[Waiter]) -> None:
             loop.call_soon_threadsafe(_wake_futures, futures)
         except RuntimeError:
             continue  # closed: its streams are dropped with it, and dropping a stream aborts
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _wake_futures(futures: list[asyncio.Future[None]]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -106,12 +106,12 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         for item in stop:
             if not isinstance(item, str) or not item:
                 raise InvalidParameter("stop", "each stop string must be a non-empty str", item)
         object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids or ())
+        ids = _items("stop_token_ids", self.stop_token_ids)
         for item in ids:
             _integer("stop_token_ids", item, 0, None)
         object.__setattr__(self, "stop_token_ids", ids)
@@ -149,6 +149,14 @@ def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
             raise InvalidParameter(name, f"unknown parameter{hint}")
 
 
+def _items(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, Mapping):
+        raise InvalidParameter(name, "must be a sequence", value)
+    return tuple(value)
+
+
 def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
     if value is None and optional:
         return
@@ -172,7 +180,10 @@ def _number(
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidParameter(name, "must be a number" + (" or None" if optional else ""), value)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise InvalidParameter(name, "must be finite", value)
     too_low = number <= low if exclusive_low else number < low

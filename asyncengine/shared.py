@@ -39,6 +39,7 @@ class _Shared:
         with self.lock:
             if self.loading is None or (self.loading.done() and not _usable(self.loading)):
                 self.loading = Future()
+                self.loading.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
                 threading.Thread(
                     target=self._load, args=(self.loading,), name="asyncengine-load", daemon=True
                 ).start()
@@ -77,7 +78,7 @@ class _Registry:
     """Shared engines of this process, by specification."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a dropped handle is released by whoever collects it
         self._engines: dict[Spec, _Shared] = {}
 
     def acquire(self, spec: Spec) -> _Shared:

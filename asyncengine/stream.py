@@ -204,6 +204,8 @@ class TokenStream(_StreamBase):
         if self._assembler is None:
             self._check_startable()
             self._assembler = await self._start()
+            if self._left:  # while it waited for a place
+                self.abort()
         return self._assembler
 
     async def result(self) -> Completion:
@@ -250,6 +252,8 @@ class SyncTokenStream(_StreamBase):
         if self._assembler is None:
             self._check_startable()
             self._assembler = self._start()
+            if self._left:
+                self.abort()
         return self._assembler
 
     def result(self) -> Completion:

@@ -22,7 +22,7 @@ from asyncengine.mailbox import Mailbox
 from asyncengine.messages import Generate
 from asyncengine.protocols import Clock, GrammarCompiler
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.text import Detokenizer, StopStringMatcher, TextTokenizer
+from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,10 @@ class Acceptance:
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
     def accept(self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions) -> Accepted:
-        """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it."""
+        """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it.
+
+        Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
+        """
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidParameter("params", "must be a SamplingParams", params)
         params = self._resolve(params or SamplingParams())
@@ -106,14 +109,16 @@ class Acceptance:
         self._check_options(options)
         max_total = self._check_length(len(tokens), params)
         arrival = self.clock.now()
-        accepted = Accepted(
-            options.request_id or f"req-{secrets.token_hex(8)}", [], Mailbox(), arrival, tokens, params
-        )
+        label = options.request_id or f"req-{secrets.token_hex(8)}"
+        accepted = Accepted(label, [], Mailbox(), arrival, tokens, params)
+        stops = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):
-            accepted.submissions.append(self._submission(index, accepted, max_total, options))
+            accepted.submissions.append(self._submission(index, accepted, max_total, options, stops))
         return accepted
 
-    def _submission(self, index: int, accepted: Accepted, max_total: int, options: RequestOptions) -> Submission:
+    def _submission(
+        self, index: int, accepted: Accepted, max_total: int, options: RequestOptions, stops: StopAutomaton | None
+    ) -> Submission:
         params = accepted.params
         ticket = next(self._tickets)
         group = None if params.n == 1 else (accepted.tickets[0] if index else ticket)
@@ -142,15 +147,17 @@ class Acceptance:
             waiting_deadline=None if waiting is None else accepted.arrival + waiting,
             inter_token_timeout=self.config.inter_token_timeout,
         )
-        return Submission(message, self._stream(index, accepted, spec))
+        return Submission(message, self._stream(index, accepted, spec, stops))
 
-    def _stream(self, index: int, accepted: Accepted, spec: RowSpec) -> OutputStream:
+    def _stream(
+        self, index: int, accepted: Accepted, spec: RowSpec, stops: StopAutomaton | None
+    ) -> OutputStream:
         params = accepted.params
         stream = OutputStream(index, accepted.mailbox, accepted.arrival, accepted.request_id)
         if self.tokenizer is not None:
             stream.detokenizer = Detokenizer(self.tokenizer.table, params.skip_special_tokens)
-        if params.stop:
-            stream.stops = StopStringMatcher(params.stop, params.include_stop)
+        if stops is not None:
+            stream.stops = StopStringMatcher(stops, params.include_stop)
             stream.min_tokens = params.min_tokens
         if not params.include_stop:
             stream.stop_ids = frozenset(spec.stop_ids)

@@ -45,7 +45,9 @@ class Engine:
         return cls(engine)
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """As `AsyncEngine.aclose`."""
+        """As `AsyncEngine.aclose`. Raises `WrongLoop` for an owned engine: its own loop must close it."""
+        if not self.aengine.hosted:
+            raise WrongLoop("an owned engine is closed on its own loop: await AsyncEngine.aclose()")
         self.aengine.close_blocking(drain=drain, timeout=timeout)
 
     def __enter__(self) -> Self:
@@ -129,13 +131,8 @@ class Engine:
         core = self.aengine.core
 
         def start() -> Assembler:
-            tokens = encode()
-            accepted = core.accept(tokens, params, options)
-            gate, samples = core.loop.gate, accepted.params.n
-            if core.config.when_full == "wait":
-                gate.enter_blocking(samples, len(tokens))
-            else:
-                gate.enter(samples, len(tokens))
+            accepted = core.prepare(encode, params, options)
+            core.enter_blocking(accepted)
             return core.post(accepted)
 
         return SyncTokenStream(start, core.abort_tickets)

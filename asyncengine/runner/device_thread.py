@@ -33,13 +33,18 @@ class DeviceThread:
         self._closing = False
         self._ended: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
+        self._start()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[StepResult] = loop.create_future()
         self._jobs.put(_Job(batch, loop, result))
         return result
+
+    def _start(self) -> None:
+        """Not before it is needed: an engine that was built and never served leaves no thread behind."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -67,6 +72,7 @@ class DeviceThread:
         ended: asyncio.Future[None] = loop.create_future()
         self._ended = (loop, ended)
         self._jobs.put(None)
+        self._start()  # if it never ran: the executor is closed on this thread in any case
         with anyio.CancelScope(shield=True), anyio.move_on_after(patience):
             await ended
             self._thread.join(patience)
@@ -80,7 +86,9 @@ def _set(future: asyncio.Future[None]) -> None:
 def _settle(result: asyncio.Future[StepResult], outcome: StepResult | BaseException) -> None:
     if result.done():
         return
-    if isinstance(outcome, BaseException):
+    if isinstance(outcome, StopIteration):  # a future refuses it, and the step would never end
+        result.set_exception(RuntimeError("the step raised StopIteration"))
+    elif isinstance(outcome, BaseException):
         result.set_exception(outcome)
     else:
         result.set_result(outcome)

@@ -9,6 +9,7 @@ passed over `max_passes` times is not skipped any more; nobody starts before it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from enum import Enum
 
@@ -164,8 +165,9 @@ class Admission:
         """Each waiting request was passed over by every later one that has just been admitted."""
         if not admitted or not waiting:
             return
+        tickets = sorted(other.ticket for other in admitted)
         for request in list(waiting):
-            passed_by = sum(other.ticket > request.ticket for other in admitted)
+            passed_by = len(tickets) - bisect_right(tickets, request.ticket)
             if passed_by:
                 request.passes += passed_by
                 if request.passes >= self._max_passes and not request.overdue:

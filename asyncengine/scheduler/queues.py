@@ -90,9 +90,14 @@ class Deadlines:
         """Requests that are too late at `now`, in order of arrival."""
         if now < self._scan_at:
             return []
-        late = [request for request in self._requests.values() if _due(request) <= now]
-        pending = [min(_due(r), _inter_token_due(r, now)) for r in self._requests.values() if r not in late]
-        self._scan_at = min(pending, default=_NEVER)
+        late: list[Request] = []
+        self._scan_at = _NEVER
+        for request in self._requests.values():
+            due = _due(request)
+            if due <= now:
+                late.append(request)
+            else:
+                self._scan_at = min(self._scan_at, due, _inter_token_due(request, now))
         return late
 
 

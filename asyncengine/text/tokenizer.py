@@ -146,6 +146,12 @@ class TextTokenizer:
             continue_final_message=continue_final_message,
         )
 
+    def warm_up(self) -> None:
+        """Do now, off the event loop, what the first use would do: build the table, compile and probe the template."""
+        self.table  # noqa: B018
+        if self.has_chat_template:
+            self._template(None)
+
     def _template(self, tools: object) -> ChatTemplate:
         if not self.has_chat_template:
             limit = "this model has no chat template: pass a prompt, or load the tokenizer with a chat_template"

@@ -1,0 +1,158 @@
+"""What is malformed, non-finite, unknown or impossible is refused at submit by name and limit (contract 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from support.fake_engine import executor_of, greedy, make_engine, oracle
+
+from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, EngineError, GrammarError, InvalidParameter
+
+NAN, INF = float("nan"), float("inf")
+Call = Callable[[AsyncEngine], Awaitable[Any]]
+
+
+def params(**values: Any) -> Call:
+    async def call(engine: AsyncEngine) -> Any:
+        return await engine.generate([2, 3], SamplingParams.from_dict(values))
+
+    return call
+
+
+def request(prompt: Any = (2, 3), **options: Any) -> Call:
+    async def call(engine: AsyncEngine) -> Any:
+        return await engine.generate(prompt, options.pop("params", greedy(4)), **options)
+
+    return call
+
+
+BAD: list[tuple[str, Call, str, str]] = [
+    ("unknown parameter", params(temprature=1.0), "temprature", "did you mean 'temperature'"),
+    ("NaN temperature", params(temperature=NAN), "temperature", "must be finite"),
+    ("infinite temperature", params(temperature=INF), "temperature", "must be finite"),
+    ("overflowing temperature", params(temperature=10**400), "temperature", "must be finite"),
+    ("negative temperature", params(temperature=-0.1), "temperature", ">= 0"),
+    ("text temperature", params(temperature="hot"), "temperature", "must be a number"),
+    ("boolean temperature", params(temperature=True), "temperature", "must be a number"),
+    ("NaN top_p", params(top_p=NAN), "top_p", "must be finite"),
+    ("top_p 0", params(top_p=0.0), "top_p", "> 0 and <= 1"),
+    ("top_p above 1", params(top_p=1.5), "top_p", "<= 1"),
+    ("top_k -2", params(top_k=-2), "top_k", ">= -1"),
+    ("min_p above 1", params(min_p=1.1), "min_p", "<= 1"),
+    ("repetition penalty 0", params(repetition_penalty=0.0), "repetition_penalty", "> 0"),
+    ("presence penalty", params(presence_penalty=3), "presence_penalty", "<= 2"),
+    ("frequency penalty", params(frequency_penalty=-INF), "frequency_penalty", "must be finite"),
+    ("negative max_tokens", params(max_tokens=-1), "max_tokens", ">= 1"),
+    ("max_tokens 0", params(max_tokens=0), "max_tokens", ">= 1"),
+    ("fractional max_tokens", params(max_tokens=1.5), "max_tokens", "must be an integer"),
+    ("min above max", params(max_tokens=2, min_tokens=3), "min_tokens", "max_tokens=2"),
+    ("min_tokens beyond the context", params(min_tokens=10**6), "min_tokens", "leave room for 506"),
+    ("n 0", params(n=0), "n", ">= 1"),
+    ("n too large", params(n=129), "n", "max_n=128"),
+    ("seed too large", params(seed=2**64), "seed", "between"),
+    ("stop is a number", params(stop=5), "stop", "must be a sequence"),
+    ("empty stop string", params(stop=[""]), "stop", "non-empty"),
+    ("100,000 stop strings", params(stop=["x"] * 100_000), "stop", "100000 exceeds the engine's max_stop_strings=64"),
+    ("long stop string", params(stop=["x" * 2000]), "stop", "max_stop_string_length=1024"),
+    ("stop without a tokenizer", params(stop=["x"]), "stop", "needs a tokenizer"),
+    ("stop ids are a number", params(stop_token_ids=5), "stop_token_ids", "must be a sequence"),
+    ("stop id out of range", params(stop_token_ids=[97]), "stop_token_ids", "below 97"),
+    ("too many stop ids", params(stop_token_ids=[5] * 1025), "stop_token_ids", "max_stop_token_ids=1024"),
+    ("top_logprobs", params(top_logprobs=51), "top_logprobs", "max_top_logprobs=50"),
+    ("bias of no mapping", params(logit_bias=[1]), "logit_bias", "must map"),
+    ("NaN bias", params(logit_bias={5: NAN}), "logit_bias[5]", "must be finite"),
+    ("bias out of range", params(logit_bias={5: 101}), "logit_bias[5]", "<= 100"),
+    ("bias of an unknown token", params(logit_bias={97: 1.0}), "logit_bias", "below 97"),
+    ("ignore_eos of text", params(ignore_eos="no"), "ignore_eos", "True or False"),
+    ("on_budget", params(on_budget="hope"), "on_budget", "'close', 'truncate' or 'error'"),
+    ("empty prompt", request([]), "prompt", "must not be empty"),
+    ("empty text", request(""), "prompt", "must not be empty"),
+    ("text without a tokenizer", request("hello"), "prompt", "no tokenizer"),
+    ("no prompt", request(None), "prompt", "must be a str or a sequence"),
+    ("bytes", request(b"ab"), "prompt", "must be a str or a sequence"),
+    ("token id out of range", request([2, 97]), "prompt[1]", "between 0 and 96"),
+    ("negative token id", request([-1]), "prompt[0]", "between 0 and 96"),
+    ("boolean token id", request([True]), "prompt[0]", "between 0 and 96"),
+    ("fractional token id", request([2.0]), "prompt[0]", "between 0 and 96"),
+    ("prompt of exactly the context", request([2] * 508), "prompt", "has 508 tokens; the context of 508"),
+    ("prompt longer than the context", request([2] * 5000), "prompt", "has 5000 tokens; the context of 508"),
+    ("answer longer than the context", request([2] * 500, params=greedy(9)), "max_tokens", "508 leaves 8"),
+    ("params of another kind", request(params={"max_tokens": 3}), "params", "must be a SamplingParams"),
+    ("timeout 0", request(timeout=0), "timeout", "positive, finite"),
+    ("NaN timeout", request(timeout=NAN), "timeout", "positive, finite"),
+    ("infinite timeout", request(timeout=INF), "timeout", "positive, finite"),
+    ("text timeout", request(timeout="1s"), "timeout", "positive, finite"),
+    ("fractional priority", request(priority=1.5), "priority", "must be an integer"),
+    ("text priority", request(priority="high"), "priority", "must be an integer"),
+    ("numeric request id", request(request_id=7), "request_id", "must be a str"),
+    ("numeric salt", request(cache_salt=7), "cache_salt", "must be a str"),
+    ("unknown adapter", request(adapter="french"), "adapter", "no adapter of that name"),
+    ("grammar without a compiler", params(grammar="x"), "grammar", "without a grammar compiler"),
+]
+KINDS: dict[str, type[Exception]] = {
+    "prompt of exactly the context": ContextLengthExceeded,
+    "prompt longer than the context": ContextLengthExceeded,
+    "answer longer than the context": ContextLengthExceeded,
+    "min_tokens beyond the context": ContextLengthExceeded,
+    "unknown adapter": AdapterNotFound,
+    "grammar without a compiler": GrammarError,
+}
+
+
+@pytest.mark.parametrize(("name", "call", "field", "limit"), BAD, ids=[case[0] for case in BAD])
+async def test_bad_input_is_refused_by_name_and_disturbs_nobody(name: str, call: Call, field: str, limit: str):
+    async with make_engine() as engine:
+        executor_of(engine).hold()
+        other = engine.stream([4, 5], greedy(6))
+        await other.__aenter__()
+        with pytest.raises(KINDS.get(name, InvalidParameter)) as refused:
+            await call(engine)
+        assert isinstance(refused.value, EngineError)
+        assert isinstance(refused.value, ValueError)
+        assert refused.value.field == field
+        assert limit in str(refused.value)
+        assert str(refused.value).startswith(f"{field}: ")
+        assert len(str(refused.value)) < 300
+        executor_of(engine).release()
+        assert (await other.result()).token_ids == oracle(engine, [4, 5], 6)
+        assert sum(engine.stats().finished.values()) == 1
+
+
+async def test_the_longest_request_that_fits_is_served():
+    async with make_engine() as engine:
+        done = await engine.generate([2] * 507, greedy(1))
+        assert len(done.token_ids) == 1
+        done = await engine.generate([2] * 8, greedy(500, ignore_eos=True))
+        assert len(done.token_ids) == 500
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"page_size": True}, "page_size"),
+        ({"max_num_batched_tokens": 2.5}, "max_num_batched_tokens"),
+        ({"request_timeout": NAN}, "request_timeout"),
+        ({"step_hard_limit": 0}, "step_hard_limit"),
+        ({"policy": "best"}, "policy"),
+        ({"eviction": "mru"}, "eviction"),
+        ({"when_full": "panic"}, "when_full"),
+        ({"kv_cache_memory": "2 apples"}, "kv_cache_memory"),
+        ({"trust_remote_code": "false"}, "trust_remote_code"),
+        ({"prefix_caching": 1}, "prefix_caching"),
+        ({"max_sequences": 3}, "max_sequences"),
+    ],
+    ids=str,
+)
+def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], field: str):
+    with pytest.raises(InvalidParameter) as refused:
+        EngineConfig.from_dict(settings)
+    assert refused.value.field == field
+
+
+def test_a_context_larger_than_the_cache_is_refused_when_wiring():
+    with pytest.raises(InvalidParameter, match="max_model_len: the KV cache holds 508 tokens"):
+        make_engine(hosted=True, max_model_len=600).start_blocking()

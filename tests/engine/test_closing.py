@@ -1,0 +1,263 @@
+"""Closing refuses, finishes or aborts, and leaves no task, thread or file descriptor (contract 11)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from contextlib import suppress
+
+import anyio
+import pytest
+from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine, until
+
+from asyncengine import AsyncEngine, Engine
+from asyncengine.errors import EngineClosed, WrongLoop
+from asyncengine.runner.device_thread import DeviceThread
+
+HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
+LONG = greedy(400, ignore_eos=True)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_a_closed_engine_leaves_nothing_behind(hosted: bool):
+    async with make_engine(hosted=hosted) as warm:
+        await warm.generate([2, 3], greedy(2))
+    tasks, fds = len(asyncio.all_tasks()), descriptors()
+    for _ in range(3):
+        async with make_engine(hosted=hosted) as engine:
+            await asyncio.gather(*(engine.generate([2 + i, 3], greedy(4)) for i in range(10)))
+            streams = [engine.stream([2 + i], LONG) for i in range(5)]
+            for stream in streams:
+                await anext(stream)
+        assert executor_of(engine).closed
+    assert len(asyncio.all_tasks()) == tasks
+    assert descriptors() == fds
+    assert not [t for t in threading.enumerate() if t.name.startswith("asyncengine")]
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_closing_aborts_what_runs(hosted: bool):
+    engine = make_engine(hosted=hosted, pages=600)
+    await engine.start()
+    streams = [engine.stream([2 + i], LONG) for i in range(5)]
+    for stream in streams:
+        await anext(stream)
+    await engine.aclose()
+    for stream in streams:
+        assert (await stream.result()).finish_reason in ("abort", "length")
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_draining_finishes_what_there_is_and_refuses_the_rest(hosted: bool):
+    engine = make_engine(hosted=hosted)
+    await engine.start()
+    executor_of(engine).hold()
+    streams = [engine.stream([2 + i, 3], greedy(5)) for i in range(5)]
+    for stream in streams:
+        await stream.__aenter__()
+    closing = asyncio.create_task(engine.aclose(drain=True))
+    await asyncio.sleep(0)
+    assert not engine.alive
+    with pytest.raises(EngineClosed):
+        await engine.generate([2, 3], greedy(2))
+    executor_of(engine).release()
+    await closing
+    for stream in streams:
+        assert (await stream.result()).finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_draining_aborts_the_rest_after_its_time(hosted: bool):
+    engine = make_engine(hosted=hosted, wiring={"grammars": _NeverCompiles()})
+    await engine.start()
+    never = engine.stream([2, 3], greedy(5, grammar="x"))
+    await never.__aenter__()
+    await engine.aclose(drain=True, timeout=0.05)
+    assert (await never.result()).finish_reason == "abort"
+
+
+async def test_closing_at_once_ends_a_drain():
+    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    await engine.start()
+    never = engine.stream([2, 3], greedy(5, grammar="x"))
+    await never.__aenter__()
+    draining = asyncio.create_task(engine.aclose(drain=True))
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    await engine.aclose()
+    await draining
+    assert (await never.result()).finish_reason == "abort"
+
+
+async def test_a_later_drain_does_not_take_an_abort_back():
+    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    await engine.start()
+    never = engine.stream([2, 3], greedy(5, grammar="x"))
+    await never.__aenter__()
+    await asyncio.wait_for(asyncio.gather(engine.aclose(), engine.aclose(drain=True)), 10)
+
+
+async def test_a_cancelled_drain_stays_cancelled():
+    """The caller's cancellation is its own, not the engine task's."""
+    engine = make_engine(wiring={"grammars": _NeverCompiles()})
+    await engine.start()
+    never = engine.stream([2, 3], greedy(5, grammar="x"))
+    await never.__aenter__()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await engine.aclose(drain=True)
+    await engine.aclose()
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_closing_twice_and_using_a_closed_engine(hosted: bool):
+    engine = make_engine(hosted=hosted)
+    with pytest.raises(EngineClosed, match="not been started"):
+        engine.stream([2, 3])
+    await engine.start()
+    await engine.start()
+    await engine.aclose()
+    await engine.aclose()
+    await asyncio.gather(engine.aclose(), engine.aclose(drain=True))
+    with pytest.raises(EngineClosed):
+        await engine.generate([2, 3])
+    with pytest.raises(EngineClosed, match="make a new one"):
+        await engine.start()
+    assert not engine.abort("x")
+    assert engine.stats().requests["running"] == 0
+
+
+async def test_closing_before_starting():
+    engine = make_engine()
+    await engine.aclose()
+    with pytest.raises(EngineClosed):
+        await engine.start()
+    hosted = make_engine(hosted=True)
+    hosted.close_blocking()
+    with pytest.raises(EngineClosed):
+        hosted.start_blocking()
+
+
+async def test_leaving_the_engine_inside_a_cancelled_scope_closes_it():
+    with anyio.CancelScope() as scope:
+        async with make_engine() as engine:
+            stream = engine.stream([2, 3], LONG)
+            await anext(stream)
+            scope.cancel()
+            await stream.result()
+    assert executor_of(engine).closed
+
+
+async def test_an_engine_closed_while_it_loads_never_serves():
+    loading, go = threading.Event(), threading.Event()
+
+    def build():
+        loading.set()
+        go.wait(10)
+        return make_core()
+
+    engine = AsyncEngine(build)
+    start = asyncio.create_task(engine.start())
+    await in_thread(loading.wait)
+    await engine.aclose()
+    go.set()
+    with pytest.raises(EngineClosed, match="while it loaded"):
+        await start
+
+
+async def test_two_starts_at_once_serve_one_engine():
+    engine = make_engine(hosted=True)
+    await asyncio.gather(*(engine.start() for _ in range(4)))
+    assert len([t for t in threading.enumerate() if t.name == "asyncengine-loop"]) == 1
+    await engine.aclose()
+
+
+def test_a_start_that_is_cancelled_while_loading_leaves_no_thread():
+    loading, go = threading.Event(), threading.Event()
+
+    def build():
+        loading.set()
+        go.wait(10)
+        return make_core()
+
+    async def main() -> None:
+        start = asyncio.create_task(AsyncEngine(build).start())
+        await in_thread(loading.wait)
+        start.cancel()
+        with suppress(asyncio.CancelledError):
+            await start
+        go.set()
+
+    asyncio.run(main())
+
+
+def test_an_engine_nobody_closes_ends_with_its_loop():
+    streams = []
+
+    async def main() -> None:
+        engine = make_engine()
+        await engine.start()
+        streams.append(engine.stream([2, 3], LONG))
+        await anext(streams[0])
+
+    asyncio.run(main())
+
+    async def later():
+        return await streams[0].result()
+
+    with pytest.raises(Exception, match="the engine died"):
+        asyncio.run(later())
+
+
+def test_an_engine_whose_loop_ends_before_it_ran_leaves_no_thread():
+    async def main() -> None:
+        await make_engine().start()
+
+    asyncio.run(main())
+
+
+async def test_a_runner_closes_its_executor_once_and_idempotently():
+    core = make_core()
+    runner = core.loop.runner
+    assert isinstance(runner, DeviceThread)
+    await runner.aclose()
+    await runner.aclose()
+    assert runner.executor.closed  # type: ignore[attr-defined]
+
+
+async def test_a_blocking_call_on_the_thread_of_an_owned_engine_raises_and_never_hangs():
+    async with make_engine() as engine:
+        blocking = Engine(engine)
+        for call in (blocking.generate, blocking.stream):
+            with pytest.raises(WrongLoop):
+                call([2, 3], greedy(2))
+        with pytest.raises(WrongLoop):
+            blocking.generate_many([[2, 3]], greedy(2))
+        done = await in_thread(lambda: blocking.generate([2, 3], greedy(2)))
+        assert len(done.token_ids) == 2
+
+
+class _NeverCompiles:
+    def check(self, grammar) -> None: ...
+
+    def start(self, ticket, grammar, done) -> None: ...
+
+    def cancel(self, ticket) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def test_an_owned_engine_serves_other_threads_too():
+    async with make_engine() as engine:
+        done = await in_thread(lambda: asyncio.run(_generate(engine)))
+        assert len(done.token_ids) == 5
+        await until(lambda: engine.stats().requests["running"] == 0)
+
+
+async def _generate(engine):
+    return await engine.generate([2, 3], greedy(5, ignore_eos=True))

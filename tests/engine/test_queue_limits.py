@@ -1,0 +1,202 @@
+"""Back-pressure at submit: refused at once, or a place in line; n samples are all or nothing (contract 6)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
+
+from asyncengine import Engine, EngineConfig
+from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
+from asyncengine.gate import Gate
+from asyncengine.testing.leaks import assert_nothing_held
+
+
+async def engine_with_one_running(**settings):
+    """An engine with one seat, taken by a request whose step is held."""
+    engine = make_engine(max_num_seqs=1, **settings)
+    await engine.start()
+    executor_of(engine).hold()
+    stream = engine.stream([2, 3], greedy(4))
+    await stream.__aenter__()
+    await in_thread(executor_of(engine).entered.wait)
+    await until(lambda: engine.core.loop.gate.waiting == 0)
+    return engine, stream
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "limit"),
+    [({"max_queued_requests": 2}, "max_queued_requests", 2), ({"max_queued_tokens": 5}, "max_queued_tokens", 5)],
+)
+async def test_a_full_queue_is_refused_at_once_and_names_its_limit(settings, field: str, limit: int):
+    engine, running = await engine_with_one_running(**settings)
+    async with engine:
+        queued = [engine.stream([4, 5], greedy(2)) for _ in range(2)]
+        for stream in queued:
+            await stream.__aenter__()
+        with pytest.raises(QueueFull, match=f"{field}={limit}") as refused:
+            await engine.generate([6, 7], greedy(2))
+        assert (refused.value.field, refused.value.limit) == (field, limit)
+        executor_of(engine).release()
+        for stream in [running, *queued]:
+            assert (await stream.result()).finish_reason
+        await engine.generate([6, 7], greedy(2))
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_n_samples_take_n_places_or_none():
+    engine, running = await engine_with_one_running(max_queued_requests=3)
+    async with engine:
+        first = engine.stream([4, 5], greedy(2, n=2))
+        await first.__aenter__()
+        with pytest.raises(QueueFull):
+            await engine.generate([6, 7], greedy(2, n=2))
+        assert engine.core.loop.gate.waiting == 2
+        last = engine.stream([6, 7], greedy(2))
+        await last.__aenter__()
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), first.result(), last.result())
+
+
+async def test_a_limit_of_zero_admits_only_what_nobody_waits_before():
+    engine, running = await engine_with_one_running(max_queued_requests=0)
+    async with engine:
+        one = engine.stream([4, 5], greedy(2))
+        await one.__aenter__()
+        with pytest.raises(QueueFull):
+            await engine.generate([6, 7], greedy(2))
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), one.result())
+
+
+@pytest.mark.parametrize("field", ["max_queued_requests", "max_queued_tokens"])
+def test_a_negative_limit_is_refused(field: str):
+    with pytest.raises(InvalidParameter, match=f"{field}: must be an integer >= 0, got -1"):
+        EngineConfig(**{field: -1})
+
+
+async def test_leaving_the_queue_frees_the_place():
+    engine, running = await engine_with_one_running(max_queued_requests=1)
+    async with engine:
+        queued = engine.stream([4, 5], greedy(2))
+        await queued.__aenter__()
+        await queued.aclose()
+        executor_of(engine).release()
+        await running.result()
+        await engine.generate([6, 7], greedy(2))
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_waiting_for_a_place_is_first_come_first_served():
+    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
+    async with engine:
+        order: list[int] = []
+
+        async def call(i: int) -> None:
+            async with engine.stream([4, 2 + i], greedy(2)) as stream:
+                order.append(i)
+                await stream.result()
+
+        tasks = []
+        for i in range(8):
+            tasks.append(asyncio.create_task(call(i)))
+            await asyncio.sleep(0)
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), *tasks)
+        assert order == list(range(8))
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_cancelling_the_wait_gives_the_place_in_line_back():
+    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
+    async with engine:
+        calls = [asyncio.create_task(engine.generate([4, 2 + i], greedy(2))) for i in range(5)]
+        await until(lambda: len(engine.core.loop.gate._applicants) == 4)
+        for call in calls[1:4]:
+            call.cancel()
+        await until(lambda: len(engine.core.loop.gate._applicants) == 1)
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), calls[0], calls[4])
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_cancelling_in_the_very_moment_of_the_grant_gives_the_place_on():
+    gate = Gate(1, None)
+    gate.enter(1, 1)
+    waits = [asyncio.create_task(gate.enter_when_free(1, 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate.leave(1, 1)
+    waits[0].cancel()
+    await asyncio.wait(waits)
+    assert waits[0].cancelled()
+    assert waits[1].exception() is None
+    assert gate.waiting == 1
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_closing_tells_those_in_line_at_once(drain: bool):
+    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
+    queued = engine.stream([4, 5], greedy(2))
+    await queued.__aenter__()
+    waits = [asyncio.create_task(engine.generate([4, 5], greedy(2))) for _ in range(3)]
+    await until(lambda: len(engine.core.loop.gate._applicants) == 3)
+    closing = asyncio.create_task(engine.aclose(drain=drain))
+    await asyncio.sleep(0)
+    executor_of(engine).release()
+    for wait in waits:
+        with pytest.raises(EngineClosed):
+            await wait
+    await closing
+    assert (await running.result()).finish_reason == ("length" if drain else "abort")
+    assert (await queued.result()).finish_reason == ("length" if drain else "abort")
+
+
+async def test_what_exceeds_a_limit_alone_is_refused_even_where_others_wait():
+    async with make_engine(max_queued_requests=2, max_queued_tokens=10, when_full="wait") as engine:
+        with pytest.raises(QueueFull):
+            await engine.generate([2], greedy(2, n=3))
+        with pytest.raises(QueueFull):
+            await engine.generate([2] * 11, greedy(2))
+        assert (await engine.generate([2] * 10, greedy(2))).token_ids
+
+
+def test_a_plain_thread_waits_in_the_same_line():
+    engine = Engine(make_engine(hosted=True, max_queued_requests=1, when_full="wait", max_num_seqs=1))
+    engine.aengine.start_blocking()
+    with engine:
+        results: list[int] = []
+        threads = [
+            threading.Thread(target=lambda i=i: results.append(len(engine.generate([2 + i], greedy(3)).token_ids)))
+            for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(results) == 8
+
+
+def test_an_interrupted_wait_gives_its_place_back():
+    """Ctrl-C in a blocking call that waits for a place."""
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            raise KeyboardInterrupt
+
+    gate = Gate(1, None)
+    gate.enter(1, 1)
+    real, threading.Event = threading.Event, Interrupted  # type: ignore[misc]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gate.enter_blocking(1, 1)
+    finally:
+        threading.Event = real  # type: ignore[misc]
+    assert not gate._applicants
+    gate.leave(1, 1)
+    assert gate.waiting == 0

@@ -1,0 +1,238 @@
+"""The prefix cache: what matches, what is evicted, and in which order."""
+
+import random
+
+import pytest
+
+from asyncengine.errors import InvalidParameter, InvariantViolation
+from asyncengine.kvcache.eviction import eviction_strategy
+from asyncengine.kvcache.radix_tree import Node, RadixTree
+
+SIZE = 2
+NS = ("", "")
+
+
+def tree(strategy: str = "lru") -> RadixTree:
+    return RadixTree(SIZE, eviction_strategy(strategy))
+
+
+def insert(radix: RadixTree, tokens: list[int], pages: list[int], namespace=NS, priority: int = 0) -> Node:
+    """Publish `tokens` as a request would, and let go."""
+    node = radix.match(namespace, tokens, 0)
+    radix.lock(node)
+    for at, page in enumerate(pages):
+        node = radix.extend(node, tuple(tokens[at * SIZE : (at + 1) * SIZE]), page, priority)
+    radix.unlock(node)
+    return node
+
+
+def matched(radix: RadixTree, tokens: list[int], limit: int | None = None, namespace=NS) -> list[int]:
+    return radix.path_pages(radix.match(namespace, tokens, len(tokens) if limit is None else limit))
+
+
+def test_match_is_the_longest_published_prefix_in_whole_pages():
+    radix = tree()
+    insert(radix, [1, 2, 3, 4, 5, 6], [10, 11, 12])
+    assert matched(radix, [1, 2, 3, 4, 5, 6, 7]) == [10, 11, 12]
+    assert matched(radix, [1, 2, 3, 4, 5]) == [10, 11]
+    assert matched(radix, [1, 2, 3, 9]) == [10]
+    assert matched(radix, [2, 1]) == []
+
+
+def test_match_never_goes_past_its_limit():
+    radix = tree()
+    insert(radix, [1, 2, 3, 4], [10, 11])
+    assert matched(radix, [1, 2, 3, 4], limit=3) == [10]
+    assert matched(radix, [1, 2, 3, 4], limit=1) == []
+    assert matched(radix, [1, 2, 3, 4], limit=0) == []
+
+
+def test_peek_says_the_same_and_marks_nothing():
+    radix = tree()
+    node = insert(radix, [1, 2, 3, 4], [10, 11])
+    before = (node.hits, node.last_used)
+    assert radix.peek(NS, [1, 2, 3, 4, 5], 5) == 4
+    assert radix.peek(("other", ""), [1, 2, 3, 4, 5], 5) == 0
+    assert (node.hits, node.last_used) == before
+
+
+def test_namespaces_never_see_each_other():
+    radix = tree()
+    insert(radix, [1, 2], [10], namespace=("adapter", ""))
+    insert(radix, [1, 2], [11], namespace=("", "salt"))
+    assert matched(radix, [1, 2]) == []
+    assert matched(radix, [1, 2], namespace=("adapter", "")) == [10]
+    assert matched(radix, [1, 2], namespace=("", "salt")) == [11]
+
+
+def test_tokens_are_compared_so_equal_hashes_do_not_match():
+    """In CPython hash(-1) == hash(-2), and so for tuples of them: a cache that trusted hashes would mix them up."""
+    assert hash((-1, 5)) == hash((-2, 5))
+    radix = tree()
+    insert(radix, [-1, 5], [10])
+    assert matched(radix, [-2, 5]) == []
+    insert(radix, [-2, 5], [11])
+    assert matched(radix, [-1, 5]) == [10]
+    assert matched(radix, [-2, 5]) == [11]
+
+
+def test_extend_over_an_existing_page_returns_the_first_publisher():
+    radix = tree()
+    insert(radix, [1, 2], [10])
+    root = radix.root(NS)
+    radix.lock(root)
+    node = radix.extend(root, (1, 2), 99, 0)
+    assert node.page == 10
+    radix.unlock(node)
+    assert radix.num_pages == 1
+    assert radix.num_locked == 0
+
+
+def test_leaves_go_before_their_parents_whatever_the_rule():
+    for strategy in ("lru", "lfu", "fifo", "priority"):
+        radix = tree(strategy)
+        insert(radix, [1, 2, 3, 4, 5, 6], [10, 11, 12])
+        assert radix.evict(3) == [12, 11, 10], strategy
+        assert radix.num_pages == 0
+
+
+def test_lru_evicts_what_was_used_longest_ago():
+    radix = tree("lru")
+    insert(radix, [1, 2], [10])
+    insert(radix, [3, 4], [11])
+    matched(radix, [1, 2])
+    assert radix.evict(1) == [11]
+
+
+def test_lfu_evicts_what_was_matched_least_often():
+    radix = tree("lfu")
+    insert(radix, [1, 2], [10])
+    insert(radix, [3, 4], [11])
+    for _ in range(3):
+        matched(radix, [1, 2])
+    matched(radix, [3, 4])
+    assert radix.evict(2) == [11, 10]
+
+
+def test_fifo_evicts_the_oldest_even_if_just_used():
+    radix = tree("fifo")
+    insert(radix, [1, 2], [10])
+    insert(radix, [3, 4], [11])
+    matched(radix, [1, 2])
+    assert radix.evict(1) == [10]
+
+
+def test_priority_evicts_the_least_important_first_then_lru():
+    radix = tree("priority")
+    insert(radix, [1, 2], [10], priority=0)
+    insert(radix, [3, 4], [11], priority=5)
+    insert(radix, [5, 6], [12], priority=5)
+    matched(radix, [3, 4])
+    assert radix.evict(3) == [12, 11, 10]
+
+
+def test_a_page_takes_the_priority_of_its_most_important_user():
+    radix = tree("priority")
+    insert(radix, [1, 2], [10], priority=9)
+    insert(radix, [3, 4], [11], priority=5)
+    insert(radix, [1, 2], [99], priority=0)
+    assert radix.evict(1) == [11]
+
+
+def test_an_unknown_rule_is_refused_by_name():
+    with pytest.raises(InvalidParameter, match="eviction: must be one of lru, lfu, fifo, priority"):
+        eviction_strategy("mru")
+
+
+def test_locked_pages_and_their_parents_are_never_evicted():
+    radix = tree()
+    node = insert(radix, [1, 2, 3, 4], [10, 11])
+    insert(radix, [1, 2, 7, 8], [10, 13])
+    radix.lock(node)
+    assert radix.evict(9) == [13]
+    assert radix.num_evictable == 0
+    radix.unlock(node)
+    assert radix.evict(9) == [11, 10]
+
+
+def test_unlocking_twice_is_refused():
+    radix = tree()
+    node = insert(radix, [1, 2], [10])
+    radix.lock(node)
+    radix.unlock(node)
+    with pytest.raises(InvariantViolation, match="unlocked more often than locked"):
+        radix.unlock(node)
+
+
+def test_dropping_a_locked_namespace_is_refused():
+    radix = tree()
+    radix.lock(insert(radix, [1, 2], [10]))
+    with pytest.raises(InvariantViolation, match="dropped while locked"):
+        radix.drop(NS)
+
+
+def test_an_evicted_prefix_no_longer_matches():
+    radix = tree()
+    insert(radix, [1, 2, 3, 4], [10, 11])
+    radix.evict(1)
+    assert matched(radix, [1, 2, 3, 4]) == [10]
+
+
+def test_empty_namespaces_are_forgotten():
+    """One salt per tenant must not leave one root per tenant behind."""
+    radix = tree()
+    for tenant in range(100):
+        insert(radix, [1, 2], [10 + tenant], namespace=("", str(tenant)))
+    assert len(radix.evict(100)) == 100
+    assert not radix._roots
+    radix.unlock(_locked_root(radix, "x"))
+    assert not radix._roots
+
+
+def _locked_root(radix: RadixTree, salt: str) -> Node:
+    root = radix.match(("", salt), [1, 2], 2)
+    radix.lock(root)
+    return root
+
+
+@pytest.mark.parametrize("strategy", ["lru", "lfu", "fifo", "priority"])
+def test_the_eviction_heap_stays_bounded_under_reuse_and_drops(strategy: str):
+    radix = tree(strategy)
+    insert(radix, [1, 2], [10])
+    for turn in range(5000):
+        node = radix.match(NS, [1, 2], 2)
+        radix.lock(node)
+        radix.unlock(node)
+        private = ("", str(turn))
+        insert(radix, [turn, 2], [99], namespace=private)
+        radix.drop(private)
+        assert len(radix._heap) <= 2 * radix.num_pages + 72
+
+
+@pytest.mark.parametrize("strategy", ["lru", "lfu", "fifo", "priority"])
+def test_a_random_tree_evicts_every_unlocked_page_and_no_locked_one(strategy: str):
+    rng = random.Random(5)
+    for _ in range(30):
+        radix, page, held = tree(strategy), 0, []
+        for _ in range(40):
+            tokens = [rng.randrange(2) for _ in range(SIZE * rng.randrange(1, 6))]
+            node = radix.match(NS, tokens, len(tokens))
+            radix.lock(node)
+            for at in range(node.depth, len(tokens) // SIZE):
+                page += 1
+                node = radix.extend(node, tuple(tokens[at * SIZE : (at + 1) * SIZE]), page, rng.randrange(3))
+            if rng.random() < 0.3:
+                held.append(node)
+            else:
+                radix.unlock(node)
+            if rng.random() < 0.3:
+                radix.evict(rng.randrange(4))
+        locked = {n.page for n in radix.nodes() if n.locks}
+        evictable = radix.num_evictable
+        gone = radix.evict(10**6)
+        assert len(gone) == evictable
+        assert not locked & set(gone)
+        assert {n.page for n in radix.nodes()} == locked
+        for node in held:
+            radix.unlock(node)
+        assert len(radix.evict(10**6)) == len(locked)

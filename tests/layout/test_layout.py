@@ -1,0 +1,237 @@
+"""The shape of the repository: what is packaged, what lands in site-packages, who imports whom, how long things are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
+PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
+GUARDED = ("grammar", "lora", "integrations")
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+LONGER_FILES = {
+    "asyncengine/scheduler/scheduler.py": 440,  # four verbs over one state: splitting them would hide the state
+}
+
+
+def folder_of(package: str) -> Path:
+    """Where a package's sources lie, by the longest mapped prefix."""
+    parts = package.split(".")
+    for size in range(len(parts), 0, -1):
+        mapped = PACKAGE_DIR.get(".".join(parts[:size]))
+        if mapped is not None:
+            return ROOT.joinpath(mapped, *parts[size:])
+    raise AssertionError(f"{package} is not under any mapped folder")
+
+
+def sources() -> list[tuple[str, Path]]:
+    """(module name, file) of everything that is shipped."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted(folder_of(package).glob("*.py")):
+            found.append((package if path.stem == "__init__" else f"{package}.{path.stem}", path))
+    return found
+
+
+def test_every_folder_with_python_files_is_packaged() -> None:
+    """The explicit list equals the tree: a forgotten package would only be missed after a plain install."""
+    listed = {folder_of(package) for package in PACKAGES}
+    tree = {
+        path.parent
+        for top in ("asyncengine", *GUARDED)
+        for path in (ROOT / top).rglob("*.py")
+        if not any((ROOT / top / part).is_symlink() for part in path.relative_to(ROOT / top).parts[:1])
+    }
+    assert listed == tree
+
+
+def test_top_level_is_as_agreed() -> None:
+    expected = {"pyproject.toml", "README.md", "asyncengine", "integrations", "grammar", "lora", "tests", "docs"}
+    assert expected <= {path.name for path in ROOT.iterdir()}
+    for name in GUARDED:
+        link = ROOT / "asyncengine" / name
+        assert link.is_symlink()
+        assert not link.readlink().is_absolute()
+        assert link.resolve() == ROOT / name
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_guarded_packages_have_one_name(name: str) -> None:
+    """`import grammar` from a checkout would make second copies of everything; it must say what to do instead."""
+    probe = f"import asyncengine.{name}\ntry:\n import {name}\nexcept ImportError as error:\n print(error)"
+    run = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"import asyncengine.{name}, not {name}"
+
+
+def test_wheel_contents(tmp_path: Path) -> None:
+    """A plain install puts three names into site-packages, all modules, types, and the demo model."""
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    copy = tmp_path / "copy"
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in files:
+        source, target = ROOT / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        elif source.exists():
+            target.write_bytes(source.read_bytes())
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=copy, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"asyncengine", "langchain_asyncengine", "llama_index"}
+    assert "llama_index/__init__.py" not in names
+    assert "llama_index/llms/__init__.py" not in names
+    assert "asyncengine/py.typed" in names
+    for module, path in sources():
+        assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert f"asyncengine/demo/model/{file}" in names
+    assert wheel.stat().st_size < 13_000_000
+
+
+# ---------------------------------------------------------------- imports
+
+BASE = {
+    "errors", "sampling_params", "batch", "protocols", "config", "clock", "outputs", "messages", "request", "events",
+    "stats",
+}  # fmt: skip
+"""Plain data and plug points: anybody may import them."""
+
+ALLOWED = {
+    "kvcache": {"kvcache"},
+    "scheduler": {"scheduler", "kvcache"},
+    "attention": {"attention"},
+    "models": {"models", "attention"},
+    "runner": {"runner", "models", "attention"},
+    "text": {"text"},
+    "grammar": {"grammar", "text"},
+    "lora": {"lora"},
+}
+PURE = ("kvcache", "scheduler", "batch", "request", "messages", "protocols", "sampling_params", "config")
+"""No await, no torch."""
+
+
+def imported(path: Path) -> list[str]:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def part(name: str) -> str:
+    """"asyncengine.scheduler.queues" -> "scheduler"; "asyncengine" -> ""."""
+    return (name.split(".") + [""])[1]
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for module, path in sources():
+        here = part(module)
+        if here not in ALLOWED:
+            continue
+        for name in imported(path):
+            if not name.startswith("asyncengine."):
+                continue
+            there = part(name)
+            if there not in ALLOWED[here] | BASE:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_adapters_and_command_line_use_the_public_names() -> None:
+    """Integrations import what every user can: `from asyncengine import ...`."""
+    public = {"asyncengine", "asyncengine.errors", "asyncengine.integrations"}
+    wrong = []
+    for module, path in sources():
+        if not module.startswith("asyncengine.integrations"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asyncengine"):
+                name = node.module or ""
+                if name not in public and not name.startswith("asyncengine.integrations."):
+                    wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_pure_parts_stay_pure() -> None:
+    wrong = []
+    for module, path in sources():
+        if part(module) not in PURE:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if any(name.split(".")[0] in ("torch", "numpy", "transformers", "asyncio", "anyio") for name in imported(path)):
+            type_only = "if TYPE_CHECKING:\n    import asyncio" in path.read_text(encoding="utf-8")
+            if not type_only:
+                wrong.append(f"{module} imports more than data")
+        if any(isinstance(node, ast.Await) for node in ast.walk(tree)):
+            wrong.append(f"{module} awaits")
+    assert not wrong
+
+
+def test_only_build_wires() -> None:
+    """The engine's files know runners, models and attention only through protocols."""
+    wrong = []
+    for module, path in sources():
+        if module in ("asyncengine.build", "asyncengine.models.loading") or part(module) in (
+            "runner", "models", "attention", "demo", "cli", "testing",
+        ):  # fmt: skip
+            continue
+        for name in imported(path):
+            if part(name) in ("runner", "models", "attention") and name.startswith("asyncengine."):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+def test_importing_asyncengine_is_light() -> None:
+    """No torch, no transformers, no framework before somebody loads a model."""
+    probe = (
+        "import sys, asyncengine, asyncengine.cli.main;"
+        "print([m for m in ('torch','transformers','langchain_core','llama_index.core','flashinfer') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def test_files_are_short() -> None:
+    long = {}
+    for _, path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > LONGER_FILES.get(name, MAX_FILE_LINES):
+            long[name] = lines
+    assert not long
+
+
+def test_functions_fit_a_screen() -> None:
+    long = []
+    for module, path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    long.append(f"{module}.{node.name}: {lines} lines")
+    assert not long

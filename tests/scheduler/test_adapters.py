@@ -1,0 +1,105 @@
+"""Adapters share few device slots: one that does not fit is skipped, and none starves."""
+
+import pytest
+from support.fake_engine import Steps, rows
+from support.plug_points import AdapterSlots
+
+from asyncengine.messages import AdapterReady
+
+
+def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():
+    steps = Steps(adapters=AdapterSlots(1))
+    first = steps.add([2, 3], 6, adapter="A")
+    steps.step()
+    skipped, behind, plain = steps.add([4, 5], 3, adapter="B"), steps.add([6, 7], 3, adapter="A"), steps.add([8, 9], 3)
+    assert rows(steps.step()) == {first: 1, behind: 2, plain: 2}
+    steps.run()
+    steps.assert_right()
+    order = [row.spec.ticket for batch in steps.batches for row in batch.rows]
+    assert order.index(skipped) > order.index(behind)
+
+
+def test_slots_are_counted_for_every_running_row():
+    """Also for those that wait for budget, in the middle of a prompt (SGLang #25865)."""
+    slots = AdapterSlots(2)
+    steps = Steps(adapters=slots, max_num_batched_tokens=4, pages=200)
+    for i in range(12):
+        steps.add(range(i, i + 15), 4, adapter="ABCD"[i % 4])
+    steps.run()
+    assert slots.most == 2
+    assert not any(slots.users.values())
+    steps.assert_right()
+
+
+def test_rows_carry_their_adapter_slot():
+    steps = Steps(adapters=AdapterSlots(2))
+    steps.add([2, 3], 2, adapter="A")
+    steps.add([4, 5], 2, adapter="B")
+    steps.add([6, 7], 2)
+    batch = steps.step()
+    assert batch is not None
+    assert [row.adapter_slot for row in batch.rows] == [1, 2, 0]
+
+
+def test_an_adapter_is_released_only_when_no_step_in_flight_names_it():
+    slots = AdapterSlots(1)
+    steps = Steps(adapters=slots, max_steps_in_flight=2)
+    ticket = steps.add([2, 3], 20, adapter="A")
+    steps.launch()
+    steps.launch()
+    steps.abort(ticket)
+    assert slots.users == {"A": 1}
+    steps.commit()
+    assert slots.users == {"A": 1}
+    steps.commit()
+    assert slots.users == {"A": 0}
+
+
+@pytest.mark.parametrize("max_passes", [1, 8])
+def test_a_starving_adapter_drains_a_running_one(max_passes: int):
+    """A, B, A, A, ... must not keep B waiting for ever (SGLang #15129)."""
+    steps = Steps(adapters=AdapterSlots(1), max_passes=max_passes, max_num_seqs=4, pages=400)
+    steps.add([2, 3], 5, adapter="A")
+    steps.step()
+    victim = steps.add([4, 5], 3, adapter="B")
+    passed = 0
+    for turn in range(500):
+        if victim in steps.scheduler.running:
+            break
+        steps.add([6 + turn % 50, 7], 5, adapter="A")
+        before = set(steps.scheduler.running)
+        steps.step()
+        if victim not in steps.scheduler.running:
+            passed += len(set(steps.scheduler.running) - before)
+    assert victim in steps.scheduler.running
+    assert passed <= max_passes + 4
+    steps.run()
+    steps.assert_right()
+
+
+def test_preemption_releases_the_adapter_and_readmission_takes_it_again():
+    slots = AdapterSlots(1)
+    steps = Steps(adapters=slots, preempt_every=3)
+    steps.add([2, 3], 12, adapter="A")
+    steps.add([4, 5], 12, adapter="A")
+    steps.run()
+    steps.assert_right()
+    assert slots.users == {"A": 0}
+
+
+def test_a_loading_adapter_queues_its_request_aside():
+    steps = Steps(adapters=AdapterSlots(1))
+    loading, other = steps.add([2, 3], 3, adapter="A", adapter_loading=True), steps.add([4, 5], 3)
+    assert rows(steps.step()) == {other: 2}
+    steps.apply(AdapterReady(loading))
+    steps.run()
+    steps.assert_right()
+
+
+def test_an_adapter_that_fails_to_load_ends_its_request_only():
+    steps = Steps(adapters=AdapterSlots(1))
+    loading, other = steps.add([2, 3], 3, adapter="A", adapter_loading=True), steps.add([4, 5], 3)
+    steps.apply(AdapterReady(loading, error="wrong rank"))
+    steps.run()
+    assert (steps.ended[loading], steps.errors[loading]) == ("error", "wrong rank")
+    steps.assert_right([other])

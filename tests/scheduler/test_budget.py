@@ -1,0 +1,115 @@
+"""What a step may compute: decodes first, prompts in chunks, the cap on shared steps."""
+
+from support.fake_engine import Steps, rows
+
+from asyncengine.scheduler.budget import TokenBudget
+
+
+def test_a_long_prompt_is_computed_in_chunks():
+    steps = Steps(max_num_batched_tokens=8)
+    ticket = steps.add(range(2, 22), 3)
+    counts = [rows(steps.step()) for _ in range(4)]
+    assert counts == [{ticket: 8}, {ticket: 8}, {ticket: 4}, {ticket: 1}]
+    assert [row.samples for batch in steps.batches for row in batch.rows] == [False, False, True, True]
+    steps.run()
+    steps.assert_right()
+
+
+def test_decodes_come_first_and_prompts_share_the_rest_of_the_same_step():
+    steps = Steps(max_num_batched_tokens=8)
+    decoding = [steps.add([2, 3], 20), steps.add([4, 5], 20)]
+    steps.step()
+    prompt = steps.add(range(10, 30), 2)
+    batch = steps.step()
+    assert rows(batch) == {decoding[0]: 1, decoding[1]: 1, prompt: 6}
+    assert batch is not None
+    assert [row.spec.ticket for row in batch.rows] == [*decoding, prompt]
+    steps.run()
+    steps.assert_right()
+
+
+def test_every_running_request_decodes_in_every_step_whatever_prompts_arrive():
+    steps = Steps(max_num_batched_tokens=4, max_num_seqs=8, pages=200)
+    decoding = [steps.add([i, i + 1], 30) for i in range(2, 5)]
+    while any(steps.request(t).prefilling for t in decoding):
+        steps.step()
+    for i in range(20):
+        steps.add(range(i, i + 30), 1)
+        batch = rows(steps.step())
+        assert all(batch.get(ticket) == 1 for ticket in decoding)
+        assert sum(batch.values()) <= 4
+
+
+def test_no_step_exceeds_the_budget():
+    steps = Steps(max_num_batched_tokens=5, max_num_seqs=16, pages=200)
+    for i in range(20):
+        steps.add(range(i, i + 3 + i), 5)
+    steps.run()
+    assert max(batch.num_tokens for batch in steps.batches) == 5
+    steps.assert_right()
+
+
+def test_more_running_than_the_budget_could_decode_is_never_admitted():
+    steps = Steps(max_num_batched_tokens=3, max_num_seqs=100)
+    for i in range(9):
+        steps.add([i + 2], 6)
+    while steps.scheduler.requests:
+        steps.step()
+        assert len(steps.scheduler.running) <= 3
+    steps.assert_right()
+
+
+def test_the_prefill_cap_holds_in_shared_steps_and_not_for_a_lone_prompt():
+    steps = Steps(max_num_batched_tokens=64, long_prefill_token_threshold=4)
+    alone = steps.add(range(2, 22), 30)
+    assert rows(steps.step()) == {alone: 20}
+    second = steps.add(range(30, 50), 2)
+    assert rows(steps.step()) == {alone: 1, second: 4}
+    assert rows(steps.step()) == {alone: 1, second: 4}
+    steps.abort(alone)
+    assert rows(steps.step()) == {second: 12}
+    steps.run()
+    steps.assert_right([second])
+
+
+def test_the_cap_never_holds_back_a_decode():
+    budget = TokenBudget(10, 1)
+    assert budget.grant(1, alone=False) == 1
+    assert budget.grant(7, alone=False) == 1
+    assert budget.grant(7, alone=True) == 7
+    budget.take(9)
+    assert budget.grant(7, alone=True) == 1
+    budget.give_back(2)
+    assert budget.grant(7, alone=True) == 3
+
+
+def test_max_num_seqs_bounds_what_runs():
+    steps = Steps(max_num_seqs=3)
+    for i in range(8):
+        steps.add([i + 2, 5], 4)
+    while steps.scheduler.requests:
+        steps.step()
+        assert len(steps.scheduler.running) <= 3
+    steps.assert_right()
+    steps.assert_empty()
+
+
+def test_one_token_prompts_and_one_token_outputs():
+    steps = Steps()
+    for i in range(5):
+        steps.add([i + 2], 1)
+    steps.run()
+    steps.assert_right()
+    steps.assert_empty()
+
+
+def test_chunk_size_does_not_change_the_answer():
+    answers = []
+    for budget in (1, 3, 7, 16, 1000):
+        steps = Steps(max_num_batched_tokens=budget, pages=100)
+        for i in range(6):
+            steps.add(range(i, i + 5 + 4 * i), 9)
+        steps.run()
+        steps.assert_right()
+        answers.append(dict(steps.tokens))
+    assert all(answer == answers[0] for answer in answers)

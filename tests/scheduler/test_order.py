@@ -1,0 +1,152 @@
+"""In what order waiting requests start, and that nobody is passed over for ever."""
+
+import random
+
+import pytest
+from support.fake_engine import Steps
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.scheduler.policy import scheduling_policy
+
+
+def starts(steps: Steps) -> list[int]:
+    """Tickets in the order of their first step."""
+    seen: dict[int, None] = {}
+    for batch in steps.batches:
+        for row in batch.rows:
+            seen.setdefault(row.spec.ticket)
+    return list(seen)
+
+
+def one_at_a_time(policy: str, **settings) -> Steps:
+    """A scheduler on which a first request already runs, so that what is added next has to wait."""
+    steps = Steps(policy=policy, max_num_seqs=1, **settings)
+    steps.add([90, 91], 2)
+    steps.step()
+    return steps
+
+
+def test_fcfs_starts_in_order_of_arrival():
+    steps = one_at_a_time("fcfs")
+    for size in (9, 2, 5):
+        steps.add(range(2, 2 + size), 2, priority=-size)
+    steps.run()
+    assert starts(steps) == [1, 2, 3, 4]
+
+
+def test_priority_starts_the_most_important_first_then_by_arrival():
+    steps = one_at_a_time("priority")
+    for priority in (1, 0, 1, -3):
+        steps.add([10 + priority, 3, 4], 2, priority=priority)
+    steps.run()
+    assert starts(steps) == [1, 5, 3, 2, 4]
+
+
+def test_shortest_remaining_starts_the_least_work_first():
+    steps = one_at_a_time("shortest-remaining")
+    for size, output in ((9, 9), (2, 3), (2, 30), (3, 2)):
+        steps.add(range(2, 2 + size), output)
+    steps.run()
+    assert starts(steps) == [1, 3, 5, 2, 4]
+
+
+def test_longest_prefix_match_starts_what_the_cache_knows_first():
+    steps = Steps(policy="longest-prefix-match", max_num_seqs=1)
+    shared = list(range(20, 36))
+    steps.add(shared, 1)
+    steps.run()
+    steps.add([5, 6, 7], 1)
+    steps.add([*shared[:8], 3, 4], 1)
+    steps.add([*shared, 3, 4], 1)
+    steps.add([8, 9], 1)
+    steps.run()
+    assert starts(steps) == [1, 4, 3, 2, 5]
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(InvalidParameter, match="policy: must be one of fcfs, priority"):
+        scheduling_policy("random")
+
+
+# -------------------------------------------------------------------- bounded waiting (contract 8)
+
+
+def passed_over(steps: Steps, ticket: int) -> int:
+    """How many later requests started before `ticket` did."""
+    order = starts(steps)
+    return sum(other > ticket for other in order[: order.index(ticket)])
+
+
+def adversary(policy: str, max_passes: int, seats: int, newcomer) -> tuple[Steps, int]:
+    """One victim that the policy dislikes, and for ever a newcomer that it likes better."""
+    steps = Steps(policy=policy, max_passes=max_passes, max_num_seqs=seats, pages=400)
+    for _ in range(seats):
+        newcomer(steps)
+    steps.step()
+    victim = steps.add([77] * 11, 20, priority=100)
+    for _ in range(3000):
+        if victim in steps.ended:
+            break
+        while len(steps.scheduler.waiting) < 2 * seats + 1:
+            newcomer(steps)
+        steps.step()
+    return steps, victim
+
+
+@pytest.mark.parametrize("max_passes", [1, 5, 40])
+@pytest.mark.parametrize("seats", [1, 4])
+def test_priority_ages(max_passes: int, seats: int):
+    steps, victim = adversary("priority", max_passes, seats, lambda s: s.add([5, 6], 2, priority=0))
+    assert steps.ended[victim] == "length"
+    assert 1 <= passed_over(steps, victim) <= max_passes + seats
+
+
+@pytest.mark.parametrize("max_passes", [1, 5, 40])
+def test_shortest_remaining_ages(max_passes: int):
+    steps, victim = adversary("shortest-remaining", max_passes, 2, lambda s: s.add([5], 1))
+    assert steps.ended[victim] == "length"
+    assert 1 <= passed_over(steps, victim) <= max_passes + 2
+
+
+@pytest.mark.parametrize("max_passes", [1, 5, 40])
+def test_longest_prefix_match_ages(max_passes: int):
+    rng = random.Random(1)
+    shared = list(range(10, 26))
+    steps, victim = adversary(
+        "longest-prefix-match", max_passes, 2, lambda s: s.add([*shared, rng.randrange(2, 90)], 2)
+    )
+    assert steps.ended[victim] == "length"
+    assert 1 <= passed_over(steps, victim) <= max_passes + 2
+
+
+def test_fcfs_passes_nobody_over():
+    steps, victim = adversary("fcfs", 1000, 3, lambda s: s.add([5, 6], 2))
+    assert passed_over(steps, victim) == 0
+
+
+def test_overdue_requests_keep_their_order_of_arrival():
+    steps = Steps(policy="priority", max_passes=2, max_num_seqs=1)
+    steps.add([3, 4], 2)
+    steps.step()
+    old = [steps.add([50 + i, 3], 2, priority=9) for i in range(3)]
+    for _ in range(12):
+        steps.add([5, 6], 2, priority=0)
+    steps.run()
+    order = [ticket for ticket in starts(steps) if ticket in old]
+    assert order == old
+    assert max(passed_over(steps, ticket) for ticket in old) <= 3
+
+
+def test_a_prompt_too_long_for_now_is_not_overtaken():
+    """Memory blocks: short ones that would fit must not starve a long one."""
+    steps = Steps(pages=9, max_num_seqs=8)
+    first = steps.add(range(2, 18), 8)
+    steps.step()
+    long = steps.add(range(30, 54), 2)
+    short = steps.add([5], 1)
+    steps.step()
+    assert long in {r.ticket for r in steps.scheduler.waiting}
+    assert short in {r.ticket for r in steps.scheduler.waiting}
+    steps.run()
+    assert starts(steps) == [first, long, short]
+    steps.assert_right()

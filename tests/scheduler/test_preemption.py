@@ -1,0 +1,166 @@
+"""Memory runs out: who loses its pages, what it keeps, and that nobody can tell from the tokens (contract 4)."""
+
+from typing import Any
+
+import pytest
+from support.fake_engine import Steps, rows
+
+
+def squeeze(policy: str = "fcfs", **settings: Any) -> Steps:
+    """Three decoding requests in a cache that cannot hold all of them to their ends."""
+    steps = Steps(pages=13, policy=policy, prefix_caching=False, **settings)
+    for i in range(3):
+        steps.add([10 + i, 20 + i, 30 + i], 28, priority=(0, 5, 1)[i])
+    return steps
+
+
+def first_victim(steps: Steps) -> int:
+    while not steps.scheduler.counters.preemptions:
+        steps.step()
+    (victim,) = [r.ticket for r in steps.scheduler.requests.values() if r.preemptions]
+    return victim
+
+
+def test_fcfs_preempts_the_last_arrived():
+    assert first_victim(squeeze("fcfs")) == 3
+
+
+def test_priority_preempts_the_least_important():
+    assert first_victim(squeeze("priority")) == 2
+
+
+@pytest.mark.parametrize("policy", ["shortest-remaining", "longest-prefix-match"])
+def test_other_policies_preempt_the_last_arrived(policy: str):
+    assert first_victim(squeeze(policy)) == 3
+
+
+def test_priority_preempts_the_last_arrived_of_the_least_important():
+    steps = Steps(pages=13, policy="priority", prefix_caching=False)
+    for i in range(3):
+        steps.add([10 + i, 20 + i, 30 + i], 28, priority=4)
+    assert first_victim(steps) == 3
+
+
+def test_one_that_waited_too_long_is_preempted_last():
+    steps = Steps(pages=13, policy="priority", prefix_caching=False)
+    tickets = [steps.add([10 + i, 20 + i, 30 + i], 28, priority=(0, 9, 1)[i]) for i in range(3)]
+    steps.step()
+    steps.request(tickets[1]).overdue = True
+    assert first_victim(steps) == tickets[2]
+
+
+def test_nobody_starts_in_a_step_that_preempted():
+    """Not even an urgent request that would fit into what the victim gave back."""
+    steps = squeeze("priority", max_num_seqs=3)
+    steps.step()
+    steps.add([3], 2, priority=-1)
+    for _ in range(200):
+        preemptions = steps.scheduler.counters.preemptions
+        admitted = {r.ticket for r in steps.scheduler.running.values()}
+        steps.launch()
+        if steps.scheduler.counters.preemptions > preemptions:
+            assert {r.ticket for r in steps.scheduler.running.values()} <= admitted
+        if steps.launched:
+            steps.commit()
+        if not steps.scheduler.requests:
+            break
+    assert steps.scheduler.counters.preemptions
+    steps.assert_right()
+
+
+def test_a_preempted_request_keeps_its_tokens_and_computes_them_again():
+    steps = squeeze()
+    victim = first_victim(steps)
+    before = list(steps.tokens[victim])
+    assert before
+    request = steps.request(victim)
+    assert request.tokens[request.prompt_len :] == before
+    assert (request.num_computed, request.table) == (0, None)
+    steps.run()
+    assert steps.tokens[victim][: len(before)] == before
+    steps.assert_right()
+
+
+def test_a_preempted_request_goes_to_the_front_of_its_class():
+    steps = squeeze(max_num_seqs=3)
+    later = [steps.add([40 + i, 3], 2) for i in range(3)]
+    victim = first_victim(steps)
+    assert [r.ticket for r in steps.scheduler.waiting.in_order()] == [victim, *later]
+
+
+def test_a_preempted_request_stays_behind_more_important_ones():
+    steps = squeeze("priority", max_num_seqs=3)
+    steps.step()
+    urgent = steps.add([40, 3], 2, priority=-1)
+    background = steps.add([41, 3], 2, priority=5)
+    victim = first_victim(steps)
+    assert [r.ticket for r in steps.scheduler.waiting.in_order()] == [urgent, victim, background]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("every", [2, 3, 7])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_forced_preemption_is_invisible(caching: bool, depth: int, every: int, policy: str):
+    steps = Steps(
+        prefix_caching=caching, max_steps_in_flight=depth, preempt_every=every, policy=policy, max_num_batched_tokens=16
+    )
+    for i in range(6):
+        steps.add(range(i, i + 3 + 2 * i), 11, priority=i % 3)
+    steps.run()
+    assert steps.scheduler.counters.preemptions >= 2
+    steps.assert_right()
+    steps.assert_empty()
+
+
+def test_resuming_is_a_cache_hit_when_nobody_needed_the_pages():
+    steps = Steps()
+    ticket = steps.add(range(2, 22), 8)
+    steps.step()
+    steps.step()
+    steps.scheduler._preempt(steps.request(ticket))
+    batch = steps.step()
+    assert rows(batch) == {ticket: 2}, "21 of 22 tokens may match, 20 of them in full pages"
+    steps.run()
+    steps.assert_right()
+
+
+def test_the_last_request_without_memory_ends_with_an_error_and_the_engine_lives():
+    """Submit refuses what can never fit; should one slip through, it costs nobody else anything."""
+    steps = Steps(pages=5)
+    doomed = steps.add(range(2, 12), 30)
+    steps.run()
+    assert steps.ended[doomed] == "error"
+    assert steps.errors[doomed] == "needs 5 KV pages, the cache has 4"
+    assert steps.tokens[doomed] == steps.expected[doomed][: len(steps.tokens[doomed])]
+    steps.assert_empty()
+    fine = steps.add([2, 3, 4], 5)
+    steps.run()
+    steps.assert_right([fine])
+
+
+def test_running_requests_wait_for_retiring_pages_rather_than_preempt():
+    steps = Steps(pages=9, max_steps_in_flight=2, prefix_caching=False)
+    leaver = steps.add(range(2, 14), 8)
+    stayer = steps.add([50, 51], 24)
+    for _ in range(60):
+        steps.launch()
+        if len(steps.tokens[leaver]) == 3:
+            steps.abort(leaver)
+            break
+        if len(steps.launched) >= 2:
+            steps.commit()
+    assert steps.kv.anything_retiring
+    steps.run()
+    assert steps.scheduler.counters.preemptions == 0
+    steps.assert_right([stayer])
+
+
+def test_thrashing_ends():
+    """The victim rule is a total order, so its first always finishes: heavy overload still terminates."""
+    steps = Steps(pages=9, max_num_seqs=16, prefix_caching=False)
+    for i in range(16):
+        steps.add([10 + i, 3], 26)
+    steps.run(5000)
+    steps.assert_right()
+    steps.assert_empty()

@@ -1,0 +1,56 @@
+"""Fixtures for tests that run models: tiny checkpoints made once per session, and runners over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import make_checkpoint
+
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import load_model
+from asyncengine.runner.model_runner import ModelRunner, build_runner
+
+Checkpoint = Callable[..., Path]
+MakeRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operators gain nothing from threads, and lose everything when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """checkpoint(family, **options of make_checkpoint) -> folder, each made once."""
+    made: dict[tuple[Any, ...], Path] = {}
+
+    def get(name: str, **options: Any) -> Path:
+        key = (name, *sorted(options.items(), key=str))
+        if key not in made:
+            made[key] = make_checkpoint(name, tmp_path_factory.mktemp(name) / "model", **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def make_runner(checkpoint: Checkpoint) -> Iterator[MakeRunner]:
+    """make_runner(family, **EngineConfig fields) -> a fresh runner with pages of 4 tokens; closed at the end."""
+    runners: list[ModelRunner] = []
+
+    def make(name: str, **fields: Any) -> ModelRunner:
+        config = EngineConfig(**{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", **fields})
+        runners.append(build_runner(load_model(str(checkpoint(name)), config), config))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()

@@ -1,0 +1,145 @@
+"""A hand-driven scheduler for tests of the runner: plain lists, no queues, page tables shuffled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncengine.batch import Batch, Row, RowSpec, StepResult, TokenLogprob
+from asyncengine.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class Job:
+    """One request: what it asks and where it stands."""
+
+    spec: RowSpec
+    tokens: list[int]
+    want: int
+    pages: list[int] = field(default_factory=list)
+    slot: int = -1
+    computed: int = 0
+    error: str | None = None
+    grammar: Any = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.spec.prompt_len :]
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or len(self.output) >= self.want
+
+
+class Driver:
+    """Steps jobs over a runner. `chunk` tokens of a prompt at most per step; None: all at once."""
+
+    def __init__(self, runner: Any, seed: int = 0) -> None:
+        self.runner = runner
+        self.random = random.Random(seed)
+        self.free = list(range(1, runner.num_pages))[:4096]
+        self.random.shuffle(self.free)
+        self.slots = list(range(64))
+        self.random.shuffle(self.slots)
+        self.step = 0
+        self.tickets = 0
+
+    def job(
+        self,
+        prompt: Sequence[int],
+        want: int,
+        params: SamplingParams = GREEDY,
+        seed: int = 0,
+        stop_ids: tuple[int, ...] = (),
+        grammar: Any = None,
+    ) -> Job:
+        self.tickets += 1
+        spec = RowSpec(self.tickets, params, seed, len(prompt), stop_ids)
+        return Job(spec, list(prompt), want, grammar=grammar)
+
+    def admit(self, job: Job) -> None:
+        job.slot = self.slots.pop()
+
+    def release(self, job: Job) -> None:
+        """Give everything back; the job keeps its tokens and starts anew when admitted again (preemption)."""
+        self.random.shuffle(job.pages)
+        self.free += job.pages  # taken again first, so that pages with a past are the common case
+        job.pages = []
+        job.computed = 0
+        if job.slot >= 0:
+            self.slots.insert(self.random.randrange(len(self.slots) + 1), job.slot)
+            job.slot = -1
+
+    def row(self, job: Job, chunk: int | None = None) -> Row:
+        total = len(job.tokens)
+        count = total - job.computed if chunk is None else min(chunk, total - job.computed)
+        need = -(-(job.computed + count) // self.runner.page_size)
+        while len(job.pages) < need:
+            job.pages.append(self.free.pop())
+        samples = job.computed + count == total
+        return Row(job.spec, job.slot, job.computed, count, job.tokens, False, job.pages, samples, 0, job.grammar)
+
+    def execute(self, rows: Sequence[Row]) -> StepResult:
+        self.step += 1
+        result: StepResult = self.runner.execute(Batch(self.step, tuple(rows)))
+        assert result.step == self.step
+        assert len(result.tokens) == len(rows)
+        return result
+
+    def advance(self, jobs: Sequence[Job], chunk: int | None = None) -> None:
+        """One step over all `jobs`."""
+        rows = [self.row(job, chunk) for job in jobs]
+        result = self.execute(rows)
+        for index, (job, row) in enumerate(zip(jobs, rows, strict=True)):
+            job.computed += row.count
+            job.error = result.errors.get(index)
+            job.prompt_logprobs += result.prompt_logprobs.get(index, [])
+            if row.samples and job.error is None:
+                job.tokens.append(result.tokens[index])
+                if index in result.logprobs:
+                    job.logprobs.append(result.logprobs[index])
+            else:
+                assert result.tokens[index] == -1
+
+    def run(self, jobs: Sequence[Job], chunk: int | None = None, preempt_every: int | None = None) -> list[list[int]]:
+        """All `jobs` to their end, together; every so many steps one of them starts over from nothing, once each."""
+        for job in jobs:
+            self.admit(job)
+        steps = 0
+        spared = list(jobs)
+        while active := [job for job in jobs if not job.done]:
+            steps += 1
+            candidates = [job for job in spared if not job.done]
+            if preempt_every is not None and steps % preempt_every == 0 and candidates:
+                victim = self.random.choice(candidates)
+                spared.remove(victim)
+                self.release(victim)
+                self.admit(victim)
+            self.advance(active, chunk)
+        for job in jobs:
+            self.release(job)
+        return [job.output for job in jobs]
+
+
+def greedy_reference(model: Any, prompt: Sequence[int], want: int) -> list[int]:
+    """transformers' own greedy output, eager attention, one sequence, end-of-sequence ignored."""
+    import torch
+
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([list(prompt)]), max_new_tokens=want, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompts(lengths: Sequence[int], vocab: int, seed: int = 1) -> list[list[int]]:
+    """Random prompts of the given lengths."""
+    generator = random.Random(seed)
+    return [[generator.randrange(3, vocab) for _ in range(length)] for length in lengths]

@@ -1,0 +1,243 @@
+"""Engines and schedulers on the fake runner, driven by hand or by their own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.batch import Batch, RowSpec, StepResult
+from asyncengine.build import wire
+from asyncengine.core import EngineCore
+from asyncengine.kvcache import KVCache
+from asyncengine.messages import Abort, Generate
+from asyncengine.protocols import AdapterAdmission
+from asyncengine.request import Request
+from asyncengine.scheduler import Output, Scheduler
+from asyncengine.submit import ModelInfo
+from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, **changes)
+
+
+class Steps:
+    """A scheduler and a fake executor, stepped by hand; the books are checked after every verb (or fewer).
+
+    `outputs`, `ended` and `errors` collect what the scheduler said; `batches` what it launched.
+    """
+
+    def __init__(
+        self,
+        pages: int = 64,
+        *,
+        model: FakeModel | None = None,
+        adapters: AdapterAdmission | None = None,
+        executor: FakeExecutor | None = None,
+        check_every: int = 1,
+        **settings: Any,
+    ) -> None:
+        settings.setdefault("page_size", 4)
+        self._check_every = check_every
+        self._notes = 0
+        self.config = EngineConfig(**settings)
+        self.kv = KVCache(
+            pages,
+            self.config.page_size,
+            prefix_caching=self.config.prefix_caching,
+            eviction=self.config.eviction,
+        )
+        self.scheduler = Scheduler(self.config, self.kv, adapters)
+        self.executor = executor or FakeExecutor(pages, self.config.page_size, model)
+        self.now = 0.0
+        self.depth = self.config.max_steps_in_flight
+        self.batches: list[Batch] = []
+        self.launched: deque[StepResult] = deque()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.ended: dict[int, str] = {}
+        self.errors: dict[int, str | None] = {}
+        self.expected: dict[int, list[int]] = {}
+        self._tickets = 0
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 8, *, params: SamplingParams | None = None, **message: Any
+    ) -> int:
+        """Submit one sample; its ticket."""
+        self._tickets += 1
+        params = params or greedy(max_tokens)
+        seed, stops = message.pop("seed", 0), message.pop("stop_ids", ())
+        spec = RowSpec(self._tickets, params, seed, len(prompt), stops)
+        self.expected[self._tickets] = self.executor.model.oracle(prompt, max_tokens, seed, stops)
+        self.scheduler.apply(Generate(spec, tuple(prompt), len(prompt) + max_tokens, self.now, **message))
+        return self._tickets
+
+    def add_group(self, prompt: Sequence[int], samples: int, max_tokens: int = 8) -> list[int]:
+        """`samples` samples of one prompt, each with a seed of its own."""
+        first = self._tickets + 1
+        return [self.add(prompt, max_tokens, group=first, seed=1000 + i) for i in range(samples)]
+
+    def apply(self, message: Any) -> None:
+        self.scheduler.apply(message)
+        self._note()
+
+    def abort(self, ticket: int) -> None:
+        self.apply(Abort(ticket))
+
+    def launch(self) -> Batch | None:
+        """Schedule, and compute the step; its result stays in flight."""
+        batch = self.scheduler.schedule(self.now)
+        self._note()
+        if batch is not None:
+            self.batches.append(batch)
+            self.launched.append(self.executor.execute(batch))
+        return batch
+
+    def commit(self) -> None:
+        self.scheduler.commit(self.launched.popleft(), self.now)
+        self._note()
+
+    def step(self) -> Batch | None:
+        """One turn of the engine's loop."""
+        batch = self.launch()
+        if self.launched and (batch is None or len(self.launched) >= self.depth):
+            self.commit()
+        return batch
+
+    def run(self, most: int = 10_000) -> None:
+        """Until nothing is left."""
+        for _ in range(most):
+            if not self.scheduler.requests and not self.launched:
+                return
+            self.step()
+        raise AssertionError(f"still {list(self.scheduler.requests.values())} after {most} steps")
+
+    def request(self, ticket: int) -> Request:
+        return self.scheduler.requests[ticket]
+
+    def assert_right(self, tickets: Iterable[int] | None = None) -> None:
+        """Every finished request has exactly the model's answer, however it was scheduled."""
+        for ticket in self.expected if tickets is None else tickets:
+            assert self.ended[ticket] in ("length", "stop"), (ticket, self.ended[ticket], self.errors[ticket])
+            assert self.tokens[ticket] == self.expected[ticket], ticket
+
+    def assert_empty(self) -> None:
+        self.scheduler.check()
+        counts = self.kv.counts([])
+        assert not self.scheduler.requests
+        assert (counts.shared, counts.retiring) == (0, 0)
+        assert counts.free + counts.cached == counts.total
+
+    def _note(self) -> None:
+        self._notes += 1
+        if self._notes % self._check_every == 0:
+            self.scheduler.check()
+        for output in self.scheduler.take_outputs():
+            self._note_one(output)
+
+    def _note_one(self, output: Output) -> None:
+        assert output.ticket not in self.ended, f"{output} after the end"
+        if output.token >= 0:
+            self.tokens[output.ticket].append(output.token)
+        if output.reason is not None:
+            self.ended[output.ticket] = output.reason
+            self.errors[output.ticket] = output.error
+
+
+def rows(batch: Batch | None) -> dict[int, int]:
+    """Ticket -> positions computed."""
+    return {} if batch is None else {row.spec.ticket: row.count for row in batch.rows}
+
+
+class SteppedExecutor(FakeExecutor):
+    """A fake executor whose steps wait for permission: `hold` stops it before its next step, `release` lets it go."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._go = threading.Event()
+        self._go.set()
+        self.entered = threading.Event()
+        """Set when a step is waiting or running."""
+        self.failure: BaseException | None = None
+
+    def hold(self) -> None:
+        self.entered.clear()
+        self._go.clear()
+
+    def release(self) -> None:
+        self._go.set()
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.entered.set()
+        self._go.wait(20)
+        if self.failure is not None:
+            raise self.failure
+        return super().execute(batch)
+
+
+def make_core(
+    executor: FakeExecutor | None = None,
+    *,
+    pages: int = 128,
+    eos: int = 1,
+    wiring: dict[str, Any] | None = None,
+    **settings: Any,
+) -> EngineCore:
+    """An engine's core around a fake executor. `wiring`: clock, tokenizer, grammars, adapters, recorder."""
+    settings.setdefault("page_size", 4)
+    config = EngineConfig(**settings)
+    executor = executor or SteppedExecutor(pages, config.page_size)
+    info = ModelInfo(
+        "fake", executor.model.vocab_size, 10**6, (eos,), "int", "cpu", executor.num_pages, config.page_size,
+        has_tokenizer=bool(wiring and wiring.get("tokenizer")),
+    )  # fmt: skip
+    return wire(executor, info, config, **(wiring or {}))
+
+
+def make_engine(*, hosted: bool = False, **kwargs: Any) -> AsyncEngine:
+    return AsyncEngine(lambda: make_core(**kwargs), hosted=hosted)
+
+
+def executor_of(engine: AsyncEngine) -> SteppedExecutor:
+    executor = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, SteppedExecutor)
+    return executor
+
+
+def oracle(engine: AsyncEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a greedy request with seed 0 must answer."""
+    return executor_of(engine).model.oracle(prompt, max_tokens, 0, (1,))
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition", most: float = 20.0) -> None:
+    """Turn the event loop until `condition` holds. Not a wait by time: the limit only ends a broken test."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + most
+    while not condition():
+        if loop.time() > deadline:
+            raise AssertionError(f"{what} did not come about within {most} s")
+        await asyncio.sleep(0.0005)
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Until the engine has nothing left to do."""
+    core = engine.core
+
+    def done() -> bool:
+        return not core.loop.scheduler.requests and not core.loop.in_flight and not core.loop.delivery.expected
+
+    await until(done, "an idle engine")
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Run `work` on a plain thread of its own and await it."""
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def gather_all(calls: Iterable[Awaitable[Any]]) -> Any:
+    return asyncio.gather(*calls, return_exceptions=True)

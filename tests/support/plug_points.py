@@ -1,0 +1,95 @@
+"""Fakes for what the scheduler and the engine know only by protocol: grammars and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+class Letters:
+    """A grammar for tests: exactly `length` tokens, all of them in `allowed`. Counts what is done to it."""
+
+    def __init__(self, allowed: Iterable[int], length: int) -> None:
+        self.allowed = tuple(allowed)
+        self.length = length
+        self.advanced: list[int] = []
+        self.fills = 0
+        self.fail_at: int | None = None
+
+    def fill_mask(self, mask: Any) -> None:
+        self.fills += 1
+        for token in self.allowed:
+            mask[token // 32] |= 1 << (token % 32)
+
+    def advance(self, token_id: int) -> None:
+        if self.fail_at == len(self.advanced):
+            raise RuntimeError("matcher broke")
+        assert token_id in self.allowed, token_id
+        self.advanced.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        raise AssertionError("nothing was accepted in advance")
+
+    def is_terminated(self) -> bool:
+        return len(self.advanced) >= self.length
+
+
+class Compiler:
+    """A grammar compiler that compiles when told to."""
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Any] = {}
+        self.cancelled: list[int] = []
+        self.started: list[int] = []
+        self.closed = False
+        self.refuse: Exception | None = None
+        self._done: dict[int, Callable[[int, Any], None]] = {}
+
+    def check(self, grammar: Any) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+
+    def start(self, ticket: int, grammar: Any, done: Callable[[int, Any], None]) -> None:
+        self.started.append(ticket)
+        self.pending[ticket] = grammar
+        self._done[ticket] = done
+
+    def finish(self, ticket: int, outcome: Any = None) -> None:
+        """Compiled: the grammar itself is the matcher, unless `outcome` says otherwise."""
+        grammar = self.pending.pop(ticket)
+        self._done.pop(ticket)(ticket, grammar if outcome is None else outcome)
+
+    def cancel(self, ticket: int) -> None:
+        self.cancelled.append(ticket)
+        self.pending.pop(ticket, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class AdapterSlots:
+    """`total` device slots; an adapter keeps its slot as long as one admission of it is not released."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.users: dict[str, int] = {}
+        self.slots: dict[str, int] = {}
+        self.most = 0
+
+    def admit(self, digest: str, running: Sequence[str]) -> int | None:
+        for other in running:
+            assert self.users.get(other, 0) > 0, f"{other} runs and was released"
+        if digest not in self.slots:
+            if len(self.slots) >= self.total:
+                return None
+            used = set(self.slots.values())
+            self.slots[digest] = next(i for i in range(1, self.total + 1) if i not in used)
+        self.users[digest] = self.users.get(digest, 0) + 1
+        self.most = max(self.most, len(self.slots))
+        return self.slots[digest]
+
+    def release(self, digest: str) -> None:
+        self.users[digest] -= 1
+        assert self.users[digest] >= 0
+        if not self.users[digest]:
+            del self.slots[digest]

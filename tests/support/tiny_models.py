@@ -1,0 +1,151 @@
+"""Tiny random checkpoints of every supported family, in ordinary Hugging Face format.
+
+Sizes are chosen so that mistakes show: a vocabulary of 160, windows of 24 that outputs cross, grouped queries, biases
+where the family has them, and weights large enough that greedy outputs wander instead of repeating one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCAB = 160
+WINDOW = 24
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _common(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    values.update(changes)
+    return values
+
+
+def _alternating(layers: int = 3) -> list[str]:
+    return ["sliding_attention" if index % 2 == 0 else "full_attention" for index in range(layers)]
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**_common()),
+    "llama3.1-rope": lambda: hf.LlamaConfig(
+        **_common(
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        )
+    ),
+    "qwen2": lambda: hf.Qwen2Config(**_common(num_key_value_heads=4)),
+    "qwen3": lambda: hf.Qwen3Config(**_common(head_dim=16, tie_word_embeddings=True)),
+    "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
+    "gemma2": lambda: hf.Gemma2Config(
+        **_common(
+            head_dim=16,
+            sliding_window=WINDOW,
+            layer_types=_alternating(),
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=30.0,
+        )
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **_common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
+    ),
+    "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
+    "granite": lambda: hf.GraniteConfig(
+        **_common(attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7, logits_scaling=1.5)
+    ),
+    "olmo2": lambda: hf.Olmo2Config(**_common()),
+    "qwen3moe": lambda: hf.Qwen3MoeConfig(
+        **_common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    ),
+    "mixtral": lambda: hf.MixtralConfig(**_common(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt-oss": lambda: hf.GptOssConfig(
+        **_common(
+            head_dim=16,
+            sliding_window=WINDOW,
+            layer_types=_alternating(),
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters=_ROPE,
+        )
+    ),
+    "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
+    "smollm3": lambda: hf.SmolLM3Config(**_common(no_rope_layers=[1, 0, 1])),
+    "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
+    "opt": lambda: hf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        word_embed_proj_dim=48,
+        ffn_dim=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=2
+    ),
+}
+
+
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of the family with every parameter drawn anew, norms near one, sinks and biases not zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32).eval()
+    tied = 0.1 if model.config.get_text_config().tie_word_embeddings else 1.0
+    if name.startswith("gemma"):
+        tied = 0.02  # this family scales its embeddings up
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):
+                parameter.add_(0.2 * noise)
+            elif parameter.dim() == 1 or "bias" in key:
+                parameter.copy_(0.3 * noise)
+            elif "wpe" in key or "embed_positions" in key:
+                parameter.copy_(noise)
+            elif "embed" in key or "wte" in key:
+                parameter.copy_(noise * tied)  # else a tied output just repeats its input
+            else:
+                inputs = parameter.shape[0] if name == "gpt2" else parameter.shape[-1]  # GPT-2 stores the transpose
+                parameter.copy_(noise * 1.6 / inputs**0.5)
+    return model.to(dtype)
+
+
+def make_checkpoint(
+    name: str, folder: Path, sharded: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a random checkpoint of the family into `folder` (made if needed); several small shards if `sharded`."""
+    from transformers.utils import logging
+
+    model = make_model(name, seed, dtype)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+    if bars:
+        logging.enable_progress_bar()
+    return folder

@@ -8,6 +8,7 @@ loop for every call, and both hang an engine that is driven by a task on the cal
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import importlib.util
 import threading
@@ -17,6 +18,11 @@ import anyio
 
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import InvalidParameter
+from asyncengine.messages import Drain
+
+
+EXIT_PATIENCE = 10.0
+"""Seconds that a program's end waits for a step to finish."""
 
 
 class Host(Protocol):
@@ -68,12 +74,20 @@ class ThreadHost:
         self._thread = threading.Thread(target=self._main, name="asyncengine-loop", daemon=True)
 
     def start(self) -> None:
+        atexit.register(self._close_at_exit)
         self._thread.start()
+
+    def _close_at_exit(self) -> None:
+        """The interpreter must not take itself apart under a thread that is inside a forward pass: that aborts the
+        process. So an engine nobody closed, or is still closing, is closed now."""
+        self._engine.inbox.post(Drain(self._engine.clock.now()))
+        self.join(EXIT_PATIENCE)
 
     def _main(self) -> None:
         try:
             anyio.run(self._engine.run, backend_options={"use_uvloop": self._use_uvloop})
         finally:
+            atexit.unregister(self._close_at_exit)
             with self._lock:
                 self._ended = True
             for loop, future in self._waiting:

@@ -8,7 +8,6 @@ last handle.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
 import weakref
@@ -96,16 +95,6 @@ class _Registry:
                 del self._engines[shared.spec]
         shared.close()
 
-    def close_all(self) -> None:
-        """At the program's end: engines in daemon threads must not be cut off in the middle of a step."""
-        with self._lock:
-            engines = list(self._engines.values())
-            self._engines.clear()
-        for shared in engines:
-            loading = shared.loading
-            if loading is not None and loading.done() and loading.exception() is None:
-                loading.result().close_blocking()
-
 
 class EngineHandle:
     """A share in a process-wide engine. Give it back with `close`, or by dropping it."""
@@ -114,7 +103,7 @@ class EngineHandle:
         self.spec = spec
         self._shared = registry.acquire(spec)
         self._release = weakref.finalize(self, registry.release, self._shared)
-        self._release.atexit = False  # the registry closes all engines at exit
+        self._release.atexit = False  # every hosted engine closes itself at exit, and waits for its last step
 
     @property
     def loaded(self) -> bool:
@@ -146,7 +135,6 @@ class EngineHandle:
 
 
 _REGISTRY = _Registry()  # process-wide on purpose: sharing across the whole process is what it is for
-atexit.register(_REGISTRY.close_all)
 
 
 def shared_engine(

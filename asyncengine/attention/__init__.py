@@ -1,0 +1,1 @@
+"""Attention over paged KV memory: the backend protocol and its implementations."""

@@ -1,0 +1,91 @@
+"""What the runner asks of an attention backend, and what a backend knows about layers and steps.
+
+A backend owns the KV pool and its memory layout; nobody else reads or writes KV memory. Per step the runner calls
+`plan` once; then each layer of the model calls `write` and `attend` once, in layer order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """Everything about one layer's attention that does not change between steps."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    """Divides `num_heads`; query head h reads kv head h // (num_heads // num_kv_heads)."""
+    key_dim: int
+    value_dim: int
+    scale: float
+    """Scores are q . k * scale."""
+    window: int | None = None
+    """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap) before masking (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepView:
+    """One step, flattened: row r owns tokens [qo_indptr[r], qo_indptr[r + 1]). Host arrays unless said otherwise."""
+
+    starts: Int64Array
+    """[rows] position of each row's first token in its sequence."""
+    counts: Int64Array
+    """[rows] tokens of each row in this step, >= 1."""
+    qo_indptr: Int64Array
+    """[rows + 1] prefix sums of `counts`."""
+    page_tables: Int32Array
+    """[rows, most pages of a row]; row r uses the first ceil((start + count) / page_size), the rest is arbitrary."""
+    kv_slots: torch.Tensor
+    """Device, int64 [tokens]: page * page_size + offset where each token's key and value go."""
+
+
+class AttentionBackend(Protocol):
+    """Paged attention for one model on one device. Not thread-safe: one step at a time."""
+
+    name: str
+
+    @property
+    def num_pages(self) -> int:
+        """Page 0 included."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        ...
+
+    def plan(self, step: StepView) -> None:
+        """Host work of one step, before the forward: index tensors and masks, once per group of equal layers."""
+        ...
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the pages written so far."""
+        ...
+
+    def close(self) -> None:
+        """Free the pool."""
+        ...
+
+
+def page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype) -> int:
+    """Bytes one page takes over all layers, keys and values."""
+    return sum(spec.num_kv_heads * (spec.key_dim + spec.value_dim) for spec in layers) * page_size * dtype.itemsize

@@ -1,0 +1,282 @@
+"""Paged attention in plain torch: any device, any head size, grouped queries, windows, soft-capping, sinks.
+
+Pool layout: per layer one key tensor [kv heads, pages, page_size, key_dim] and one value tensor alike. Head-major, so
+that the pages of one (head, row) land side by side when gathered and feed a batched matrix product without another
+copy; a page of one head is one contiguous piece of a few KiB, which `index_select` moves at memory speed.
+
+Decode rows (one new token) are gathered and computed together in groups of similar length, prompt chunks one by one.
+Gathering goes into a scratch buffer that is reused by all layers: fresh memory of that size would cost more in page
+faults than the copy itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from asyncengine.attention.base import Int32Array, Int64Array, LayerSpec, StepView, page_bytes
+from asyncengine.attention.masked import causal_bias, masked_attention
+
+_SCRATCH_BYTES = 16 * 2**20
+"""Gathered keys of one decode group; keeps it near the last-level cache."""
+_PADDING_SHARE = 1.25
+"""Rows join a decode group while the longest has at most this many times the pages of the shortest (plus one)."""
+_SCORE_ELEMENTS = 2**24
+"""Most scores written out at once for a prompt chunk of a layer with soft-capping or sinks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerGroup:
+    """Layers that share index tensors and masks."""
+
+    window: int | None
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Decode rows of similar length."""
+
+    tokens: torch.Tensor
+    """[rows] where their query is in the flat batch."""
+    pages: torch.Tensor
+    """[kv heads * rows * pages] index into (head, page) of the pool; padded with page 0."""
+    bias: torch.Tensor
+    """[rows, 1, pages * page_size] 0 or -inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptChunk:
+    """One row with more than one new token."""
+
+    first: int
+    last: int
+    """Its tokens are [first, last) of the flat batch."""
+    pages: torch.Tensor
+    """[kv heads * pages] index into (head, page) of the pool."""
+    num_keys: int
+    start: int
+    """Position of the first query, and of the first key gathered:"""
+    first_key: int
+    bias: torch.Tensor | None
+    """[queries, keys]; None: queries and keys start together and no window matters, plain causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    decodes: tuple[_DecodeGroup, ...]
+    chunks: tuple[_PromptChunk, ...]
+
+
+class TorchPagedBackend:
+    """`AttentionBackend` in torch operations. `num_pages` includes page 0, which stays zero."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.kv_bytes = num_pages * page_bytes(layers, page_size, dtype)
+        self._layers = tuple(layers)
+        self._dtype = dtype
+        self._device = device
+
+        def pool(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros((heads, num_pages, page_size, dim), dtype=dtype, device=device)
+
+        self._keys = [pool(spec.num_kv_heads, spec.key_dim) for spec in layers]
+        self._values = [pool(spec.num_kv_heads, spec.value_dim) for spec in layers]
+        self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+        self._groups = {_group_of(spec): spec for spec in layers}
+        self._plans: dict[_LayerGroup, _GroupPlan] = {}
+        self._kv_slots = torch.empty(0, dtype=torch.int64, device=device)
+
+    def plan(self, step: StepView) -> None:
+        self._kv_slots = step.kv_slots
+        self._clear_opened_pages(step)
+        self._plans = {group: self._plan_group(group, spec, step) for group, spec in self._groups.items()}
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for pool, new in ((self._keys[layer], key), (self._values[layer], value)):
+            heads, _, _, dim = pool.shape
+            pool.view(heads, -1, dim).index_copy_(1, self._kv_slots, new.transpose(0, 1))
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        spec = self._layers[layer]
+        plan = self._plans[_group_of(spec)]
+        out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+        for group in plan.decodes:
+            out[group.tokens] = self._attend_decodes(spec, query, group)
+        for chunk in plan.chunks:
+            out[chunk.first : chunk.last] = self._attend_chunk(spec, query[chunk.first : chunk.last], chunk)
+        return out
+
+    def close(self) -> None:
+        self._keys, self._values, self._plans = [], [], {}
+        self._scratch = [torch.empty(0, dtype=self._dtype, device=self._device) for _ in range(2)]
+
+    # -- planning (host) -----------------------------------------------------------------------------------------
+
+    def _clear_opened_pages(self, step: StepView) -> None:
+        """Zero each page that this step begins but does not fill.
+
+        Attention reads whole pages and masks what is not written yet; a former owner's NaN there would survive the
+        mask (0 * NaN) and one bad request would spoil another.
+        """
+        ends = step.starts + step.counts
+        last_pages = ends // self.page_size
+        opened = (ends % self.page_size != 0) & (last_pages * self.page_size >= step.starts)
+        rows = np.flatnonzero(opened)
+        if rows.size:
+            pages = self._to_device(step.page_tables[rows, last_pages[rows]].astype(np.int64))
+            for pool in (*self._keys, *self._values):
+                pool.index_fill_(1, pages, 0)
+
+    def _plan_group(self, group: _LayerGroup, spec: LayerSpec, step: StepView) -> _GroupPlan:
+        ends = step.starts + step.counts
+        first_pages = np.zeros_like(ends)
+        if group.window is not None:
+            first_pages = np.maximum(step.starts - group.window + 1, 0) // self.page_size
+        num_pages = -(-ends // self.page_size) - first_pages
+        one_page = spec.num_kv_heads * self.page_size * spec.key_dim * self._dtype.itemsize
+        most_pages = max(_SCRATCH_BYTES // one_page, 1)
+        decodes = []
+        for rows in _similar_lengths(np.flatnonzero(step.counts == 1), num_pages, most_pages):
+            decodes.append(self._plan_decodes(group, step, rows, first_pages[rows], int(num_pages[rows].max())))
+        chunks = []
+        for row in np.flatnonzero(step.counts > 1).tolist():
+            chunks.append(self._plan_chunk(group, spec, step, row, int(first_pages[row]), int(num_pages[row])))
+        return _GroupPlan(tuple(decodes), tuple(chunks))
+
+    def _plan_decodes(
+        self, group: _LayerGroup, step: StepView, rows: Int64Array, first_pages: Int64Array, width: int
+    ) -> _DecodeGroup:
+        positions = step.starts[rows]
+        columns = first_pages[:, None] + np.arange(width)
+        used = columns <= (positions // self.page_size)[:, None]
+        tables = step.page_tables[rows[:, None], np.minimum(columns, step.page_tables.shape[1] - 1)]
+        pages = np.where(used, tables, 0)
+        keys = first_pages[:, None] * self.page_size + np.arange(width * self.page_size)
+        hidden = keys > positions[:, None]
+        if group.window is not None:
+            hidden |= keys <= (positions - group.window)[:, None]
+        bias = np.where(hidden, np.float32("-inf"), np.float32(0))
+        return _DecodeGroup(
+            tokens=self._to_device(step.qo_indptr[rows]),
+            pages=self._pool_index(pages, group.num_kv_heads),
+            bias=self._to_device(bias).to(self._dtype)[:, None, :],
+        )
+
+    def _plan_chunk(
+        self, group: _LayerGroup, spec: LayerSpec, step: StepView, row: int, first_page: int, num_pages: int
+    ) -> _PromptChunk:
+        start, count = int(step.starts[row]), int(step.counts[row])
+        first = int(step.qo_indptr[row])
+        first_key = first_page * self.page_size
+        num_keys = start + count - first_key
+        window_matters = group.window is not None and num_keys > group.window
+        bias = None
+        if start > 0 or window_matters or any(_needs_scores(layer) for layer in self._layers):
+            bias = causal_bias(start, count, first_key, num_keys, group.window, self._scratch[0])
+        pages = step.page_tables[row, first_page : first_page + num_pages]
+        return _PromptChunk(
+            first, first + count, self._pool_index(pages, spec.num_kv_heads), num_keys, start, first_key, bias
+        )
+
+    def _pool_index(self, pages: Int32Array, heads: int) -> torch.Tensor:
+        index = np.arange(heads, dtype=np.int64)[:, None] * self.num_pages + pages.reshape(1, -1)
+        return self._to_device(index.reshape(-1))
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # -- computing (device) --------------------------------------------------------------------------------------
+
+    def _gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `pages` as [kv heads, tokens, dim], in scratch memory valid until the next call."""
+        gathered = []
+        for which, pool in enumerate((self._keys[layer], self._values[layer])):
+            heads, _, _, dim = pool.shape
+            flat = pool.view(heads * self.num_pages, self.page_size * dim)
+            need = pages.numel() * flat.shape[1]
+            if self._scratch[which].numel() < need:
+                self._scratch[which] = torch.empty(need, dtype=self._dtype, device=self._device)
+            out = self._scratch[which][:need].view(pages.numel(), flat.shape[1])
+            torch.index_select(flat, 0, pages, out=out)
+            gathered.append(out.view(heads, -1, dim))
+        return gathered[0], gathered[1]
+
+    def _attend_decodes(self, spec: LayerSpec, query: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
+        """[rows, heads, value dim]. The query heads of one kv head are the rows of one small matrix product."""
+        key, value = self._gather(spec.index, group.pages)
+        rows, heads = group.tokens.numel(), spec.num_kv_heads
+        grouped = query[group.tokens].view(rows, heads, -1, spec.key_dim).transpose(0, 1)
+        sinks = None if spec.sinks is None else spec.sinks.view(heads, 1, -1, 1)
+        out = masked_attention(
+            spec,
+            grouped,
+            key.view(heads, rows, -1, spec.key_dim),
+            value.view(heads, rows, -1, spec.value_dim),
+            group.bias,
+            sinks,
+        )
+        return out.transpose(0, 1).reshape(rows, spec.num_heads, spec.value_dim)
+
+    def _attend_chunk(self, spec: LayerSpec, query: torch.Tensor, chunk: _PromptChunk) -> torch.Tensor:
+        """[queries, heads, value dim] of one row."""
+        key, value = (part[:, : chunk.num_keys] for part in self._gather(spec.index, chunk.pages))
+        if not _needs_scores(spec):
+            out = scaled_dot_product_attention(
+                query.transpose(0, 1)[None],
+                key[None],
+                value[None],
+                attn_mask=chunk.bias,
+                is_causal=chunk.bias is None,
+                scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+            )
+            return out[0].transpose(0, 1)
+        assert chunk.bias is not None
+        groups = spec.num_heads // spec.num_kv_heads
+        block = max(_SCORE_ELEMENTS // (spec.num_heads * chunk.num_keys), 1)
+        outs = []
+        for begin in range(0, query.shape[0], block):
+            part = query[begin : begin + block].transpose(0, 1)
+            part = part.reshape(spec.num_kv_heads, groups, -1, spec.key_dim)
+            sinks = None if spec.sinks is None else spec.sinks.view(spec.num_kv_heads, groups, 1, 1)
+            bias = chunk.bias[begin : begin + block]
+            outs.append(masked_attention(spec, part, key[:, None], value[:, None], bias, sinks).flatten(0, 1))
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def _group_of(spec: LayerSpec) -> _LayerGroup:
+    return _LayerGroup(spec.window, spec.num_kv_heads)
+
+
+def _needs_scores(spec: LayerSpec) -> bool:
+    return spec.softcap is not None or spec.sinks is not None
+
+
+def _similar_lengths(rows: Int64Array, num_pages: Int64Array, most_pages: int) -> list[Int64Array]:
+    """Split `rows` into groups whose padding is small and whose padded size stays under `most_pages`."""
+    groups: list[list[int]] = []
+    width = 0
+    for row in sorted(rows.tolist(), key=lambda row: (-int(num_pages[row]), row)):
+        pages = int(num_pages[row])
+        fits = bool(groups) and (len(groups[-1]) + 1) * width <= most_pages
+        if not fits or width > pages * _PADDING_SHARE + 1:
+            groups.append([])
+            width = pages
+        groups[-1].append(row)
+    return [np.array(group, dtype=np.int64) for group in groups]

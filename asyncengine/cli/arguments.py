@@ -1,0 +1,89 @@
+"""What each command takes. Light on purpose: `--help` must not import a model library."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from asyncengine.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, add_flags
+from asyncengine.config import EngineConfig
+from asyncengine.sampling_params import SamplingParams
+
+Commands = Any
+"""What `add_subparsers` returns; argparse does not export its type."""
+
+
+def add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", help="show everything on the bundled model, in half a minute", allow_abbrev=False,
+        usage="asyncengine demo [flags]",
+        description="Concurrent streams through LangChain and LlamaIndex, prefix-cache hits, cancellation, figures.",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print only the summary, as JSON")
+    parser.add_argument("--export-svg", type=Path, metavar="FILE", help="also write what is shown to an SVG picture")
+    parser.add_argument("--streams", type=int, default=64, metavar="N", help="streams in the first scene [64]")
+    _add_engine_flags(parser)
+
+
+def add_chat(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat", help="talk to a model", allow_abbrev=False, usage="asyncengine chat [flags] MODEL",
+        description="Multi-turn chat. Ctrl-C stops an answer, Ctrl-D or /exit ends, /reset forgets, /stats counts.",
+    )  # fmt: skip
+    _add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    _add_sampling_flags(parser)
+    _add_engine_flags(parser)
+
+
+def add_generate(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "generate", help="complete one prompt", allow_abbrev=False, usage="asyncengine generate [flags] MODEL PROMPT",
+        description="Stream a completion of PROMPT to stdout.",
+    )  # fmt: skip
+    _add_model(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help='the text to complete; "-" reads it from stdin')
+    parser.add_argument("--chat", action="store_true", help="send PROMPT as a user's message of a chat")
+    parser.add_argument("--system", metavar="TEXT", help="system message (implies --chat)")
+    parser.add_argument("--json", action="store_true", help="print the whole Completion as JSON at the end")
+    parser.add_argument("--stats", action="store_true", help="print token counts and times to stderr at the end")
+    _add_sampling_flags(parser, "n", "logprobs", "top_logprobs")
+    _add_engine_flags(parser)
+
+
+def add_bench(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "bench", help="measure throughput and latency", allow_abbrev=False, usage="asyncengine bench [flags] MODEL",
+        description="Sweep over numbers of concurrent streams with random prompts of equal length.",
+    )  # fmt: skip
+    _add_model(parser)
+    parser.add_argument(
+        "--concurrency", type=_integers, default=(1, 4, 16, 64), metavar="N,N,...", help="streams at once [1,4,16,64]"
+    )
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens [128]")
+    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens [64]")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream, in turn [2]")
+    parser.add_argument("--owned", action="store_true", help="run the engine on the caller's own event loop")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
+    _add_engine_flags(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help='model folder, Hugging Face hub id, or "demo"')
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser, *more: str) -> None:
+    add_flags(parser, "sampling", SamplingParams, (*SAMPLING_FIELDS, *more))
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, "engine (fields of EngineConfig)", EngineConfig, ENGINE_FIELDS)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(","))
+    if any(number < 1 for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be integers >= 1, got {text!r}")
+    return numbers

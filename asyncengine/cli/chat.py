@@ -1,0 +1,129 @@
+"""`asyncengine chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from asyncengine.cli.errors import CliError
+from asyncengine.cli.loading import open_engine
+from asyncengine.cli.options import engine_config, sampling_params
+from asyncengine.cli.text import write
+from asyncengine.errors import InvalidParameter, QueueFull, RequestFailed
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.stream import SyncTokenStream
+from asyncengine.sync_engine import Engine
+
+HELP = "/reset forgets the conversation, /stats shows figures, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    config = engine_config(args, max_num_seqs=4)
+    with open_engine(args.model, config) as engine:
+        if not engine.info.has_chat_template:
+            raise CliError(f"model: {engine.info.name} has no chat template; use: asyncengine generate")
+        Conversation(engine, params, args.system, watched=sys.stdin.isatty()).run()
+    return 0
+
+
+class Conversation:
+    """One chat from its first prompt to its end. `watched`: somebody types, so prompts and hints are shown."""
+
+    def __init__(self, engine: Engine, params: SamplingParams, system: str | None, *, watched: bool) -> None:
+        self.engine = engine
+        self.params = params
+        self.watched = watched
+        self.start = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.start)
+        self.last = ""
+
+    def run(self) -> None:
+        if self.watched:
+            with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
+                import readline  # noqa: F401
+            print(f"{self.engine.info.name}, context {self.engine.info.max_model_len} tokens\n{HELP}")
+        while (line := self._read()) is not None:
+            if line.startswith("/"):
+                if not self._command(line):
+                    return
+            elif line:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """The next line; None at its end. A second Ctrl-C in a row at the prompt ends the program."""
+        try:
+            return self._input()
+        except KeyboardInterrupt:
+            print("\n(Ctrl-C again, Ctrl-D or /exit ends)")
+        return self._input()
+
+    def _input(self) -> str | None:
+        try:
+            return input("> " if self.watched else "").strip()
+        except EOFError:
+            if self.watched:
+                print()
+            return None
+
+    def _command(self, line: str) -> bool:
+        """False: the conversation is over."""
+        if line in ("/exit", "/quit"):
+            return False
+        if line == "/reset":
+            self.messages = list(self.start)
+            print("(forgotten)")
+        elif line == "/stats":
+            print(self._figures())
+        else:
+            print(HELP)
+        return True
+
+    def _answer(self, question: str) -> None:
+        messages = [*self.messages, {"role": "user", "content": question}]
+        try:
+            with self.engine.stream_chat(messages, self.params) as stream, _stopped_by_ctrl_c(stream):
+                for chunk in stream:
+                    write(chunk.text)
+                completion = stream.result()
+        except (InvalidParameter, QueueFull, RequestFailed) as error:
+            print(f"error: {error}; /reset starts over", file=sys.stderr)
+            return
+        stopped = {"abort": " (stopped)", "timeout": " (timeout)", "length": " (length limit)"}
+        print(stopped.get(completion.finish_reason, "") if self.watched else "")
+        self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+        usage, first = completion.usage, completion.timings.first_token or 0.0
+        self.last = (
+            f"last answer: {usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), "
+            f"{usage.completion_tokens} output tokens, first after {first * 1000:.0f} ms, "
+            f"all in {completion.timings.total:.2f} s"
+        )
+
+    def _figures(self) -> str:
+        stats = self.engine.stats()
+        pages = stats.pages
+        total = (
+            f"since the start: {stats.prompt_tokens} prompt tokens ({stats.hit_rate:.0%} from the cache), "
+            f"{stats.generated_tokens} output tokens; {pages.total - pages.free} of {pages.total} pages used"
+        )
+        return f"{self.last}\n{total}".lstrip("\n")
+
+
+@contextlib.contextmanager
+def _stopped_by_ctrl_c(stream: SyncTokenStream) -> Iterator[None]:
+    """Ctrl-C ends the answer, not the program: the engine drops the request before its next step, and the stream
+    ends by itself with reason "abort", so nothing that came before is lost. A second Ctrl-C is an ordinary one."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        stream.abort()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,112 @@
+"""The demo's small world: eight invented documents, questions about them, and an embedding that needs no model."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from typing import NamedTuple
+
+
+class Question(NamedTuple):
+    """A question, and the words that its right answer contains."""
+
+    text: str
+    expected: str
+
+    def answered_by(self, answer: str) -> bool:
+        """Whole words, ignoring case: a river Askena is not the Asken."""
+        return re.search(rf"(?<!\w){re.escape(self.expected)}(?!\w)", answer, re.IGNORECASE) is not None
+
+
+DOCUMENTS = {
+    "velmora.txt": "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants, lies on "
+    "the river Asken and was founded in 1687.",
+    "lumira.txt": "Lumira Works is run by Tomas Brandt and has its headquarters in Velmora. The company makes "
+    "lanterns. Lumira Works employs 346 people and was founded in 1958.",
+    "festival.txt": "The Asken festival takes place on 2027-06-19 and starts at 18:30. It is held in Velmora. The "
+    "event is hosted by Mira Olsen and expects 950 guests.",
+    "mira.txt": "Mira Olsen is 47 years old and works as a teacher. She plays the cello. Mira Olsen likes to eat "
+    "pancakes and can be reached at mira@asken.org.",
+    "nightfall.txt": "The book Nightfall was written by Jonas Dahl. It has 372 pages, came out in 1994 and is a "
+    "mystery story.",
+    "lantern.txt": "The brass lantern is made by Lumira Works and costs 145 dollars. It is listed under code LW-482. "
+    "The brass lantern has 63 units in stock.",
+    "polaris.txt": "Server polaris listens on port 8443 and runs version 4.17. It is managed by Nadia Frost.",
+    "order.txt": "Order K-7291 was placed by Bram Visser. It contains one lantern, adds up to 290 euros and is "
+    "shipped.",
+}
+ARCHIVE = "\n".join(DOCUMENTS[name] for name in ("velmora.txt", "lumira.txt", "festival.txt", "mira.txt"))
+"""About as much text as the bundled model can keep apart."""
+
+ABOUT_ARCHIVE = (
+    Question("Who is the mayor of Velmora?", "Ida Lund"),
+    Question("How many people live in Velmora?", "8412"),
+    Question("On which river does Velmora lie?", "Asken"),
+    Question("When was Velmora founded?", "1687"),
+    Question("What does Lumira Works make?", "lanterns"),
+    Question("How many people work at Lumira Works?", "346"),
+    Question("When does the Asken festival take place?", "2027-06-19"),
+    Question("Which instrument does Mira Olsen play?", "cello"),
+    Question("In which country is Velmora?", "Norway"),
+    Question("Who runs Lumira Works?", "Tomas Brandt"),
+    Question("When was Lumira Works founded?", "1958"),
+    Question("Where are the headquarters of Lumira Works?", "Velmora"),
+    Question("At what time does the Asken festival start?", "18:30"),
+    Question("Where is the Asken festival held?", "Velmora"),
+    Question("How many guests does the Asken festival have?", "950"),
+    Question("Who hosts the Asken festival?", "Mira Olsen"),
+    Question("How old is Mira Olsen?", "47"),
+    Question("What does Mira Olsen do for a living?", "teacher"),
+    Question("What does Mira Olsen like to eat?", "pancakes"),
+    Question("How can I reach Mira Olsen?", "mira@asken.org"),
+)
+FOR_RETRIEVAL = (
+    Question("Who hosts the Asken festival?", "Mira Olsen"),
+    Question("Who wrote the book Nightfall?", "Jonas Dahl"),
+    Question("How much does the brass lantern cost?", "145"),
+    Question("On which port does server polaris listen?", "8443"),
+    Question("Who runs Lumira Works?", "Tomas Brandt"),
+    Question("What does Mira Olsen like to eat?", "pancakes"),
+)
+SMALL_JOBS = (
+    Question("Who are you?", "demo"),
+    Question("What is the capital of Norway?", "Oslo"),
+    Question("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9"),
+    Question("List four fruits.", "banana"),
+    Question("What does a frog say?", "ribbit"),
+    Question("Tell me a joke about a clock.", "tocked"),
+    Question("Say hello to Marisol.", "Marisol"),
+    Question("List seven days.", "Thursday"),
+    Question("What color is the sky?", "blue"),
+    Question("Count down from 9 to 4.", "9, 8, 7, 6, 5, 4"),
+    Question("Tell me a story about a fox named Brin.", "Brin"),
+    Question("What is the capital of Peru?", "Lima"),
+)
+
+_WORD = re.compile(r"[\w@.:-]*\w")
+_STOP = re.compile(
+    r"an?|and|are|at|by|do|does|for|has|have|how|in|is|it|like|many|much|of|on|or|that|the|to|was|what|when|where|which"
+    r"|who|with"
+)
+DIMENSIONS = 512
+
+
+def embed(text: str) -> list[float]:
+    """A hashed bag of words of length one: texts that share rare words point the same way. Deterministic."""
+    vector = [0.0] * DIMENSIONS
+    for word in _WORD.findall(text.lower()):
+        if not _STOP.fullmatch(word):
+            vector[zlib.crc32(word.encode()) % DIMENSIONS] += 1.0
+    length = math.sqrt(sum(x * x for x in vector)) or 1.0
+    return [x / length for x in vector]
+
+
+def nearest(question: str) -> str:
+    """Name of the document closest to `question`."""
+    query = embed(question)
+
+    def closeness(name: str) -> float:
+        return sum(a * b for a, b in zip(query, embed(DOCUMENTS[name]), strict=True))
+
+    return max(DOCUMENTS, key=closeness)

@@ -1,0 +1,70 @@
+"""`asyncengine generate`: one prompt, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from asyncengine.cli.errors import FAILED, CliError
+from asyncengine.cli.loading import open_engine
+from asyncengine.cli.options import engine_config, given, sampling_params
+from asyncengine.cli.text import as_json, write
+from asyncengine.outputs import Completion
+from asyncengine.stream import SyncTokenStream
+from asyncengine.sync_engine import Engine
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args).replace(**given(args, ("n", "logprobs", "top_logprobs")))
+    config = engine_config(args, max_num_seqs=max(16, params.n), show_progress=not args.json)
+    prompt = _prompt(args.prompt)
+    with open_engine(args.model, config) as engine:
+        chat = args.chat or args.system is not None
+        if not chat and engine.info.has_chat_template and sys.stderr.isatty():
+            print("note: PROMPT is completed as it is; --chat sends it as a chat message", file=sys.stderr)
+        stream = engine.stream_chat(_messages(prompt, args.system), params) if chat else engine.stream(prompt, params)
+        with stream:
+            live = not args.json and params.n == 1
+            completion = _show(stream) if live else stream.result()
+        if args.json:
+            print(json.dumps(as_json(completion), ensure_ascii=False))
+        elif not live:
+            for index, sample in enumerate(completion.samples):
+                write(f"[{index}] {sample.text}\n")
+        if args.stats:
+            print(_figures(completion, engine), file=sys.stderr)
+    if completion.finish_reason == "timeout":
+        raise CliError("request_timeout: the deadline passed before the output was complete", FAILED)
+    return 0
+
+
+def _prompt(text: str) -> str:
+    if text == "-":
+        text = sys.stdin.read()
+    if not text:
+        raise CliError("prompt: must not be empty")
+    return text
+
+
+def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return [*head, {"role": "user", "content": prompt}]
+
+
+def _show(stream: SyncTokenStream) -> Completion:
+    for chunk in stream:
+        write(chunk.text)
+    write("\n")
+    return stream.result()
+
+
+def _figures(completion: Completion, engine: Engine) -> str:
+    usage, timings = completion.usage, completion.timings
+    first = timings.first_token or timings.total
+    rate = (usage.completion_tokens - 1) / (timings.total - first) if timings.total > first else 0.0
+    return (
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {usage.completion_tokens} output "
+        f"tokens ({completion.finish_reason}); first token after {first * 1000:.0f} ms, then {rate:.1f} tokens/s; "
+        f"{engine.info.name}, {engine.info.dtype}, {engine.info.device}"
+    )

@@ -1,0 +1,92 @@
+"""Opening an engine for one command: off the main thread, so that Ctrl-C works while torch is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from asyncengine import AsyncEngine, Engine, EngineConfig, shared_engine
+
+T = TypeVar("T")
+
+for _name, _value in (("TRANSFORMERS_VERBOSITY", "error"), ("TOKENIZERS_PARALLELISM", "false")):
+    os.environ.setdefault(_name, _value)  # before transformers is imported: a command prints its own messages
+
+
+@contextlib.contextmanager
+def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
+    """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
+    _check_folder(model, config)
+    _import_torch()
+    handle = shared_engine(model, config=config)
+    engine = handle.get()
+    try:
+        yield engine
+    finally:
+        engine.close()
+        handle.close()
+
+
+@contextlib.asynccontextmanager
+async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = True) -> AsyncIterator[AsyncEngine]:
+    """The same for a coroutine. Cancelling it while it loads a hosted engine leaves at once."""
+    _check_folder(model, config)
+    if not hosted:
+        async with await AsyncEngine.from_pretrained(model, config=config) as engine:
+            yield engine
+        return
+    handle = shared_engine(model, config=config)
+    engine = await handle.aget()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+        handle.close()
+
+
+def on_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` on a daemon thread: one that nobody has to wait for when the program is interrupted."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="asyncengine-import", daemon=True).start()
+    return done
+
+
+async def in_background(work: Callable[[], T]) -> T:
+    """The same for a coroutine. Cancelling it leaves at once; the thread runs on."""
+    return await asyncio.wrap_future(on_thread(work))
+
+
+def _check_folder(model: str, config: EngineConfig) -> None:
+    """Refuse a wrong path at once, for importing torch takes seconds. Hub ids are the loader's business."""
+    from asyncengine.build import resolve_model
+    from asyncengine.models.checkpoint import open_checkpoint
+
+    path = resolve_model(model)
+    if os.path.exists(path) or path.startswith((".", "~", os.sep)):
+        open_checkpoint(path, config)
+
+
+def _import_torch() -> None:
+    """Seconds of work before the loader's progress bar appears; say so where somebody watches."""
+    done = on_thread(lambda: importlib.import_module("transformers.modeling_utils"))
+    if not sys.stderr.isatty():
+        done.result()
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("importing torch"):
+        done.result()

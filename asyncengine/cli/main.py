@@ -1,0 +1,86 @@
+"""The command's entry point: parse, dispatch, and turn every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from asyncengine import __version__
+from asyncengine.cli import arguments
+from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
+
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is one `--help` away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="asyncengine",
+        description="An LLM inference engine that lives inside your Python program.",
+        epilog='MODEL is a folder, a Hugging Face hub id, or "demo" for the bundled model.',
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
+    arguments.add_demo(commands)
+    arguments.add_chat(commands)
+    arguments.add_generate(commands)
+    arguments.add_bench(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return USAGE
+    try:
+        command = import_module(f"asyncengine.cli.{args.command}")
+        return int(command.run(args))
+    except KeyboardInterrupt:
+        return _interrupted()
+    except (InvalidParameter, ModelNotFound, UnsupportedModel) as error:
+        return _fail(error, USAGE)
+    except CliError as error:
+        return _fail(error, error.code)
+    except EngineError as error:
+        return _fail(error, FAILED)
+    except BrokenPipeError:
+        # The reader of our output has left (`| head`); keep the interpreter from complaining when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _fail(error: Exception, code: int) -> int:
+    print("asyncengine: error: " + " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def _interrupted() -> int:
+    """Leave a clean terminal. A thread that imports torch or loads weights cannot be stopped: leave without it."""
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)
+    print("interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(INTERRUPTED)
+    return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

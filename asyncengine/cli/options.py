@@ -1,0 +1,89 @@
+"""Command-line flags made from the fields of a settings dataclass: each setting is declared once, in its class."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import types
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from asyncengine.config import EngineConfig
+from asyncengine.sampling_params import SamplingParams
+
+ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name != "show_progress")
+SAMPLING_FIELDS = (
+    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
+)  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, settings: type, names: Sequence[str]) -> None:
+    """A group of flags, one for each named field. A flag that is not given leaves the field's default alone."""
+    group = parser.add_argument_group(title)
+    docs = field_docs(settings)
+    hints = get_type_hints(settings)
+    defaults = {f.name: f.default for f in fields(settings)}
+    for name in names:
+        text = docs.get(name, "")
+        if isinstance(defaults[name], (bool, int, float, str)):
+            text = f"{text} [{defaults[name]}]".lstrip()
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            **_how_to_parse(hints[name]),
+        )
+
+
+def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The named settings that were on the command line."""
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """Raises `InvalidParameter` naming the field."""
+    return SamplingParams(**{**defaults, **given(args, SAMPLING_FIELDS)})
+
+
+def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """Raises `InvalidParameter` naming the field."""
+    return EngineConfig(**{**defaults, **given(args, ENGINE_FIELDS)})
+
+
+def _how_to_parse(hint: Any) -> dict[str, Any]:
+    """argparse keywords for a field's type. Ranges are checked by the settings class, which names the field."""
+    options = [kind for kind in _members(hint) if kind is not type(None)]
+    if get_origin(options[0]) is Literal:
+        return {"metavar": "{" + ",".join(get_args(options[0])) + "}"}
+    if options == [bool]:
+        return {"action": argparse.BooleanOptionalAction}
+    if str in options:
+        return {"metavar": "TEXT"}
+    if get_origin(options[0]) is Sequence:
+        (item,) = get_args(options[0])
+        return {"action": "append", "type": item, "metavar": item.__name__.upper()}
+    return {"type": options[0], "metavar": options[0].__name__.upper()}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """The string literal under each field of a class, on one line. Empty where the source is not at hand."""
+    try:
+        (definition,) = ast.parse(inspect.getsource(settings)).body
+    except (OSError, SyntaxError):
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for node, below in zip(definition.body, definition.body[1:], strict=False):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            docs[node.target.id] = " ".join(below.value.value.split())
+    return docs

@@ -1,0 +1,1 @@
+"""Loading models and preparing them for execution: attention hook, fusions, weight layouts."""

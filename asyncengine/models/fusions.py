@@ -1,0 +1,201 @@
+"""Replacing parts of a transformers model by faster forms, each only after it gave the same numbers.
+
+Probing, not tracing: for every part a candidate is built, both run on random input, and the swap is made only if they
+agree. A family nobody thought of keeps its own code wherever it differs. Layer by layer, each original weight is
+dropped before the next is built, so that the weights are never held twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from asyncengine.models.linears import FastLinear, GatedMLP, Held, MergedQKV, RMSNorm, can_pack
+from asyncengine.models.mapped import MappedFiles
+from asyncengine.models.progress import LoadProgress
+from asyncengine.models.rotary import fuse_rotary
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_PROBE_ROWS = 5
+
+
+def fuse(
+    module: Any,
+    attention_modules: list[Any],
+    run: Callable[[], torch.Tensor],
+    files: MappedFiles,
+    progress: LoadProgress,
+) -> list[str]:
+    """Fuse what can be fused in place; returns what was done, e.g. ["qkv x 28", "rms_norm x 113"].
+
+    `run` executes a short forward of the model as it stands and returns its logits.
+    """
+    fuser = _Fuser(module, files)
+    ordered = _called_in_order(attention_modules, run)
+    parents = [part for part in module.modules() if any(True for _ in part.children())]
+    progress.stage("preparing layers", len(parents))
+    with torch.inference_mode():
+        for parent in parents:
+            if parent in ordered:
+                fuser.merge_qkv(parent)
+            for name, child in list(parent.named_children()):
+                fuser.replace_norm(parent, name, child)
+                fuser.merge_gate_up(parent, name, child)
+            progress.advance()
+        fuser.pack_linears(module)
+        fuser.done["rope"] = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device)
+    return [f"{name} x {count}" for name, count in sorted(fuser.done.items()) if count]
+
+
+def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Equal up to rounding of their type, relative to the largest value."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    difference = float((expected.float() - found.float()).abs().max())
+    return difference <= _TOLERANCE[expected.dtype] * max(float(expected.float().abs().max()), 1e-6)
+
+
+def _called_in_order(attention_modules: list[Any], run: Callable[[], torch.Tensor]) -> set[Any]:
+    """Attention modules that call q_proj, k_proj, v_proj once each, in this order, on the same tensor."""
+    calls: dict[int, list[tuple[str, int]]] = {}
+    hooks = []
+    kept: list[torch.Tensor] = []  # alive until compared: an id may not be reused
+
+    def watch(key: int, name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        def hook(_: Any, arguments: tuple[Any, ...]) -> None:
+            kept.append(arguments[0])
+            calls.setdefault(key, []).append((name, id(arguments[0])))
+
+        return hook
+
+    candidates = [part for part in attention_modules if all(isinstance(_child(part, n), nn.Linear) for n in _QKV)]
+    for part in candidates:
+        hooks += [_child(part, name).register_forward_pre_hook(watch(id(part), name)) for name in _QKV]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    result = set()
+    for part in candidates:
+        seen = calls.get(id(part), [])
+        if tuple(name for name, _ in seen) == _QKV and len({tensor for _, tensor in seen}) == 1:
+            result.add(part)
+    return result
+
+
+def _child(part: Any, name: str) -> Any:
+    return getattr(part, name, None)
+
+
+class _Fuser:
+    """Swaps parts of one model and counts what it did."""
+
+    def __init__(self, module: Any, files: MappedFiles) -> None:
+        self.done: Counter[str] = Counter()
+        self._files = files
+        parameter = next(iter(module.parameters()))
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self._pack = can_pack(self.dtype, self.device)
+        embedding = module.get_input_embeddings()
+        self._shared = {embedding.weight.data_ptr()}
+        """Weights that are also read as embeddings: packing would make a second copy."""
+
+    def _random(self, features: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(features)
+        values = torch.randn((1, _PROBE_ROWS, features), generator=generator, dtype=torch.float32)
+        return values.to(self.dtype).to(self.device)
+
+    def replace_norm(self, parent: Any, name: str, child: Any) -> None:
+        """A leaf with one 1-D weight that turns out to be RMS normalisation, by w or by 1 + w (Gemma)."""
+        parameters = list(child.named_parameters())
+        if [key for key, _ in parameters] != ["weight"] or child.weight.dim() != 1 or list(child.children()):
+            return
+        epsilon = next((getattr(child, key) for key in ("variance_epsilon", "eps") if hasattr(child, key)), None)
+        if not isinstance(epsilon, float) or isinstance(child, (nn.LayerNorm, RMSNorm)):
+            return
+        x = self._random(child.weight.shape[0])
+        expected = child(x)
+        for weight in (child.weight.data, 1 + child.weight.data):
+            candidate = RMSNorm(weight, epsilon)
+            if same(expected, candidate(x)):
+                setattr(parent, name, candidate)
+                self.done["rms_norm"] += 1
+                return
+
+    def merge_qkv(self, attention: Any) -> None:
+        parts = [_child(attention, name) for name in _QKV]
+        x = self._random(parts[0].in_features)
+        expected = [part(x) for part in parts]
+        merged = self._merge(parts)
+        if merged is None:
+            return
+        sizes = tuple(part.out_features for part in parts)
+        if not all(same(left, right) for left, right in zip(expected, merged(x).split(sizes, dim=-1), strict=True)):
+            return
+        owner = MergedQKV(merged, sizes)
+        attention.q_proj, attention.k_proj, attention.v_proj = owner, Held(owner.take), Held(owner.take)
+        self._drop(parts)
+        self.done["qkv"] += 1
+
+    def merge_gate_up(self, parent: Any, name: str, child: Any) -> None:
+        gate, up, down = (_child(child, key) for key in ("gate_proj", "up_proj", "down_proj"))
+        activation = _child(child, "act_fn") or _child(child, "activation_fn")
+        if not all(isinstance(part, nn.Linear) for part in (gate, up, down)) or activation is None:
+            return
+        if gate.weight.shape != up.weight.shape:
+            return
+        x = self._random(gate.in_features)
+        expected = child(x)
+        merged = self._merge([gate, up])
+        if merged is None:
+            return
+        candidate = GatedMLP(merged, down, activation)
+        if isinstance(expected, torch.Tensor) and same(expected, candidate(x)):
+            setattr(parent, name, candidate)
+            self._drop([gate, up])
+            self.done["gate_up"] += 1
+
+    def pack_linears(self, module: Any) -> None:
+        """Every linear left, but for those that share their weight with the embedding."""
+        if not self._pack:
+            return
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is not nn.Linear or child.weight.data_ptr() in self._shared:
+                    continue
+                packed = self._packed(child.weight.data, None if child.bias is None else child.bias.data)
+                if packed is not None:
+                    setattr(parent, name, packed)
+                    self._drop([child])
+
+    def _merge(self, parts: list[Any]) -> FastLinear | None:
+        """One linear with the outputs of `parts` side by side; None where they cannot be joined."""
+        biases = [part.bias for part in parts]
+        if any(type(part) is not nn.Linear or part.weight.data_ptr() in self._shared for part in parts):
+            return None
+        if any((bias is None) != (biases[0] is None) for bias in biases):
+            return None
+        bias = None if biases[0] is None else torch.cat([part.bias.data for part in parts])
+        weight = torch.cat([part.weight.data for part in parts])
+        return (self._packed(weight, bias) if self._pack else None) or FastLinear(weight, bias, pack=False)
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> FastLinear | None:
+        x = self._random(weight.shape[1])
+        bias = None if bias is None else bias.clone()
+        packed = FastLinear(weight, bias, pack=True)
+        if not same(nn.functional.linear(x, weight, bias), packed(x)):
+            return None
+        self.done["packed_linear"] += 1
+        return packed
+
+    def _drop(self, parts: list[Any]) -> None:
+        """The weights of `parts` are not needed any more."""
+        for part in parts:
+            for parameter in part.parameters():
+                self._files.release(parameter.data)

@@ -1,0 +1,233 @@
+"""Loading a causal language model through transformers and making it ready for flat, paged execution.
+
+transformers is the model zoo: any family whose attention goes through its attention interface runs. What is loaded is
+then *tried*: a short forward records each layer's attention (heads, scale, window, soft-capping, sinks) and must agree
+with the same forward under transformers' own eager attention. A family that ignores the interface, hides something in
+masks or keeps other state than keys and values is refused here instead of answering wrongly later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncengine.attention.base import LayerSpec
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
+from asyncengine.models.fusions import fuse
+from asyncengine.models.mapped import MappedFiles, own_weights
+from asyncengine.models.memory import free_bytes
+from asyncengine.models.progress import LoadProgress
+from asyncengine.models.rotary import freeze_rotary
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
+_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_DEFAULT_LENGTH = 2048
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model ready to run. `module` is transformers' own, its attention modules listed in layer order."""
+
+    name: str
+    folder: Path
+    module: Any
+    hf_config: Any
+    generation_defaults: dict[str, Any]
+    """What generation_config.json sets (temperature, top_p, top_k, ...)."""
+    eos_token_ids: list[int]
+    vocab_size: int
+    """Width of the logits; token ids of an input must be below `input_vocab_size`."""
+    input_vocab_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    layers: list[LayerSpec]
+    attention_modules: list[Any]
+    weights_bytes: int
+    fused: list[str] = field(default_factory=list)
+    """What was replaced by faster, equal forms, e.g. "rms_norm x 57"."""
+
+
+def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None) -> LoadedModel:
+    """Load a folder or hub id.
+
+    Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
+    cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
+    """
+    with progress or LoadProgress(config.show_progress) as bar:
+        bar.stage("looking for the model")
+        checkpoint = open_checkpoint(path_or_id, config)
+        hf_config = load_config(checkpoint, config)
+        check_config(hf_config, checkpoint)
+        device = resolve_device(config.device)
+        dtype = _resolve_dtype(config, hf_config, checkpoint)
+        _check_memory(checkpoint, dtype, device)
+        bar.stage("reading weights")
+        module = _from_pretrained(checkpoint, hf_config, config, dtype, device)
+        check_class(hf_config.model_type, type(module))
+        bar.stage("checking attention")
+        probed = probe(module, device)
+        max_model_len = _max_model_len(hf_config, config)
+        fused = _prepare(module, probed, config, device, bar)
+        freeze_rotary(module, max_model_len, device)
+    text_config = hf_config.get_text_config()
+    defaults = _generation_defaults(checkpoint)
+    return LoadedModel(
+        name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
+        folder=checkpoint.folder,
+        module=module,
+        hf_config=hf_config,
+        generation_defaults=defaults,
+        eos_token_ids=_eos_ids(defaults, hf_config, text_config),
+        vocab_size=probed.logits.shape[-1],
+        input_vocab_size=module.get_input_embeddings().weight.shape[0],
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+        layers=probed.layers,
+        attention_modules=probed.modules,
+        weights_bytes=probed.weights_bytes,
+        fused=fused,
+    )
+
+
+def _prepare(module: Any, probed: Probed, config: EngineConfig, device: torch.device, bar: LoadProgress) -> list[str]:
+    """Fuse, then take the weights out of their files. Raises `UnsupportedModel` if fusing changed the answer."""
+    files = MappedFiles()
+    fused: list[str] = []
+    if config.fuse:
+        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar)
+        if not agree(probed.logits, run_recorded(module, device)[0]):
+            raise UnsupportedModel(f"family {module.config.model_type!r} runs only unfused: set fuse=False")
+    own_weights(module, files)
+    return fused
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" -> cuda when there is one, else cpu. Raises `InvalidParameter` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidParameter("device", 'must be "auto", "cpu", "cuda" or "cuda:N"', name) from None
+    if device.type == "cuda":
+        index = device.index or 0
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            raise InvalidParameter("device", "no such CUDA device on this machine", name)
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise InvalidParameter("device", 'must be "auto", "cpu", "cuda" or "cuda:N"', name)
+    return device
+
+
+def _resolve_dtype(config: EngineConfig, hf_config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    declared = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
+    if isinstance(declared, str):
+        declared = _DTYPES.get(declared)
+    if isinstance(declared, torch.dtype) and declared in _DTYPES.values():
+        return declared
+    elements: dict[torch.dtype, int] = {}
+    for kind, count in checkpoint.tensors.values():
+        if kind in _STORED:
+            elements[_STORED[kind]] = elements.get(_STORED[kind], 0) + count
+    return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
+
+
+def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    need, free = checkpoint.elements * dtype.itemsize, free_bytes(device)
+    if need > free:
+        raise OutOfMemory(
+            f"the weights take {need / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
+            f"but only {free / 2**30:.1f} GiB are free on {device}"
+        )
+
+
+def _from_pretrained(
+    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with _quiet_transformers():
+        try:
+            module, info = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.folder),
+                config=hf_config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                attn_implementation="eager",
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ModelNotFound(f"{checkpoint.folder} cannot be loaded: {_first_line(error)}") from error
+    for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
+        bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
+        if bad:
+            more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+            raise ModelNotFound(f"{checkpoint.folder} {what} the tensor {bad[0]}{more}")
+    return module.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No warnings and bars from transformers within; its settings are put back."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+    import json
+
+    file = checkpoint.folder / "generation_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (ValueError, OSError) as error:
+        raise ModelNotFound(f"{file} cannot be read: {error}") from None
+    return {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
+
+
+def _eos_ids(defaults: dict[str, Any], *configs: Any) -> list[int]:
+    """Every end-of-sequence id that generation_config.json or config.json names, in that order."""
+    found: dict[int, None] = {}
+    for value in (defaults.get("eos_token_id"), *(getattr(item, "eos_token_id", None) for item in configs)):
+        for token in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(token, int) and token >= 0:
+                found[token] = None
+    return list(found)
+
+
+def _max_model_len(hf_config: Any, config: EngineConfig) -> int:
+    text_config = hf_config.get_text_config()
+    lengths = [getattr(text_config, name, None) for name in _LENGTH_FIELDS]
+    own = next((value for value in lengths if isinstance(value, int) and value > 0), None)
+    if config.max_model_len is None:
+        return own or _DEFAULT_LENGTH
+    if own is not None and config.max_model_len > own:
+        raise InvalidParameter("max_model_len", f"must not exceed the model's own {own}", config.max_model_len)
+    return config.max_model_len

@@ -1,0 +1,64 @@
+"""Weights out of memory-mapped files without holding them twice.
+
+safetensors hands out tensors that live in the mapped file. Copying or repacking them leaves the file's pages counted
+as this process's memory until the whole file is unmapped, which happens only when its last tensor goes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from typing import Any
+
+import torch
+
+
+class MappedFiles:
+    """The address ranges of weight files mapped into this process when it was made."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        if not sys.platform.startswith("linux"):
+            return
+        try:
+            with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+                for line in maps:
+                    if line.rstrip().endswith(".safetensors"):
+                        begin, end = line.split(maxsplit=1)[0].split("-")
+                        self._ranges.append((int(begin, 16), int(end, 16)))
+        except OSError:  # no /proc: pages stay until the file is unmapped
+            return
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor`'s memory is part of a mapped weight file."""
+        if tensor.device.type != "cpu":
+            return False
+        first = tensor.untyped_storage().data_ptr()
+        last = first + tensor.untyped_storage().nbytes()
+        return any(begin <= first and last <= end for begin, end in self._ranges)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Let the system take back the whole pages under `tensor`; they are read from the file again if touched.
+
+        Only for tensors of a mapped file that nobody has written to: for those this is invisible but for its speed.
+        """
+        if not self.holds(tensor):
+            return
+        page = mmap.PAGESIZE
+        first = -(-tensor.untyped_storage().data_ptr() // page) * page
+        last = (tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes()) // page * page
+        if last > first:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def own_weights(module: Any, files: MappedFiles) -> None:
+    """Copy every parameter and buffer that still lives in a mapped file into memory of its own, one at a time.
+
+    After this the files may be changed or removed while the model runs. Shared (tied) parameters stay shared.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if files.holds(tensor):
+            mapped = tensor.data
+            tensor.data = mapped.clone()
+            files.release(mapped)

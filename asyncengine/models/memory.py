@@ -1,0 +1,47 @@
+"""How much memory is free: the machine's, the container's or the accelerator's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be taken on `device` without swapping or being killed."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [value for value in (_system_free(), _cgroup_free()) if value is not None]
+    return min(found) if found else 2**62
+
+
+def _system_free() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not known on this platform
+        return None
+
+
+def _cgroup_free() -> int | None:
+    """What the container's limit leaves (cgroup v2, then v1); reclaimable page cache counts as free."""
+    root = Path("/sys/fs/cgroup")
+    for limit, usage, stat in (
+        (root / "memory.max", root / "memory.current", root / "memory.stat"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", root / "memory/memory.stat"),
+    ):
+        try:
+            most = limit.read_text().strip()
+            if most == "max":
+                return None
+            cache = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file")]
+            return max(int(most) - int(usage.read_text()) + (cache[0] if cache else 0), 0)
+        except (OSError, ValueError):
+            continue
+    return None

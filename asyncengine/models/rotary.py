@@ -1,0 +1,111 @@
+"""Rotary position embedding: fixed frequencies, and a form of its application that does not copy halves around."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+_FUNCTION = "apply_rotary_pos_emb"
+Same = Callable[[torch.Tensor, torch.Tensor], bool]
+Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None:
+    """Fix frequencies that transformers would choose anew per step by the longest position in it.
+
+    "dynamic" and "longrope" scaling depend on sequence length; in a flat batch that would be the longest neighbour's,
+    and keys cached under one choice would meet queries under another. They are set once, for `max_model_len`, as vLLM
+    does. Other types are left alone.
+    """
+    for part in module.modules():
+        kinds = getattr(part, "rope_type", None)
+        if kinds is None or not hasattr(part, "original_max_seq_len"):
+            continue
+        last = torch.tensor([[max_model_len - 1]], device=device)
+        sample = torch.zeros(1, dtype=torch.float32, device=device)
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if _changes(kind):
+                    part(sample, last, layer_type)
+            part.rope_type = {key: "default" if _changes(kind) else kind for key, kind in kinds.items()}
+        elif _changes(kinds):
+            part(sample, last)
+            part.rope_type = "default"
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def fuse_rotary(attention_modules: list[Any], same: Same, dtype: torch.dtype, device: torch.device) -> int:
+    """Give attention modules whose family rotates halves a faster application; returns how many.
+
+    A module's `forward` is rebound on the instance with the one global name exchanged, so neither the family's source
+    nor any other engine in the process is touched. Candidates are compared with the original on random input.
+    """
+    rebound: dict[type, FunctionType | None] = {}
+    count = 0
+    for module in attention_modules:
+        kind = type(module)
+        if kind not in rebound:
+            rebound[kind] = _rebind(kind, same, dtype, device)
+        forward = rebound[kind]
+        if forward is not None and "forward" not in module.__dict__:
+            module.forward = MethodType(forward, module)
+            count += 1
+    return count
+
+
+def _rebind(kind: type, same: Same, dtype: torch.dtype, device: torch.device) -> FunctionType | None:
+    forward: Any = kind.__dict__.get("forward")
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+        return None
+    original = forward.__globals__.get(_FUNCTION)
+    if _FUNCTION not in forward.__code__.co_names or original is None:
+        return None
+    candidate = _halves_rotated(original)
+    query, key, cos, sin = (
+        torch.randn(shape, dtype=torch.float32).to(dtype).to(device)
+        for shape in ((1, 4, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8))
+    )
+    cos, sin = (torch.cat((part[..., :4],) * 2, dim=-1) for part in (cos, sin))
+    try:
+        expected, found = original(query, key, cos, sin), candidate(query, key, cos, sin)
+    except (TypeError, ValueError, RuntimeError):  # another calling convention: not ours to replace
+        return None
+    if not all(same(left, right) for left, right in zip(expected, found, strict=True)):
+        return None
+    bound = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _FUNCTION: candidate},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    bound.__kwdefaults__ = forward.__kwdefaults__
+    return bound
+
+
+def _halves_rotated(original: Rotate) -> Rotate:
+    """x cos + rotate_half(x) sin without building rotate_half(x); `original` for shapes it does not cover."""
+
+    def apply(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if args or kwargs or cos.shape[-1] != query.shape[-1] or cos.dim() != 3:
+            return original(query, key, cos, sin, *args, **kwargs)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    return apply
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out

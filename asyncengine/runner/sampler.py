@@ -1,0 +1,238 @@
+"""From logits to tokens: penalties, bias, masks, temperature, truncation and a draw, for all rows of a step at once.
+
+Order (SGLang's): penalties on the model's logits, logit bias, grammar and minimum-length masks, temperature, top-k,
+top-p over what top-k left, min-p. What happens to a row depends on its own parameters only, and its random numbers on
+(seed, position, token id) only (`noise`), so neighbours never change its token. Steps that no row asks for are left
+out: a greedy batch without extras is one argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import Int64Array
+from asyncengine.batch import Row
+from asyncengine.runner.noise import BLOCK_FLAG, gumbel
+from asyncengine.runner.penalties import PenaltyTable
+from asyncengine.runner.slot_params import SlotParams
+
+_BLOCK = 512
+_FIRST_CANDIDATES = 1024
+"""A nucleus is looked for among this many tokens before everything is sorted."""
+
+NON_FINITE = "the model produced non-finite logits"
+NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of the sampling rows, and which of them are void."""
+
+    tokens: torch.Tensor
+    """Device, int64 [rows]; arbitrary but valid ids where void."""
+    errors: dict[int, str]
+    """Index into the sampling rows -> why it has no token."""
+
+
+class Sampler:
+    """Samples one token per row. Holds per-slot state; one step at a time."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._params = SlotParams(max_num_seqs, vocab_size)
+        self._penalties = PenaltyTable(vocab_size, device)
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        masks: dict[int, torch.Tensor],
+        last_token: torch.Tensor,
+    ) -> Sampled:
+        """One token for each row from its logits [rows, vocab] (not modified).
+
+        `masks`: row index -> packed int32 bitmask [ceil(vocab / 32)] of allowed tokens.
+        """
+        slots = self._params.update(rows)
+        edits = _Edits(rows, self._params, slots, masks, self._vocab_size)
+        if edits.any:
+            logits = edits.apply(logits, rows, self._penalties, last_token)
+        for row in rows:
+            if not self._params.penalized[row.slot]:
+                self._penalties.forget(row.slot)
+        best, tokens = logits.max(dim=-1)
+        random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
+        if random_rows.size:
+            tokens = self._draw(rows, slots, random_rows, logits, tokens)
+        errors = {}
+        finite = torch.isfinite(best)
+        if not bool(finite.all()):
+            for index in torch.nonzero(~finite)[:, 0].tolist():
+                masked = index in edits.edited and float(best[index]) == float("-inf")
+                errors[index] = NOTHING_ALLOWED if masked else NON_FINITE
+                tokens[index] = 0
+        return Sampled(tokens, errors)
+
+    def _draw(
+        self, rows: Sequence[Row], slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
+    ) -> torch.Tensor:
+        """The greedy tokens with those of the rows `chosen` replaced by draws."""
+        params, owned = self._params, slots[chosen]
+        index = self._to_device(chosen)
+        scaled = logits if len(chosen) == len(rows) else logits[index]
+        scaled = scaled.float() / self._to_device(params.temperature[owned])[:, None]
+        top_k, top_p, min_p = params.top_k[owned], params.top_p[owned], params.min_p[owned]
+        least = scaled.amax(dim=-1) + torch.log(self._to_device(min_p))
+        truncated = np.flatnonzero((top_k > 0) | (top_p < 1))
+        if truncated.size:
+            where = self._to_device(truncated)
+            part = scaled if len(truncated) == len(chosen) else scaled[where]
+            limits = smallest_kept(part, top_k[truncated], self._to_device(top_p[truncated]))
+            least = least.index_copy(0, where, torch.maximum(least[where], limits))
+        positions = np.array([rows[place].start + rows[place].count for place in chosen], dtype=np.int64)
+        key = [self._to_device(column) for column in (params.seed_low[owned], params.seed_high[owned], positions)]
+        return greedy.index_copy(0, index, draw(scaled, least, key[0], key[1], key[2]))
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def smallest_kept(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest logit that top-k (0: all), then top-p keep in each row: float32 [rows].
+
+    A value, not a set of ids: tokens that tie with it are all kept, so the answer does not depend on how a sort
+    breaks ties. logits float32 [rows, vocab], top_p float32 [rows] on their device.
+    """
+    vocab = logits.shape[-1]
+    unlimited = top_k == 0
+    width = min(max(int(top_k.max()), _FIRST_CANDIDATES if unlimited.any() else 0), vocab)
+    on_device = torch.from_numpy(np.where(unlimited, width, top_k)).to(logits.device)
+    everything = torch.from_numpy(unlimited).to(logits.device)
+    values = logits.topk(width, dim=-1).values
+    values = values.masked_fill(torch.arange(width, device=logits.device) >= on_device[:, None], float("-inf"))
+    totals = torch.logsumexp(values, dim=-1)
+    if unlimited.any():
+        totals = torch.where(everything, torch.logsumexp(logits, dim=-1), totals)
+    least, reached = _end_of_nucleus(values, totals, top_p)
+    short = everything & (reached < top_p)
+    if width < vocab and bool(short.any()):
+        index = torch.nonzero(short)[:, 0]
+        values = logits[index].sort(dim=-1, descending=True).values
+        least = least.index_copy(0, index, _end_of_nucleus(values, totals[index], top_p[index])[0])
+    return least
+
+
+def _end_of_nucleus(
+    values: torch.Tensor, totals: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest value of the smallest set of `values` (descending, [rows, n]) whose probability reaches `top_p`.
+
+    Also the probability of all of them. `totals` [rows] is the logarithm that normalises; -inf values do not count.
+    """
+    probabilities = torch.exp(values - totals[:, None])
+    running = probabilities.cumsum(dim=-1)
+    outside = (running - probabilities >= top_p[:, None]) | torch.isneginf(values)
+    outside[:, 0] = False
+    return values.masked_fill(outside, float("inf")).amin(dim=-1), running[:, -1]
+
+
+def draw(
+    logits: torch.Tensor,
+    least: torch.Tensor,
+    seed_low: torch.Tensor,
+    seed_high: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """One draw per row from softmax(logits) over the tokens with logits >= least: int64 [rows].
+
+    logits float32 [rows, vocab]; least float32, the rest int64, [rows]. Gumbel-max over blocks of tokens by their
+    total probability, then over the tokens of the winning block: the same distribution as over all tokens at once for
+    about sqrt(vocab) random numbers. Hashing a vocabulary of 150,000 would cost a millisecond per row.
+    """
+    rows, vocab = logits.shape
+    logits = logits.masked_fill(logits < least[:, None], float("-inf"))
+    num_blocks = -(-vocab // _BLOCK)
+    padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab), value=float("-inf"))
+    blocks = padded.view(rows, num_blocks, _BLOCK)
+    block_ids = torch.arange(num_blocks, device=logits.device).expand(rows, -1) | BLOCK_FLAG
+    totals = torch.logsumexp(blocks, dim=-1)
+    winner = (totals + gumbel(seed_low, seed_high, positions, block_ids)).argmax(dim=-1)
+    inside = blocks[torch.arange(rows, device=logits.device), winner]
+    ids = winner[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    chosen = (inside + gumbel(seed_low, seed_high, positions, ids)).argmax(dim=-1)
+    return (winner * _BLOCK + chosen).clamp_(max=vocab - 1)
+
+
+class _Edits:
+    """What changes a step's logits before anything is chosen: penalties, bias, masks."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        params: SlotParams,
+        slots: Int64Array,
+        masks: dict[int, torch.Tensor],
+        vocab_size: int,
+    ) -> None:
+        self._params = params
+        self._masks = masks
+        self._vocab_size = vocab_size
+        self._penalized = np.flatnonzero(params.penalized[slots]).tolist()
+        self._biased = [index for index, row in enumerate(rows) if row.spec.params.logit_bias]
+        self._held_open = [
+            index
+            for index, row in enumerate(rows)
+            if row.spec.stop_ids and row.start + row.count - row.spec.prompt_len < row.spec.params.min_tokens
+        ]
+        self.edited = {*self._penalized, *self._biased, *self._held_open, *masks}
+        self.any = bool(self.edited)
+
+    def apply(
+        self, logits: torch.Tensor, rows: Sequence[Row], table: PenaltyTable, last_token: torch.Tensor
+    ) -> torch.Tensor:
+        """A float32 copy of `logits` with every edit made."""
+        logits = logits.to(torch.float32, copy=True)
+        for index in self._penalized:
+            self._penalize(logits[index], rows[index], table, last_token)
+        for index in self._biased:
+            bias = rows[index].spec.params.logit_bias
+            known = [token for token in bias if token < self._vocab_size]
+            ids = torch.tensor(known, dtype=torch.int64, device=logits.device)
+            values = torch.tensor([bias[token] for token in known], dtype=torch.float32, device=logits.device)
+            logits[index].index_add_(0, ids, values)
+        for index, mask in self._masks.items():
+            logits[index].masked_fill_(~_unpack(mask.to(logits.device), self._vocab_size), float("-inf"))
+        for index in self._held_open:
+            self._hold_open(logits[index], rows[index])
+        return logits
+
+    def _penalize(self, logits: torch.Tensor, row: Row, table: PenaltyTable, last_token: torch.Tensor) -> None:
+        params, slot = self._params, row.slot
+        prompt_seen, output_counts = table.seen(row, last_token)
+        repetition = float(params.repetition[slot])
+        if repetition != 1.0:
+            penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits.copy_(torch.where(prompt_seen | (output_counts > 0), penalized, logits))
+        if params.frequency[slot]:
+            logits.sub_(output_counts * float(params.frequency[slot]))
+        if params.presence[slot]:
+            logits.sub_((output_counts > 0) * float(params.presence[slot]))
+
+    def _hold_open(self, logits: torch.Tensor, row: Row) -> None:
+        """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
+        stops = [token for token in row.spec.stop_ids if token < self._vocab_size]
+        kept = logits.clone()
+        kept[stops] = float("-inf")
+        if not bool(torch.isneginf(kept).all()):
+            logits.copy_(kept)
+
+
+def _unpack(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Packed int32 bitmask [ceil(vocab / 32)], lowest bit first -> bool [vocab]."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return ((mask[:, None] >> bits) & 1).view(-1)[:vocab_size].bool()

@@ -1,0 +1,132 @@
+"""Turning a `Batch` into the flat arrays one step needs.
+
+Page tables are persistent: one row per slot, into which only pages that are new since the last step are copied. That
+rests on the batch's sharing rule: a request's page list is appended to or replaced by a new list, never changed in
+place, so the same list object means the same leading pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import Int64Array, StepView
+from asyncengine.batch import Batch, Row
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step, flattened. T tokens, N rows of logits, S sampling rows."""
+
+    view: StepView
+    input_ids: torch.Tensor
+    """Device, int64 [1, T]."""
+    positions: torch.Tensor
+    """Device, int64 [1, T]."""
+    logit_rows: torch.Tensor
+    """Device, int64 [N]: tokens whose logits are wanted, ascending."""
+    sampling: list[int]
+    """[S] batch index of each row that samples."""
+    sample_logits: Int64Array
+    """[S] which row of the logits each of them samples from."""
+    prompt_spans: list[tuple[int, int, int]]
+    """(batch index, first, last): rows [first, last) of the logits predict this row's prompt tokens from start + 1."""
+
+
+class StepBuffers:
+    """Builds steps for one runner. Keeps page tables per slot; everything else is made anew."""
+
+    def __init__(self, max_num_seqs: int, page_size: int, device: torch.device) -> None:
+        self._page_size = page_size
+        self._device = device
+        self._tables = np.zeros((max_num_seqs, 16), dtype=np.int32)
+        self._page_lists: list[list[int] | None] = [None] * max_num_seqs
+        self._copied = [0] * max_num_seqs
+
+    def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
+        """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
+
+        Raises `ValueError` if a row does not carry the tokens or pages its positions need.
+        """
+        rows = batch.rows
+        tokens: list[int] = []
+        in_flight: list[tuple[int, int]] = []
+        for row in rows:
+            self._update_table(row)
+            tokens += self._input_tokens(row)
+            if row.in_flight:
+                in_flight.append((len(tokens) - 1, row.slot))
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        counts = np.array([row.count for row in rows], dtype=np.int64)
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        indptr = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=indptr[1:])
+        row_of_token = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(indptr[-1]) + (starts - indptr[:-1])[row_of_token]
+        pages = self._tables[slots[row_of_token], positions // self._page_size].astype(np.int64)
+        kv_slots = pages * self._page_size + positions % self._page_size
+        logit_rows, sampling, sample_logits, prompt_spans = _wanted_logits(rows, indptr)
+        width = int(-(-(starts + counts).max() // self._page_size))
+
+        packed = np.concatenate((np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows))
+        on_device = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        total = len(tokens)
+        parts = torch.split(on_device, [total, total, total, len(logit_rows)])
+        input_ids, where, targets, keep = parts
+        if in_flight:
+            index = torch.tensor(in_flight, dtype=torch.int64).to(self._device, non_blocking=True)
+            input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
+        view = StepView(starts, counts, indptr, self._tables[slots, :width], targets)
+        return Step(view, input_ids[None], where[None], keep, sampling, sample_logits, prompt_spans)
+
+    def _input_tokens(self, row: Row) -> list[int]:
+        end = row.start + row.count - row.in_flight
+        tokens = row.tokens[row.start : end]
+        if len(tokens) != end - row.start or row.count < 1:
+            raise ValueError(
+                f"row of slot {row.slot}: {len(row.tokens)} tokens do not cover [{row.start}, {row.start + row.count})"
+            )
+        if row.in_flight:
+            tokens.append(0)
+        return tokens
+
+    def _update_table(self, row: Row) -> None:
+        need = -(-(row.start + row.count) // self._page_size)
+        if len(row.pages) < need:
+            raise ValueError(f"row of slot {row.slot}: {len(row.pages)} pages do not cover {need}")
+        if need > self._tables.shape[1]:
+            grown = np.zeros((len(self._tables), max(need, 2 * self._tables.shape[1])), dtype=np.int32)
+            grown[:, : self._tables.shape[1]] = self._tables
+            self._tables = grown
+        slot = row.slot
+        if self._page_lists[slot] is not row.pages:
+            self._page_lists[slot] = row.pages
+            self._copied[slot] = 0
+        if self._copied[slot] < need:
+            self._tables[slot, self._copied[slot] : need] = row.pages[self._copied[slot] : need]
+            self._copied[slot] = need
+
+
+def _wanted_logits(
+    rows: tuple[Row, ...], indptr: Int64Array
+) -> tuple[Int64Array, list[int], Int64Array, list[tuple[int, int, int]]]:
+    """Which tokens' logits are wanted, and for what."""
+    wanted: list[int] = []
+    sampling: list[int] = []
+    sample_logits: list[int] = []
+    spans: list[tuple[int, int, int]] = []
+    for index, row in enumerate(rows):
+        begin, end = int(indptr[index]), int(indptr[index + 1])
+        if row.spec.params.prompt_logprobs:
+            predicting = min(row.start + row.count, row.spec.prompt_len - 1) - row.start
+            if predicting > 0:
+                spans.append((index, len(wanted), len(wanted) + predicting))
+                wanted += range(begin, begin + predicting)
+        if row.samples:
+            if not wanted or wanted[-1] != end - 1:
+                wanted.append(end - 1)
+            sampling.append(index)
+            sample_logits.append(len(wanted) - 1)
+    return np.array(wanted, dtype=np.int64), sampling, np.array(sample_logits, dtype=np.int64), spans

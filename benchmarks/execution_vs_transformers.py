@@ -1,0 +1,200 @@
+"""The runner against transformers' `generate` on the same random checkpoint, prompts and threads.
+
+Makes a Qwen3-0.6B-shaped bfloat16 checkpoint in a temporary folder, decodes it both ways, turn by turn, and prints
+medians of output tokens per second, the share of transformers' tokens that agree, and peak memory against what weights
+and KV cache take. Greedy, end-of-sequence ignored, no text. Read ratios, not absolutes, on a machine with company.
+
+    python benchmarks/execution_vs_transformers.py [--batch 16 --input 128 --output 64 --rounds 3 --threads 2 --json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+
+from asyncengine.batch import Batch, Row, RowSpec
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import load_model
+from asyncengine.runner.model_runner import ModelRunner, build_runner
+from asyncengine.sampling_params import SamplingParams
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "small": {
+        "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
+
+
+def main() -> None:
+    options = parse()
+    if options.memory_of:
+        print(json.dumps(measure_memory(options)))
+        return
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(options, folder)
+        memory = json.loads(subprocess.run(
+            [sys.executable, __file__, "--memory-of", folder, *forwarded(options)],
+            check=True, capture_output=True, text=True,
+        ).stdout)  # fmt: skip
+        report = compare(options, folder)
+    report["memory"] = memory
+    print(json.dumps(report) if options.json else table(report))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, default=16, help="requests at once (a single stream is always measured)")
+    parser.add_argument("--input", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--output", type=int, default=64, help="generated tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def forwarded(options: argparse.Namespace) -> list[str]:
+    names = ("shape", "batch", "input", "output", "threads", "dtype")
+    return [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
+
+
+def make_checkpoint(options: argparse.Namespace, folder: str) -> None:
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**SHAPES[options.shape])
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).save_pretrained(folder)
+
+
+def make_prompts(options: argparse.Namespace) -> list[list[int]]:
+    generator = random.Random(0)
+    vocab = int(SHAPES[options.shape]["vocab_size"])
+    return [[generator.randrange(vocab) for _ in range(options.input)] for _ in range(options.batch)]
+
+
+def make_runner(options: argparse.Namespace, folder: str) -> ModelRunner:
+    config = EngineConfig(
+        dtype=options.dtype, device="cpu", num_threads=options.threads, max_num_seqs=max(options.batch, 1),
+        max_model_len=options.input + options.output, show_progress=False,
+    )  # fmt: skip
+    return build_runner(load_model(folder, config), config)
+
+
+def run_ours(runner: ModelRunner, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
+    """Tokens and seconds. Prompts in steps of 512 tokens at most per row, then one token per step."""
+    size = runner.page_size
+    per_row = -(-(len(prompts[0]) + output) // size)
+    tokens = [list(prompt) for prompt in prompts]
+    pages = [list(range(1 + index * per_row, 1 + (index + 1) * per_row)) for index in range(len(prompts))]
+    specs = [RowSpec(index, GREEDY, index, len(prompt)) for index, prompt in enumerate(prompts)]
+    computed = [0] * len(prompts)
+    began = time.perf_counter()
+    step = 0
+    while len(tokens[0]) < len(prompts[0]) + output:
+        rows = []
+        for index, spec in enumerate(specs):
+            count = min(len(tokens[index]) - computed[index], 512)
+            samples = computed[index] + count == len(tokens[index])
+            rows.append(Row(spec, index, computed[index], count, tokens[index], False, pages[index], samples))
+        step += 1
+        result = runner.execute(Batch(step, tuple(rows)))
+        for index, row in enumerate(rows):
+            computed[index] += row.count
+            if row.samples:
+                tokens[index].append(result.tokens[index])
+    return [row[len(prompts[0]) :] for row in tokens], time.perf_counter() - began
+
+
+def run_transformers(model: Any, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
+    inputs = torch.tensor(prompts)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=output, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return out[:, inputs.shape[1] :].tolist(), time.perf_counter() - began
+
+
+def compare(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Both ways in turn, `rounds` times, after one short warm-up each."""
+    from transformers import AutoModelForCausalLM
+
+    runner = make_runner(options, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype))
+    prompts = make_prompts(options)
+    run_ours(runner, prompts[:1], 2)
+    run_transformers(model, prompts[:1], 2)
+    report: dict[str, Any] = {"options": vars(options), "fused": runner.fused, "tokens_per_second": {}}
+    for name, chosen in (("single stream", prompts[:1]), (f"batch of {options.batch}", prompts)):
+        speeds: dict[str, list[float]] = {"asyncengine": [], "transformers": []}
+        for _ in range(options.rounds):
+            ours, seconds = run_ours(runner, chosen, options.output)
+            speeds["asyncengine"].append(len(chosen) * options.output / seconds)
+            theirs, seconds = run_transformers(model, chosen, options.output)
+            speeds["transformers"].append(len(chosen) * options.output / seconds)
+        pairs = [pair for left, right in zip(ours, theirs, strict=True) for pair in zip(left, right, strict=True)]
+        report["tokens_per_second"][name] = {
+            **{engine: statistics.median(values) for engine, values in speeds.items()},
+            "all": speeds,
+            "same_tokens": sum(left == right for left, right in pairs) / len(pairs),
+        }
+    return report
+
+
+def measure_memory(options: argparse.Namespace) -> dict[str, float]:
+    """Peak resident memory of loading and one short batch, in a process of its own (the one called)."""
+    import resource
+
+    torch.set_num_threads(options.threads)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    runner = make_runner(options, options.memory_of)
+    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    run_ours(runner, make_prompts(options), 2)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "weights_mib": runner.weights_bytes / 2**20,
+        "kv_mib": runner.kv_bytes / 2**20,
+        "interpreter_mib": before,
+        "peak_after_loading_mib": loaded,
+        "peak_mib": peak,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [f"{'output tokens/s':<16} {'asyncengine':>12} {'transformers':>13} {'ratio':>6} {'same tokens':>12}"]
+    for name, row in report["tokens_per_second"].items():
+        ours, theirs = row["asyncengine"], row["transformers"]
+        lines.append(f"{name:<16} {ours:>12.1f} {theirs:>13.1f} {ours / theirs:>6.2f} {row['same_tokens']:>12.0%}")
+    memory = report["memory"]
+    allowed = (memory["weights_mib"] + memory["kv_mib"]) * 1.25
+    lines.append(
+        f"memory MiB: weights {memory['weights_mib']:.0f} + KV {memory['kv_mib']:.0f}, plus a quarter {allowed:.0f}; "
+        f"peak {memory['peak_mib']:.0f}, of which the interpreter and torch took {memory['interpreter_mib']:.0f} before"
+    )
+    lines.append("fused: " + ", ".join(report["fused"]))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

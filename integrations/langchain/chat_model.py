@@ -1,0 +1,227 @@
+"""`ChatAsyncEngine`: LangChain's chat model over an in-process engine.
+
+Sync calls go through the engine's sync twin, async ones await the engine natively; all of them, from any loop and
+any thread, join the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import ContextThreadPoolExecutor, get_config_list
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import ConfigDict
+
+from asyncengine.integrations.langchain.errors import mapped_errors
+from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangChainFields
+from asyncengine.integrations.langchain.messages import to_openai
+from asyncengine.integrations.langchain.outputs import chat_chunk, chat_result, total_usage
+from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
+
+
+class ChatAsyncEngine(LangChainFields, BaseChatModel):
+    """Chat model on an in-process engine; see `EngineFields` for its fields.
+
+    Constructing is cheap: the model loads at the first call, once per process for equal (model, engine_config).
+    Every `SamplingParams` field is also a keyword of each call, as are `model` (a LoRA adapter's name), `adapter`,
+    `timeout`, `priority`, `cache_salt` and `template_kwargs`; anything else is refused by name.
+
+    Errors are the engine's and LangChain's at once (`langchain_core.exceptions`). A deadline that passes raises
+    `RequestTimeout` with the partial text.
+
+    Example:
+        chat = ChatAsyncEngine(model="demo", temperature=0, max_tokens=64)
+        await chat.ainvoke("Hello")
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    # -- one request
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with mapped_errors():
+            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            return chat_result(checked(self._engines().sync().chat(prompt, **call.for_chat())), call.model_name)
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with mapped_errors():
+            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            engine = await self._engines().aio()
+            return chat_result(checked(await engine.chat(prompt, **call.for_chat())), call.model_name)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        # The base class calls on_llm_new_token for every chunk; calling it here would report tokens twice.
+        with mapped_errors():
+            call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
+            text = ""
+            with self._engines().sync().stream_chat(prompt, **call.for_chat()) as stream:
+                for chunk in stream:
+                    text += chunk.text
+                    if worth_sending(chunk):
+                        yield chat_chunk(chunk, call.model_name)
+                    raise_if_timed_out(chunk.finish_reason, text)
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with mapped_errors():
+            call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
+            engine = await self._engines().aio()
+            text = ""
+            stream = engine.stream_chat(prompt, **call.for_chat())
+            try:
+                async for chunk in stream:
+                    text += chunk.text
+                    if worth_sending(chunk):
+                        yield chat_chunk(chunk, call.model_name)
+                    raise_if_timed_out(chunk.finish_reason, text)
+            finally:
+                stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+
+    # -- many requests from one thread: all of them wait in the engine, not in a pool of six threads
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Submits everything at once (up to `MAX_BATCH_THREADS`), unless the config sets `max_concurrency`."""
+        return super().batch(inputs, _widened(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
+
+    def batch_as_completed(  # type: ignore[override]  # the base class spells it as two overloads
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, AIMessage | Exception]]:
+        widened = _widened(config, len(inputs))
+        return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    def generate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """The base class asks for one answer after the other; here all prompts are in the engine together.
+
+        Raises the first error in the order of `messages`, after every other request has ended.
+        """
+        if len(messages) < 2:
+            return super().generate(messages, stop, callbacks, **kwargs)
+        run_id = kwargs.pop("run_id", None)
+        single = super().generate
+
+        def one(index: int) -> LLMResult:
+            return single([messages[index]], stop, callbacks, **kwargs, **({} if index else {"run_id": run_id}))
+
+        with ContextThreadPoolExecutor(max_workers=min(len(messages), MAX_BATCH_THREADS)) as executor:
+            results = list(executor.map(one, range(len(messages))))
+        return LLMResult(
+            generations=[result.generations[0] for result in results],
+            llm_output=self._combine_llm_outputs([result.llm_output for result in results]),
+            run=[run for result in results for run in result.run or ()],
+        )
+
+    # -- counting
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text by the model's own tokenizer. Loads the model."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        with mapped_errors():
+            return self._engines().sync().aengine.tokenize(text)
+
+    def get_num_tokens_from_messages(
+        self,
+        messages: list[BaseMessage],
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
+    ) -> int:
+        """Prompt tokens that these messages become, chat template included. Loads the model."""
+        with mapped_errors():
+            offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+            return self._engines().sync().count_tokens(to_openai(messages), tools=offered)
+
+    # -- who am I
+
+    @property
+    def _llm_type(self) -> str:
+        return "asyncengine-chat"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = self._langsmith_params(stop, kwargs)
+        params["ls_model_type"] = "chat"
+        return params
+
+    def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
+        usages = [output["token_usage"] for output in _llm_outputs if output and "token_usage" in output]
+        return {"token_usage": total_usage(usages), "model_name": self._name()} if usages else {}
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        """What is known without loading the model."""
+        profile = ModelProfile(
+            name=self._name(),
+            open_weights=True,
+            text_inputs=True,
+            text_outputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            pdf_inputs=False,
+            reasoning_output=False,
+            tool_calling=False,
+            structured_output=False,
+            temperature=True,
+        )
+        limit = self.engine_config.get("max_model_len")
+        if isinstance(limit, int):
+            profile["max_input_tokens"] = limit
+        return profile
+
+
+def _widened(
+    config: RunnableConfig | Sequence[RunnableConfig] | None, length: int
+) -> RunnableConfig | list[RunnableConfig] | None:
+    """The configs with as many threads as there are inputs, where the caller set no limit."""
+    if length < 2:
+        return config if config is None or isinstance(config, dict) else list(config)
+    configs = get_config_list(config, length)
+    if configs[0].get("max_concurrency") is None:
+        configs[0] = {**configs[0], "max_concurrency": min(length, MAX_BATCH_THREADS)}
+    return configs

@@ -1,0 +1,63 @@
+"""What the chat model and the text model have in common beyond the fields both frameworks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from langchain_core.language_models.base import LangSmithParams
+from pydantic import Field, SecretStr
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.fields import Call, EngineFields
+from asyncengine.integrations.langchain.outputs import PROVIDER
+
+MAX_BATCH_THREADS = 256
+"""Blocking calls that `batch` keeps waiting at once: as many as an engine runs at once by default."""
+
+
+class LangChainFields(EngineFields):
+    streaming: bool = False
+    """Produce whole answers through the stream, so that callbacks see tokens in `invoke` as well."""
+    max_retries: int | None = None
+    """Accepted and ignored: nothing here fails that a retry would mend."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """Accepted and ignored: there is no server."""
+
+    @property
+    def model_name(self) -> str:
+        return self._name()
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        """Everything that may change an answer: LangChain's caches take it as their key."""
+        params = {"model": self._name(), **self._defaults()}
+        if self.engine_config:
+            params["engine_config"] = self.engine_config
+        if "stop" in params:  # the base classes put the call's own `stop`, mostly None, under that name
+            params["stop_sequences"] = params.pop("stop")
+        return params
+
+    def _request(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
+        """`stream` is LangChain's own switch between `_generate` and `_stream`."""
+        return self._call(stop, {name: value for name, value in kwargs.items() if name != "stream"})
+
+    def _stream_request(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
+        call = self._request(stop, kwargs)
+        if call.params.n != 1:
+            raise InvalidParameter("n", "must be 1 when streaming", call.params.n)
+        return call
+
+    def _langsmith_params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> LangSmithParams:
+        """`ls_model_type` is left to the caller. Never raises: tracing must not break a call that would be refused."""
+        given = {**self._defaults(), **kwargs}
+        name = kwargs.get("model") or given.get("adapter") or self._name()
+        params = LangSmithParams(ls_provider=PROVIDER, ls_model_name=str(name))
+        if isinstance(given.get("temperature"), (int, float)):
+            params["ls_temperature"] = given["temperature"]
+        if isinstance(given.get("max_tokens"), int):
+            params["ls_max_tokens"] = given["max_tokens"]
+        stops = stop if stop is not None else given.get("stop")
+        if stops:
+            params["ls_stop"] = [stops] if isinstance(stops, str) else list(stops)
+        return params

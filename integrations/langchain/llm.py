@@ -1,0 +1,119 @@
+"""`AsyncEngineLLM`: LangChain's text completion over an in-process engine, without a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseLLM
+from langchain_core.language_models.base import LangSmithParams
+from langchain_core.outputs import GenerationChunk, LLMResult
+from pydantic import ConfigDict
+
+from asyncengine.integrations.langchain.errors import mapped_errors
+from asyncengine.integrations.langchain.fields import LangChainFields
+from asyncengine.integrations.langchain.outputs import text_chunk, text_result
+from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
+
+
+class AsyncEngineLLM(LangChainFields, BaseLLM):
+    """Text completion on an in-process engine; fields, per-call keywords and errors as in `ChatAsyncEngine`.
+
+    A list of prompts is submitted as a whole, so `batch`, `abatch` and `generate` run as one batch.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        with mapped_errors():
+            call = self._request(stop, kwargs)
+            arguments = call.for_text()
+            completions = self._engines().sync().generate_many(prompts, **arguments)
+            return text_result([checked(completion) for completion in completions], call.model_name)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        with mapped_errors():
+            call = self._request(stop, kwargs)
+            arguments = call.for_text()
+            engine = await self._engines().aio()
+            tasks = [asyncio.ensure_future(engine.generate(prompt, **arguments)) for prompt in prompts]
+            try:
+                completions = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()  # after an error of one: the others' answers have no reader any more
+            return text_result([checked(completion) for completion in completions], call.model_name)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        with mapped_errors():
+            arguments = self._stream_request(stop, kwargs).for_text()
+            text = ""
+            with self._engines().sync().stream(prompt, **arguments) as stream:
+                for chunk in stream:
+                    text += chunk.text
+                    if worth_sending(chunk):
+                        made = text_chunk(chunk)
+                        if run_manager is not None:
+                            run_manager.on_llm_new_token(made.text, chunk=made)
+                        yield made
+                    raise_if_timed_out(chunk.finish_reason, text)
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        with mapped_errors():
+            arguments = self._stream_request(stop, kwargs).for_text()
+            engine = await self._engines().aio()
+            text = ""
+            stream = engine.stream(prompt, **arguments)
+            try:
+                async for chunk in stream:
+                    text += chunk.text
+                    if worth_sending(chunk):
+                        made = text_chunk(chunk)
+                        if run_manager is not None:
+                            await run_manager.on_llm_new_token(made.text, chunk=made)
+                        yield made
+                    raise_if_timed_out(chunk.finish_reason, text)
+            finally:
+                stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text by the model's own tokenizer. Loads the model."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        with mapped_errors():
+            return self._engines().sync().aengine.tokenize(text)
+
+    @property
+    def _llm_type(self) -> str:
+        return "asyncengine"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = self._langsmith_params(stop, kwargs)
+        params["ls_model_type"] = "llm"
+        return params

@@ -1,0 +1,113 @@
+"""LangChain messages -> OpenAI-shaped dicts. Text only; anything else is refused by name and place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.openai_shape import (
+    Message,
+    assistant_message,
+    message,
+    refuse_block,
+    tool_call,
+    tool_message,
+)
+
+_TEXT = {"text", "input_text", "output_text", "text-plain"}
+_THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
+"""Left out of the history, as the chat templates of reasoning models do."""
+_CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
+_RESULT = {"tool_result", "function_call_output"}
+
+
+def to_openai(messages: Sequence[BaseMessage]) -> list[Message]:
+    """Raises `InvalidParameter` naming the message for content that is not text and for unknown message classes."""
+    converted: list[Message] = []
+    for position, item in enumerate(messages):
+        converted += _convert(item, f"messages[{position}]")
+    return converted
+
+
+def _convert(item: BaseMessage, where: str) -> list[Message]:
+    if isinstance(item, AIMessage):
+        # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
+        texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]
+        return [assistant_message("\n".join(filter(None, texts)), _tool_calls(item), item.name)]
+    if isinstance(item, ToolMessage):
+        return [tool_message(_text(item.content, where), item.tool_call_id, item.name)]
+    if isinstance(item, FunctionMessage):
+        return [tool_message(_text(item.content, where), None, item.name)]
+    if isinstance(item, SystemMessage):
+        return [message("system", _text(item.content, where), item.name)]
+    if isinstance(item, HumanMessage):
+        return _human(item, where)
+    if isinstance(item, ChatMessage):
+        return [message(item.role, _text(item.content, where), item.name)]
+    raise InvalidParameter(where, f"messages of class {type(item).__name__} cannot be sent to a model")
+
+
+def _human(item: HumanMessage, where: str) -> list[Message]:
+    """Anthropic puts tool results into the user's message; they become messages of their own before its text."""
+    results = [
+        tool_message(
+            _text(block.get("content", block.get("output", "")), where),
+            block.get("tool_use_id") or block.get("call_id"),
+        )
+        for block in _blocks(item.content)
+        if block.get("type") in _RESULT
+    ]
+    text = _text(item.content, where, skip=_RESULT)
+    return [*results, message("user", text, item.name)] if text or not results else results
+
+
+def _tool_calls(item: AIMessage) -> list[Message]:
+    """`tool_calls` wins over tool_use blocks in the content, which repeat it when a history was made by hand."""
+    calls = [tool_call(call["id"], call["name"], call["args"]) for call in item.tool_calls]
+    if calls or item.invalid_tool_calls:
+        return calls
+    return [
+        tool_call(block.get("id") or block.get("call_id"), block["name"], _arguments(block))
+        for block in _blocks(item.content)
+        if block.get("type") in _CALL and block.get("name")
+    ]
+
+
+def _arguments(block: Mapping[str, Any]) -> Mapping[str, Any] | str:
+    for key in ("input", "args", "arguments"):
+        value = block.get(key)
+        if isinstance(value, (Mapping, str)):
+            return value
+    return {}
+
+
+def _blocks(content: str | Sequence[str | dict[str, Any]]) -> list[dict[str, Any]]:
+    return [] if isinstance(content, str) else [block for block in content if isinstance(block, dict)]
+
+
+def _text(content: Any, where: str, skip: set[str] | frozenset[str] = frozenset()) -> str:
+    """The text of a content, its blocks joined by newlines; blocks in `skip` are somebody else's business."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for block in content or ():
+        if isinstance(block, str):
+            texts.append(block)
+            continue
+        kind = str(block.get("type", "without a type"))
+        if kind in _TEXT:
+            texts.append(str(block.get("text") or ""))
+        elif kind not in _THOUGHT and kind not in skip:
+            raise refuse_block(f"{where}.content", kind)
+    return "\n".join(texts)

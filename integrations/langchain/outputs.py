@@ -1,0 +1,105 @@
+"""The engine's results -> LangChain's. Whole answers and stream chunks carry the same keys.
+
+When chunks are added up LangChain concatenates strings and adds integers, so whatever is not per token sits on a
+stream's last chunk only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import (
+    ChatGeneration,
+    ChatGenerationChunk,
+    ChatResult,
+    Generation,
+    GenerationChunk,
+    LLMResult,
+)
+
+from asyncengine import Chunk, Completion, LogprobEntry, Usage
+from asyncengine.integrations.results import openai_logprobs, openai_usage
+
+PROVIDER = "asyncengine"
+
+
+def usage_metadata(usage: Usage) -> UsageMetadata:
+    return UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
+    )
+
+
+def _info(finish_reason: str | None, logprobs: Sequence[LogprobEntry] | None) -> dict[str, Any]:
+    """Generation info; the base classes copy it into `response_metadata`."""
+    info: dict[str, Any] = {}
+    if logprobs:
+        info["logprobs"] = openai_logprobs(logprobs)
+    if finish_reason is not None:
+        info["finish_reason"] = finish_reason
+    return info
+
+
+def _answer(model_name: str) -> dict[str, Any]:
+    return {"model_name": model_name, "model_provider": PROVIDER}
+
+
+def chat_result(completion: Completion, model_name: str) -> ChatResult:
+    """One generation per sample. The request's usage is on the first one, where LangChain's counters look, and on
+    no other, so that adding up over all generations counts each token once."""
+    generations = []
+    for index, sample in enumerate(completion.samples):
+        info = _info(sample.finish_reason, sample.logprobs)
+        answer = AIMessage(
+            content=sample.text,
+            response_metadata={**_answer(model_name), **info},
+            usage_metadata=None if index else usage_metadata(completion.usage),
+        )
+        generations.append(ChatGeneration(message=answer, generation_info=info))
+    output = {"token_usage": openai_usage(completion.usage), "model_name": model_name}
+    return ChatResult(generations=generations, llm_output=output)
+
+
+def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
+    last = chunk.finish_reason is not None
+    info = _info(chunk.finish_reason, chunk.logprobs)
+    part = AIMessageChunk(
+        content=chunk.text,
+        response_metadata={**(_answer(model_name) if last else {}), **info},
+        usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None,
+        chunk_position="last" if last else None,
+    )
+    return ChatGenerationChunk(message=part)
+
+
+def text_result(completions: Sequence[Completion], model_name: str) -> LLMResult:
+    """One list of generations, one per sample, for each prompt."""
+    generations: list[list[Generation]] = [
+        [
+            Generation(text=sample.text, generation_info=_info(sample.finish_reason, sample.logprobs))
+            for sample in completion.samples
+        ]
+        for completion in completions
+    ]
+    output = {"token_usage": total_usage([openai_usage(c.usage) for c in completions]), "model_name": model_name}
+    return LLMResult(generations=list(generations), llm_output=output)
+
+
+def text_chunk(chunk: Chunk) -> GenerationChunk:
+    return GenerationChunk(text=chunk.text, generation_info=_info(chunk.finish_reason, chunk.logprobs) or None)
+
+
+def total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sum OpenAI usage objects key by key."""
+    total: dict[str, Any] = {}
+    for usage in usages:
+        for key, value in usage.items():
+            total[key] = (
+                total_usage([total.get(key, {}), value]) if isinstance(value, dict) else total.get(key, 0) + value
+            )
+    return total

@@ -1,0 +1,12 @@
+"""LlamaIndex: `AsyncEngineLLM`."""
+
+try:
+    import llama_index.core  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        'the LlamaIndex adapter needs llama-index-core; install it with: pip install "asyncengine[llama-index]"'
+    ) from error
+
+from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
+
+__all__ = ["AsyncEngineLLM"]

@@ -1,0 +1,245 @@
+"""`AsyncEngineLLM`: LlamaIndex's LLM over an in-process engine.
+
+Each of the eight calls is a prompt, one of four ways to run it, and the response's shape. The async ones
+await the engine natively and never touch its sync twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from llama_index.core.base.llms.generic_utils import messages_to_prompt
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.tools.types import BaseTool
+from pydantic import ConfigDict
+
+from asyncengine import ModelInfo
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.fields import Call, EngineFields
+from asyncengine.integrations.llama_index.messages import to_openai
+from asyncengine.integrations.llama_index.outputs import Answer
+from asyncengine.integrations.openai_shape import Message, message
+from asyncengine.integrations.results import worth_sending
+
+Response = TypeVar("Response")
+
+
+class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
+    """LLM on an in-process engine; see `EngineFields` for its fields.
+
+    Constructing is cheap: the model loads at the first call (or read of `metadata`), once per process for equal
+    (model, engine_config). Every `SamplingParams` field but `n` is also a keyword of each call, as are `model` (a LoRA
+    adapter's name), `adapter`, `timeout`, `priority`, `cache_salt` and `template_kwargs`; anything else is refused by
+    name. Errors are the engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the
+    partial text.
+
+    Example:
+        llm = AsyncEngineLLM(model="demo", temperature=0, max_tokens=64)
+        await llm.acomplete("Hello")
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    context_window: int | None = None
+    """Tokens of prompt and answer that LlamaIndex may plan with; None takes the model's."""
+    is_chat_model: bool | None = None
+    """Whether prompts go through the model's chat template; None: where the model has one."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "AsyncEngine_llm"
+
+    @property
+    def model_name(self) -> str:
+        return self._name()
+
+    @property
+    def additional_kwargs(self) -> dict[str, Any]:
+        """LlamaIndex's name for `model_kwargs`."""
+        return self.model_kwargs
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Loads the model where `context_window` or `is_chat_model` is left to it."""
+        window, chat = self.context_window, self.is_chat_model
+        if window is None or chat is None:
+            info = self._engines().info()
+            window, chat = window or info.max_model_len, self._chats(info)
+        return LLMMetadata(
+            context_window=window,
+            num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),
+            is_chat_model=chat,
+            is_function_calling_model=False,
+            model_name=self._name(),
+            system_role=MessageRole.SYSTEM,
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What observers are told. Each call sends it from the caller's loop, so it must not load the model."""
+        return {"class_name": self.class_name(), "model_name": self._name(), **self._defaults()}
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids by the model's own tokenizer; give it to LlamaIndex as `Settings.tokenizer`. Loads the model."""
+        return self._engines().sync().aengine.tokenize(text)
+
+    # -- the eight calls
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return self._run(messages, kwargs).chat()
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        return (await self._arun(messages, kwargs)).chat()
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return self._stream(messages, kwargs, Answer.chat)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        return self._astream(messages, kwargs, Answer.chat)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return self._run(prompt, kwargs, formatted).complete()
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return (await self._arun(prompt, kwargs, formatted)).complete()
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        return self._stream(prompt, kwargs, Answer.complete, formatted)
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        return self._astream(prompt, kwargs, Answer.complete, formatted)
+
+    # -- the four ways to run a prompt
+
+    def _run(self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], formatted: bool = False) -> Answer:
+        call = self._single(kwargs)
+        engine = self._engines().sync()
+        ready = self._prompt(engine.info, prompt, formatted)
+        if isinstance(ready, str):
+            completion = engine.generate(ready, **call.for_text())
+        else:
+            completion = engine.chat(ready, **call.for_chat())
+        return Answer(call.model_name).whole(completion).checked()
+
+    async def _arun(
+        self, prompt: str | Sequence[ChatMessage], kwargs: Mapping[str, Any], formatted: bool = False
+    ) -> Answer:
+        call = self._single(kwargs)
+        engine = await self._engines().aio()
+        ready = self._prompt(engine.info, prompt, formatted)
+        if isinstance(ready, str):
+            completion = await engine.generate(ready, **call.for_text())
+        else:
+            completion = await engine.chat(ready, **call.for_chat())
+        return Answer(call.model_name).whole(completion).checked()
+
+    def _stream(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        kwargs: Mapping[str, Any],
+        shape: Callable[[Answer], Response],
+        formatted: bool = False,
+    ) -> Generator[Response, None, None]:
+        call = self._single(kwargs)
+        engine = self._engines().sync()
+        ready = self._prompt(engine.info, prompt, formatted)
+        answer = Answer(call.model_name)
+        if isinstance(ready, str):
+            stream = engine.stream(ready, **call.for_text())
+        else:
+            stream = engine.stream_chat(ready, **call.for_chat())
+        with stream:
+            for chunk in stream:
+                answer.grow(chunk)
+                if worth_sending(chunk):
+                    yield shape(answer)
+                answer.checked()
+
+    async def _astream(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        kwargs: Mapping[str, Any],
+        shape: Callable[[Answer], Response],
+        formatted: bool = False,
+    ) -> AsyncGenerator[Response, None]:
+        call = self._single(kwargs)
+        engine = await self._engines().aio()
+        ready = self._prompt(engine.info, prompt, formatted)
+        answer = Answer(call.model_name)
+        if isinstance(ready, str):
+            stream = engine.stream(ready, **call.for_text())
+        else:
+            stream = engine.stream_chat(ready, **call.for_chat())
+        try:
+            async for chunk in stream:
+                answer.grow(chunk)
+                if worth_sending(chunk):
+                    yield shape(answer)
+                answer.checked()
+        finally:
+            stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+
+    def _single(self, kwargs: Mapping[str, Any]) -> Call:
+        call = self._call(None, kwargs)
+        if call.params.n != 1:
+            raise InvalidParameter("n", "must be 1: a LlamaIndex response holds one answer", call.params.n)
+        return call
+
+    def _prompt(self, info: ModelInfo, prompt: str | Sequence[ChatMessage], formatted: bool) -> list[Message] | str:
+        """Messages for the chat template, or a text as it is: a chat model reads a plain prompt as the user's
+        message, other models read messages as one text."""
+        if not isinstance(prompt, str):
+            return to_openai(prompt) if self._chats(info) else (self.messages_to_prompt or messages_to_prompt)(prompt)
+        if formatted or self.completion_to_prompt is None:
+            return prompt
+        text = self.completion_to_prompt(prompt)
+        # A text that completion_to_prompt has put into the model's own format must not be wrapped once more.
+        return [message("user", text)] if self._chats(info) and text == prompt else text
+
+    def _chats(self, info: ModelInfo) -> bool:
+        return info.has_chat_template if self.is_chat_model is None else self.is_chat_model
+
+    # -- tools
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        _no_tools()
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        _no_tools()
+
+
+def _no_tools() -> NoReturn:
+    raise NotImplementedError("asyncengine 0.1 does not call tools yet (metadata.is_function_calling_model is False)")

@@ -1,0 +1,50 @@
+"""How many pages a pool gets, and when there are too few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncengine.attention.base import LayerSpec
+from asyncengine.attention.factory import num_pages_for
+from asyncengine.config import EngineConfig
+from asyncengine.errors import OutOfMemory
+
+LAYERS = [LayerSpec(index, 8, 4, 64, 64, 0.125) for index in range(2)]
+PAGE = 2 * 4 * 128 * 16 * 2  # layers * kv heads * (key + value) * tokens * bytes
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def pages(free: int, device: torch.device = CPU, length: int = 4096, **fields: object) -> int:
+    return num_pages_for(LAYERS, EngineConfig.from_dict(fields), length, torch.bfloat16, device, free)
+
+
+def test_a_share_of_free_memory() -> None:
+    assert pages(GIB) == GIB // 4 // PAGE
+    assert pages(GIB, torch.device("cuda")) == int(GIB * 0.85) // PAGE
+
+
+def test_on_cpu_at_most_four_gib() -> None:
+    assert pages(100 * GIB, length=40960) == 4 * GIB // PAGE
+
+
+def test_no_more_than_all_requests_can_fill() -> None:
+    assert pages(100 * GIB, max_num_seqs=3) == 3 * 4096 // 16 + 1
+
+
+def test_given_bytes() -> None:
+    assert pages(GIB, kv_cache_memory="64MiB") == 64 * 2**20 // PAGE
+
+
+def test_more_than_free_is_refused_with_numbers() -> None:
+    with pytest.raises(OutOfMemory, match="2048 MiB, but only 1024 MiB are free"):
+        pages(GIB, kv_cache_memory="2GiB")
+
+
+def test_too_little_is_refused_with_numbers() -> None:
+    with pytest.raises(OutOfMemory, match=r"pages of 16 tokens \(32 KiB each\); at least 17 are needed"):
+        pages(16 * PAGE)
+    with pytest.raises(OutOfMemory, match="at least 2 are needed"):
+        pages(GIB, kv_cache_memory=PAGE)
+    assert pages(GIB, kv_cache_memory=2 * PAGE) == 2

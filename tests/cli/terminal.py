@@ -1,0 +1,90 @@
+"""A program on a pseudo-terminal, driven by what it prints: no pauses, only deadlines."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import TracebackType
+from typing import Self
+
+CTRL_C, CTRL_D = "\x03", "\x04"
+PATIENCE = 120.0
+"""Seconds for anything to appear, on a busy machine. Only a failing test waits that long."""
+
+
+class Terminal:
+    """`asyncengine ARGUMENTS` with a controlling terminal of its own, so that Ctrl-C is a real one."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._fd, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 110, 0, 0))
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "NO_COLOR": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "asyncengine.cli.main", *arguments],
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            env={name: value for name, value in environment.items() if value},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  # no thread holds a lock here
+        )
+        os.close(child)
+        self.output = ""
+        self._seen = 0
+
+    def expect(self, text: str) -> str:
+        """Wait until `text` appears after what was expected before; everything up to its end."""
+        deadline = time.monotonic() + PATIENCE
+        while (at := self.output.find(text, self._seen)) < 0:
+            assert self._read(deadline), f"the program ended before it printed {text!r}:\n{self.output}"
+        begin, self._seen = self._seen, at + len(text)
+        return self.output[begin : self._seen]
+
+    def send(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def end(self) -> int:
+        """Read to the end of the output; the exit code."""
+        deadline = time.monotonic() + PATIENCE
+        while self._read(deadline):
+            pass
+        return self.process.wait(PATIENCE)
+
+    def _read(self, deadline: float) -> bool:
+        """More output, if there is any before the program ends."""
+        ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"not within {PATIENCE:.0f} s:\n{self.output}"
+        try:
+            data = os.read(self._fd, 65536)
+        except OSError:  # Linux: the last process has closed the terminal
+            return False
+        self.output += data.decode(errors="replace")
+        return bool(data)
+
+    def assert_clean(self) -> None:
+        """No traceback, the cursor is visible, and nobody of the program's session is left."""
+        assert "Traceback" not in self.output, self.output
+        assert self.output.rfind("\x1b[?25l") <= self.output.rfind("\x1b[?25h"), "the cursor was left hidden"
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return
+        raise AssertionError("a process of the program is still there")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._fd)

@@ -1,0 +1,167 @@
+"""The commands on the bundled model, in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncengine.cli import frameworks, text
+from asyncengine.cli.documents import DOCUMENTS, FOR_RETRIEVAL, embed, nearest
+from asyncengine.cli.main import main
+
+SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB")
+GREEDY = ("--temperature", "0", "--max-tokens", "12", *SMALL)
+Run = Callable[..., "tuple[str, str]"]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that must succeed and leave no thread of an engine behind; its stdout and stderr."""
+
+    def call(*arguments: str) -> tuple[str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        left = [t.name for t in threading.enumerate() if t.name in ("asyncengine-loop", "asyncengine-device")]
+        assert not left
+        return captured.out, captured.err
+
+    return call
+
+
+def test_generate_streams_what_json_reports(run: Run) -> None:
+    shown, _ = run("generate", "demo", "Count from 3 to 9.", "--chat", *GREEDY)
+    printed, figures = run("generate", "demo", "Count from 3 to 9.", "--chat", "--json", "--stats", *GREEDY)
+    completion = json.loads(printed)
+    assert shown == completion["text"] + "\n"
+    assert completion["usage"]["completion_tokens"] == len(completion["token_ids"]) <= 12
+    assert completion["finish_reason"] in ("stop", "length")
+    assert re.search(r"\d+ prompt tokens \(0 from the cache\)", figures)
+
+
+def test_generate_reads_stdin_and_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
+    printed, _ = run("generate", "demo", "-", "--json", "--n", "3", "--seed", "5", "--logprobs", "--max-tokens", "4",
+                     *SMALL)  # fmt: skip
+    completion = json.loads(printed)
+    assert len(completion["samples"]) == 3
+    assert all(len(sample["token_ids"]) <= 4 for sample in completion["samples"])
+    assert len(completion["logprobs"]) == len(completion["token_ids"])
+    assert completion["logprobs"][0]["logprob"] <= 0
+
+
+def test_a_request_that_cannot_fit_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "demo", "hi", "--max-tokens", "1000000", *SMALL]) == 2
+    captured = capsys.readouterr()
+    assert "max_tokens" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_missed_deadline_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["generate", "demo", "hi", "--request-timeout", "0.000001", *SMALL])
+    assert code == 1
+    assert "request_timeout" in capsys.readouterr().err
+
+
+def test_chat_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["Hello!", "/stats", "/reset", "/nonsense", "Hello!", "/exit", "never read"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    out, err = run("chat", "demo", *GREEDY)
+    assert err == ""
+    first, *middle, again = out.splitlines()
+    assert first == again, "after /reset the same question is a new conversation"
+    assert any("output tokens" in line for line in middle)
+    assert "(forgotten)" in middle
+    assert "\x1b" not in out
+
+
+def test_bench_reports_each_level(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "rates.png"
+    printed, _ = run("bench", "demo", "--concurrency", "1,4", "--input-len", "20", "--output-len", "6", "--rounds", "1",
+                     "--json", "--plot", str(plot), *SMALL)  # fmt: skip
+    report = json.loads(printed)
+    assert [row["concurrency"] for row in report["results"]] == [1, 4]
+    assert [row["output_tokens"] for row in report["results"]] == [6, 24]
+    for row in report["results"]:
+        assert row["tokens_per_second"] > 0
+        assert row["first_token"]["count"] == row["concurrency"]
+        assert 0 < row["first_token"]["p50"] <= row["seconds"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_table_on_the_callers_own_loop(run: Run) -> None:
+    out, _ = run("bench", "demo", "--concurrency", "2", "--input-len", "8", "--output-len", "3", "--rounds", "1",
+                 "--owned", *SMALL)  # fmt: skip
+    assert "owned" in out
+    assert "tokens/s" in out
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["frameworks", "plain"])
+def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, absent: bool) -> None:
+    """Once through the frameworks as JSON, once with none of them installed, as text and as a picture."""
+    if absent:
+        monkeypatch.setattr(frameworks, "installed", lambda module: False)
+        out, _ = run("demo", "--streams", "14", "--export-svg", str(tmp_path / "demo.svg"))
+        assert "\x1b" not in out
+        assert 'pip install "asyncengine[langchain]"' in out
+        assert 'pip install "asyncengine[llama-index]"' in out
+        for title in (
+            "1  14 streams at once",
+            "2  One text",
+            "3  Answers from",
+            "4  Leaving costs nothing",
+            "In figures",
+        ):
+            assert title in out
+        picture = (tmp_path / "demo.svg").read_text()
+        assert picture.startswith("<svg")
+        assert "font-face" not in picture
+        return
+    printed, _ = run("demo", "--json", "--streams", "14")
+    check_summary(json.loads(printed))
+
+
+def check_summary(summary: dict[str, Any]) -> None:
+    scenes = {scene["scene"]: scene for scene in summary["scenes"]}
+    assert list(scenes) == ["many_streams", "shared_prefix", "retrieval", "cancellation"]
+    assert scenes["many_streams"]["through"] == "LangChain"
+    assert scenes["retrieval"]["through"] == "LlamaIndex"
+    assert len(scenes["many_streams"]["answers"]) == 14
+    assert all(answer["answer"] for scene in summary["scenes"] for answer in scene["answers"])
+    prefix = scenes["shared_prefix"]
+    assert 0.8 < prefix["cached_tokens"] / prefix["prompt_tokens"] < 1
+    pages = scenes["cancellation"]["pages"]
+    assert pages["before"]["in_use"] == pages["after"]["in_use"] == 0
+    assert pages["reading"]["in_use"] > scenes["cancellation"]["cancelled"]
+    assert summary["finished"]["abort"] == scenes["cancellation"]["cancelled"]
+    assert summary["requests"] == sum(summary["finished"].values())
+    assert set(summary["finished"]) <= {"stop", "length", "abort"}
+    assert summary["tokens_per_second"] > 0
+
+
+def test_the_local_embedding_finds_each_document() -> None:
+    assert embed("Nightfall") == embed("nightfall")
+    found = [nearest(question.text) for question in FOR_RETRIEVAL]
+    for question, name in zip(FOR_RETRIEVAL, found, strict=True):
+        assert question.expected.lower() in DOCUMENTS[name].lower()
+
+
+def test_model_output_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    evil = "a\x1b]0;title\x07\x9b2Jb\n\tc\r"
+    screen, pipe = Screen(), io.StringIO()
+    text.write(evil, screen)
+    text.write(evil, pipe)
+    assert screen.getvalue() == "a]0;title2Jb\n\tc"
+    assert pipe.getvalue() == evil

@@ -1,0 +1,115 @@
+"""What the command line accepts and refuses, before any model is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from asyncengine import EngineConfig, __version__
+from asyncengine.cli.main import build_parser, main
+from asyncengine.cli.options import ENGINE_FIELDS, engine_config, field_docs, sampling_params
+
+HEAVY = ("torch", "transformers", "rich", "numpy", "matplotlib", "langchain_core", "llama_index")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command that must end with code 2 and exactly one line on stderr; that line."""
+    try:
+        code: object = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from asyncengine.cli.main import main\n"
+        "for flag in ('--version', '--help'):\n"
+        "    try:\n"
+        "        main([flag])\n"
+        "    except SystemExit as error:\n"
+        "        assert error.code == 0, error.code\n"
+        f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"asyncengine {__version__}" in done.stdout
+    assert all(command in done.stdout for command in ("demo", "chat", "generate", "bench"))
+    assert done.stdout.endswith("heavy: []\n")
+
+
+def test_every_engine_setting_is_a_flag_with_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in fields(EngineConfig):
+        if field.name != "show_progress":
+            assert "--" + field.name.replace("_", "-") in text, field.name
+    assert "Weights and activations" in text
+    assert set(field_docs(EngineConfig)) > {"dtype", "policy", "max_num_seqs", "kv_cache_memory"}
+
+
+def test_flags_become_settings_of_the_right_types() -> None:
+    args = build_parser().parse_args(
+        ["generate", "demo", "hi", "--kv-cache-memory", "2MiB", "--no-prefix-caching", "--max-num-seqs", "3",
+         "--temperature", "0.5", "--stop", "a", "--stop", "b", "--stop-token-ids", "7", "--request-timeout", "1.5"]
+    )  # fmt: skip
+    config, params = engine_config(args), sampling_params(args)
+    assert (config.kv_cache_memory, config.prefix_caching, config.max_num_seqs) == (2 * 2**20, False, 3)
+    assert config.request_timeout == 1.5
+    assert (params.temperature, params.stop, params.stop_token_ids) == (0.5, ("a", "b"), (7,))
+    untouched = engine_config(build_parser().parse_args(["generate", "demo", "hi"]), num_threads=1)
+    assert untouched == EngineConfig(num_threads=1)
+    assert "show_progress" not in ENGINE_FIELDS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "demo", "hi", "--max-num-seqs", "many"], "--max-num-seqs"),
+        (["generate", "demo", "hi", "--max-num-seqs", "0"], "max_num_seqs: must be an integer >= 1, got 0"),
+        (["generate", "demo", "hi", "--dtype", "int3"], "dtype: must be one of"),
+        (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "kv_cache_memory: must be a positive number"),
+        (["generate", "demo", "hi", "--temperature", "nan"], "temperature: must be finite"),
+        (["generate", "demo", "hi", "--max-tokens", "-1"], "max_tokens: must be >= 1, got -1"),
+        (["generate", "demo", ""], "prompt: must not be empty"),
+        (["generate", "demo"], "PROMPT"),
+        (["generate", "demo", "hi", "--max-token", "3"], "--max-token"),
+        (["chat", "demo", "--top-p", "2"], "top_p: must be > 0 and <= 1, got 2"),
+        (["bench", "demo", "--output-len", "0"], "output_len: must be >= 1, got 0"),
+        (["bench", "demo", "--concurrency", "4,none"], "--concurrency"),
+        (["bench", "demo", "--concurrency", "0"], "--concurrency"),
+        (["demo", "--streams", "0"], "streams: must be >= 1, got 0"),
+        (["dance"], "dance"),
+    ],
+)
+def test_bad_values_are_named_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+    assert named in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", [["generate", "{}", "hi"], ["chat", "{}"], ["bench", "{}"]])
+def test_an_unknown_model_folder_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert missing in refused(capsys, *(part.format(missing) for part in command))
+
+
+def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "config.json" in refused(capsys, "generate", str(tmp_path), "hi")
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "COMMAND" in capsys.readouterr().out

@@ -1,0 +1,37 @@
+"""The shipped weights must load as an ordinary model and do their jobs on held-out conversations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncengine.demo import MODEL_PATH
+from asyncengine.demo.conversations import MAKERS
+from asyncengine.demo.evaluate import Model, evaluate
+
+FOLDER_LIMIT = 12 * 1024 * 1024
+LEAST = {skill: 0.5 for skill in MAKERS}
+"""What a handful of conversations must reach; the measured rates are in the model card."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(MODEL_PATH)
+
+
+def test_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in MODEL_PATH.iterdir()) <= FOLDER_LIMIT
+
+
+def test_weights_are_bfloat16_and_tied() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert model.config.max_position_embeddings == 4096
+
+
+@pytest.mark.parametrize("skill", MAKERS)
+def test_held_out_conversations(model: Model, skill: str) -> None:
+    scores, failures = evaluate(lambda items: model.answer(items, 96), [skill], 8, seed=11)
+    assert scores[skill].rate >= LEAST[skill], [(item.expected.value, text) for item, text in failures]

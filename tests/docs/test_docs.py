@@ -1,0 +1,76 @@
+"""The Python blocks of the README and the how-tos run, and what the documents link to and cite is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOWTOS = sorted((ROOT / "docs" / "howto").glob("*.md"))
+EXCERPTS = ("fastapi.md", "langchain.md", "langgraph.md", "llama_index.md")
+"""Their blocks are pieces of programs in `examples/`, which tests/integrations/test_examples.py runs whole."""
+RUNNABLE = [ROOT / "README.md", *(page for page in HOWTOS if page.name not in EXCERPTS)]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks() -> list[object]:
+    found: list[object] = []
+    for page in RUNNABLE:
+        text = page.read_text(encoding="utf-8")
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start(1)) + 1
+            found.append(pytest.param(page, line, match[1], id=f"{page.name}:{line}"))
+    return found
+
+
+@pytest.mark.parametrize(("page", "line", "code"), blocks())
+def test_block_runs(
+    page: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """As a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the document's."""
+    monkeypatch.chdir(tmp_path)
+    program = compile("\n" * (line - 1) + code, str(page), "exec")
+    exec(program, {"__name__": "__main__"})
+    if "print(" in code:
+        assert capsys.readouterr().out.strip(), "the block prints, but printed nothing"
+
+
+@pytest.mark.parametrize("name", EXCERPTS)
+def test_excerpts_are_python_and_name_their_program(name: str) -> None:
+    text = (ROOT / "docs" / "howto" / name).read_text(encoding="utf-8")
+    found = BLOCK.findall(text)
+    assert found
+    for code in found:
+        compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    assert "](../../examples/" in text
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert BLOCK.findall("text\n```python\nx = 1\n```\n") == ["x = 1\n"]
+    assert len(blocks()) >= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    broken = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    assert not broken
+
+
+def test_cited_files_and_tests_exist() -> None:
+    """The contract and the tour cite files and tests by name; both must be there."""
+    for name in ("contract.md", "tour.md", "security.md"):
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for path in re.findall(r"`((?:asyncengine|tests|integrations|benchmarks)/[\w/]+\.py)(?:::[\w]+)?`", text):
+            assert (ROOT / path).exists(), f"{name} cites {path}"
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+            assert re.search(rf"def {test}\b", (ROOT / path).read_text(encoding="utf-8")), (
+                f"{name} cites {path}::{test}"
+            )

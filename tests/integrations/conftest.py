@@ -1,0 +1,151 @@
+"""A tiny chat model made on the fly, one shared engine for the whole folder, and what tests ask of it.
+
+The model is random. Its output rows for special tokens and for bytes that are not printable ASCII are zero, so greedy
+answers are printable, never empty, and end only by length or by a stop the test chose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from asyncengine import AsyncEngine, EngineHandle, SamplingParams, shared_engine
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+
+CONFIG: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory": "32MiB", "num_threads": 1}
+"""Settings of the shared engine; model objects with equal ones share it."""
+CONTEXT = 1024
+LONG = {"max_tokens": 700, "model_kwargs": {"ignore_eos": True}}
+"""An answer that is still being written when a test leaves it."""
+SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.name %}[{{ m.name }}] {% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_chat_model(folder: Path) -> Path:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocab), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=CONTEXT, bos_token_id=1, eos_token_id=2, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    printable = {vocab[c] for c in string.ascii_letters + string.digits + string.punctuation}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        model = transformers.LlamaForCausalLM(config).float()
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 1.5 / parameter.shape[-1] ** 0.5)
+        for row in set(range(len(vocab))) - printable:
+            model.lm_head.weight[row] = 0.0
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """On a busy machine torch's threads wait for each other longer than these small models compute."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_chat_model(tmp_path_factory.mktemp("tiny-chat")))
+
+
+@pytest.fixture(scope="session")
+def handle(model_path: str) -> Iterator[EngineHandle]:
+    """Keeps the shared engine loaded for the whole folder."""
+    held = shared_engine(model_path, **CONFIG)
+    engine = held.get()
+    yield held
+    engine.close()  # waits for its end: a thread that is still closing when the interpreter exits kills it
+    held.close()
+
+
+@pytest.fixture
+def make_chat(model_path: str, handle: EngineHandle) -> Callable[..., ChatAsyncEngine]:
+    def make(**fields: Any) -> ChatAsyncEngine:
+        return ChatAsyncEngine(**{"model": model_path, "engine_config": CONFIG, "temperature": 0.0, **fields})
+
+    return make
+
+
+@pytest.fixture
+def make_llm(model_path: str, handle: EngineHandle) -> Callable[..., AsyncEngineLLM]:
+    def make(**fields: Any) -> AsyncEngineLLM:
+        return AsyncEngineLLM(**{"model": model_path, "engine_config": CONFIG, "temperature": 0.0, **fields})
+
+    return make
+
+
+@pytest.fixture
+def chat(make_chat: Callable[..., ChatAsyncEngine]) -> ChatAsyncEngine:
+    return make_chat(max_tokens=12)
+
+
+class Watch:
+    """What the engine did meanwhile, and whether anything is left behind."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.before = self.engine.stats()
+
+    def ended(self, reason: str) -> int:
+        """Samples that ended so since this watch began."""
+        return self.engine.stats().finished.get(reason, 0) - self.before.finished.get(reason, 0)
+
+    async def until_running(self, count: int = 1) -> None:
+        """Return in the first step with that many requests; give up, loudly, rather than hang."""
+        loop, reached = asyncio.get_running_loop(), asyncio.Event()
+
+        def hook(event: object) -> None:
+            if getattr(event, "rows", 0) >= count:
+                loop.call_soon_threadsafe(reached.set)
+
+        remove = self.engine.on_event(hook)
+        try:
+            await asyncio.wait_for(reached.wait(), 120)
+        finally:
+            remove()
+
+    async def assert_all_given_back(self) -> None:
+        """Dropped generators are closed some loop ticks later, so one request lets this loop turn; aborts are applied
+        in order, so once a second one has ended all earlier aborts have been."""
+        for _ in range(2):
+            await self.engine.generate("settle", SamplingParams(max_tokens=4))
+        stats = self.engine.stats()
+        assert not any(stats.requests.values()), stats.requests
+        assert (stats.pages.held, stats.pages.shared, stats.pages.retiring) == (0, 0, 0)
+        assert stats.pages.free + stats.pages.cached == stats.pages.total
+
+    async def assert_aborted(self, count: int = 1) -> None:
+        await self.assert_all_given_back()
+        assert self.ended("abort") == count
+
+
+@pytest.fixture
+def watch(handle: EngineHandle) -> Watch:
+    return Watch(handle.get().aengine)

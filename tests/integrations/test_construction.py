@@ -1,0 +1,234 @@
+"""Constructing is cheap, copies share one engine, and the last of them gives it back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.runnables import ConfigurableField
+from pydantic import ValidationError
+
+from asyncengine import AsyncEngine, Engine, EngineHandle, shared_engine
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
+
+from .conftest import CONFIG
+
+CLASSES: list[Any] = [ChatAsyncEngine, AsyncEngineLLM, LlamaIndexLLM]
+OWN = {**CONFIG, "max_num_seqs": 3}
+"""Settings of an engine that no other test shares."""
+
+
+def ask(model: Any) -> Any:
+    return model.complete("Hello") if isinstance(model, LlamaIndexLLM) else model.invoke("Hello")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_constructing_loads_nothing(kind: Any, model_path: str) -> None:
+    probe = shared_engine(model_path, **OWN)
+    models = [kind(model=model_path, engine_config=OWN, max_tokens=2) for _ in range(10)]
+    assert not probe.loaded
+    ask(models[3])
+    assert probe.loaded
+    probe.close()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) -> None:
+    first, second = (kind(model=model_path, engine_config=OWN, max_tokens=2) for _ in range(2))
+    engine = first._engines().sync().aengine
+    ask(first)
+    del first
+    gc.collect()
+    assert engine.alive
+    assert second._engines().sync().aengine is engine
+    del second
+    gc.collect()
+    assert not engine.alive
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_copies_share_the_engine(kind: Any, model_path: str) -> None:
+    model = kind(model=model_path, engine_config=OWN, max_tokens=2, seed=1)
+    engine = model._engines().sync().aengine
+    copies = [
+        model.model_copy(update={"seed": 2}),
+        copy.copy(model),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+    ]
+    del model
+    gc.collect()
+    assert engine.alive
+    assert all(twin._engines().sync().aengine is engine for twin in copies)
+    assert [twin.seed for twin in copies] == [2, 1, 1, 1]
+
+
+def test_configurable_fields_do_not_reload(model_path: str) -> None:
+    """LangChain builds a new model object for every call of a configurable one."""
+    chat = ChatAsyncEngine(model=model_path, engine_config=OWN, temperature=0, max_tokens=2)
+    engine = chat._engines().sync().aengine
+    configurable = chat.configurable_fields(max_tokens=ConfigurableField(id="length"))
+    for length in (3, 5):
+        answer = configurable.invoke("Hello", {"configurable": {"length": length}})
+        assert answer.usage_metadata["output_tokens"] == length  # type: ignore[index]
+    gc.collect()
+    assert engine.alive
+    assert chat._engines().sync().aengine is engine
+
+
+def test_assigning_a_field_moves_to_the_engine_it_names(model_path: str) -> None:
+    chat = ChatAsyncEngine(model=model_path, engine_config=CONFIG, max_tokens=2)
+    before = chat._engines()
+    chat.temperature = 0.5
+    assert chat._engines() is before
+    chat.engine_config = OWN
+    assert chat._engines() is not before
+    assert chat._engines().config == OWN
+
+
+async def test_an_explicit_engine_is_used_and_left_open(model_path: str) -> None:
+    async with await AsyncEngine.from_pretrained(model_path, hosted=True, **CONFIG) as engine:
+        handle = shared_engine(model_path, **CONFIG)
+        for kind, given in itertools.product(CLASSES, (engine, Engine(engine), handle)):
+            model = kind(engine=given, temperature=0, max_tokens=2)
+            assert model.model == ""
+            ask(model)
+            twin = copy.deepcopy(model)
+            assert twin.engine is given
+            assert model.model_name
+            del model, twin
+            gc.collect()
+        assert engine.alive
+        assert not handle.closed
+        handle.close()
+
+
+async def test_an_owned_engine_is_awaited_on_its_own_loop(model_path: str) -> None:
+    from asyncengine.errors import WrongLoop
+
+    async with await AsyncEngine.from_pretrained(model_path, **CONFIG) as engine:
+        chat = ChatAsyncEngine(engine=engine, temperature=0, max_tokens=4)
+        answer = await chat.ainvoke("Hello")
+        assert answer.usage_metadata["output_tokens"] == 4  # type: ignore[index]
+        with pytest.raises(WrongLoop):
+            chat.invoke("Hello")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model": "m", "temprature": 1}, "temprature"),
+        ({"model": "m", "temperature": -1}, "temperature"),
+        ({"model": "m", "max_tokens": 0}, "max_tokens"),
+        ({"model": "m", "engine_config": {"max_num_seq": 1}}, "max_num_seqs"),
+        ({"model": "m", "model_kwargs": {"top_q": 1}}, "top_q"),
+        ({}, "ASYNCENGINE_MODEL"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    kind: Any, fields: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ASYNCENGINE_MODEL", raising=False)
+    with pytest.raises(ValidationError, match=named):
+        kind(**fields)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_settings_of_an_explicit_engine_cannot_be_given_again(kind: Any, handle: EngineHandle) -> None:
+    with pytest.raises(ValidationError, match="engine_config"):
+        kind(engine=handle, engine_config=OWN)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_names_of_the_model(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind(model_name="a").model == "a"
+    assert kind(model=Path("some") / "folder").model == str(Path("some") / "folder")
+    monkeypatch.setenv("ASYNCENGINE_MODEL", "b")
+    assert kind().model == "b"
+    assert kind(model="c", adapter="tuned").model_name == "tuned"
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_model_in_a_call_names_an_adapter_or_the_base(kind: Any) -> None:
+    model = kind(model="base", adapter="tuned")
+
+    def adapter_and_name(**kwargs: Any) -> tuple[str | None, str]:
+        call = model._call(None, kwargs)
+        return call.keywords.get("adapter"), call.model_name
+
+    assert adapter_and_name() == ("tuned", "tuned")
+    assert adapter_and_name(model="other") == ("other", "other")
+    assert adapter_and_name(adapter="other") == ("other", "other")
+    assert adapter_and_name(model="base") == (None, "base")
+    assert adapter_and_name(adapter=None) == (None, "base")
+
+
+def test_secrets_and_engines_stay_out_of_texts(handle: EngineHandle) -> None:
+    chat = ChatAsyncEngine(engine=handle, api_key="s3cret")
+    for text in (repr(chat), str(chat.model_dump()), str(chat._identifying_params)):
+        assert "s3cret" not in text
+        assert "EngineHandle" not in text
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {framework!r} or name.startswith("llama_index.core"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import asyncengine.integrations
+assert not any(name.startswith(("langchain", "llama_index")) for name in sys.modules), "a framework was imported"
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("asyncengine.integrations.langchain", "asyncengine[langchain]"),
+        ("asyncengine.integrations.llama_index", "asyncengine[llama-index]"),
+    ],
+)
+def test_without_the_framework_the_error_names_the_extra(module: str, extra: str) -> None:
+    code = WITHOUT.format(framework=("langchain_core", "langchain"), module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert f'pip install "{extra}"' in done.stdout
+
+
+def test_the_package_refuses_its_folder_name() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", "import integrations"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert "import asyncengine.integrations, not integrations" in done.stderr
+
+
+def test_conventional_module_names_export_the_same_classes() -> None:
+    folder = Path(__file__).parents[2] / "integrations"
+    for name, expected in (
+        ("langchain_asyncengine", {"AsyncEngineLLM": AsyncEngineLLM, "ChatAsyncEngine": ChatAsyncEngine}),
+        ("llama_index_llms_asyncengine", {"AsyncEngineLLM": LlamaIndexLLM}),
+    ):
+        names: dict[str, Callable[..., Any]] = {}
+        exec((folder / name / "__init__.py").read_text(), names)
+        assert {key: names[key] for key in names["__all__"]} == expected  # type: ignore[attr-defined]
+    assert not (folder / "llama_index_llms_asyncengine" / "llama_index").exists()

@@ -1,0 +1,169 @@
+"""Every example runs, on the bundled model. What that model answers is its own tests' business."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import types
+from collections.abc import AsyncIterator, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+import pytest_asyncio
+
+from asyncengine import shared_engine
+from asyncengine.integrations import langchain, llama_index
+
+from .conftest import Watch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def conventional_names() -> Iterator[None]:
+    """Where asyncengine is run from its checkout without being installed, the two modules it ships beside itself are
+    not on the path. Where it is installed they must be: then nothing is put in their place."""
+    added: dict[str, types.ModuleType] = {}
+    try:
+        metadata.distribution("asyncengine")
+    except metadata.PackageNotFoundError:
+        added = {"langchain_asyncengine": langchain, "llama_index.llms.asyncengine": llama_index}
+        if "llama_index.llms" not in sys.modules:
+            added["llama_index.llms"] = types.ModuleType("llama_index.llms")
+    sys.modules.update(added)
+    yield
+    for name in added:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def demo_stays_loaded() -> Iterator[None]:
+    handle = shared_engine("demo")
+    yield
+    if handle.loaded:
+        handle.get().close()
+    handle.close()
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pydantic resolves annotations through it
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_plain_async(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("plain_async")
+    answers = await example.main()
+    assert len(answers) == len(example.QUESTIONS)
+    printed = capsys.readouterr().out
+    assert all(question in printed for question in example.QUESTIONS)
+    assert "left early" in printed
+
+
+async def test_langchain_chain(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("langchain_chain")
+    answers = await example.main()
+    assert len(answers) == len(example.QUESTIONS)
+    streamed = capsys.readouterr().out.splitlines()[-1]
+    assert streamed.replace("|", "") == answers[0].replace("\n", "").replace("|", "")
+
+
+async def test_langgraph_node() -> None:
+    results = await load("langgraph_node").main()
+    assert [set(result) for result in results] == [{"animal", "story", "joke"}] * 3
+
+
+async def test_llama_index_query_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("llama_index_query_engine")
+    answers = await example.main()
+    assert len(answers) == len(example.QUESTIONS)
+    for fact, line in zip([example.FACTS[i] for i in (0, 1, 3, 4)], capsys.readouterr().out.splitlines(), strict=False):
+        assert f"(from: {fact!r})" in line
+
+
+async def test_fastapi_app() -> None:
+    assert len(await load("fastapi_app").main()) == 3
+
+
+class Client:
+    """A raw ASGI client: it sees the response as it comes and can go away in the middle of it."""
+
+    def __init__(self, app: Any, engine: Any) -> None:
+        self.app, self.engine = app, engine
+        self.gone, self.received = asyncio.Event(), asyncio.Event()
+        self.body = b""
+        self._asked = False
+
+    async def ask(self, json: bytes) -> None:
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": "/chat",
+            "raw_path": b"/chat", "query_string": b"", "scheme": "http", "server": ("demo", 80), "client": ("c", 1),
+            "headers": [(b"content-type", b"application/json")],
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            if not self._asked:
+                self._asked = True
+                return {"type": "http.request", "body": json, "more_body": False}
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and message["body"]:
+                self.body += message["body"]
+                self.received.set()
+
+        await self.app(scope, receive, send)
+
+
+@pytest_asyncio.fixture
+async def client(model_path: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
+    example = load("fastapi_app")
+    monkeypatch.setattr(example, "MODEL", model_path)
+    async with example.app.router.lifespan_context(example.app):
+        yield Client(example.app, example.app.state.engine)
+
+
+LONG = b'{"message": "Hello", "max_tokens": 900}'
+
+
+async def test_a_client_that_disconnects_frees_its_request(client: Client) -> None:
+    watch = Watch(client.engine)
+    request = asyncio.ensure_future(client.ask(LONG))
+    await client.received.wait()
+    client.gone.set()
+    await request
+    assert 0 < len(client.body) < 900
+    await watch.assert_aborted()
+
+
+async def test_a_cancelled_scope_around_the_application_frees_its_request(client: Client) -> None:
+    """What a server's shutdown, or Starlette's own task groups, do."""
+    watch = Watch(client.engine)
+    with anyio.move_on_after(600) as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(client.ask, LONG)
+            await client.received.wait()
+            scope.cancel()
+    assert scope.cancelled_caught
+    await watch.assert_aborted()
+
+
+async def test_refusals_become_responses(client: Client) -> None:
+    transport = httpx.ASGITransport(client.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://demo") as browser:
+        refused = await browser.post("/chat", json={"message": "Hello", "temperature": -1})
+        assert (refused.status_code, refused.json()["field"]) == (400, "temperature")
+        whole = await browser.post("/answer", json={"message": "Hello", "max_tokens": 5})
+        assert whole.json()["finish_reason"] == "length"
+        streamed = await browser.post("/chat", json={"message": "Hello", "max_tokens": 5})
+        assert streamed.text == whole.json()["text"]

@@ -1,0 +1,288 @@
+"""`ChatAsyncEngine`: what an answer carries, what a call may say, and that many calls run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
+from langchain_core.exceptions import (
+    ContextOverflowError,
+    ModelInvalidRequestError,
+    ModelNotFoundError,
+    ModelTimeoutError,
+)
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.outputs import LLMResult
+
+from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidParameter, RequestTimeout
+from asyncengine.integrations.langchain import ChatAsyncEngine
+
+from .conftest import LONG, Watch
+
+Make = Callable[..., ChatAsyncEngine]
+
+
+def added(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    full = chunks[0]
+    for chunk in chunks[1:]:
+        full = full + chunk
+    return full
+
+
+async def test_four_ways_to_ask_give_one_answer(chat: ChatAsyncEngine) -> None:
+    whole = chat.invoke("Hello")
+    assert (await chat.ainvoke("Hello")).content == whole.content
+    assert added(list(chat.stream("Hello"))).content == whole.content
+    assert added([chunk async for chunk in chat.astream("Hello")]).content == whole.content
+    assert len(str(whole.content)) > 0
+
+
+def test_metadata_of_a_whole_answer(make_chat: Make) -> None:
+    chat = make_chat(max_tokens=5, top_logprobs=2)
+    answer = chat.invoke("Hello")
+    metadata = answer.response_metadata
+    assert metadata["model_name"] == chat.model
+    assert metadata["model_provider"] == "asyncengine"
+    assert metadata["finish_reason"] == "length"
+    usage = answer.usage_metadata
+    assert usage is not None
+    assert usage["output_tokens"] == 5
+    assert usage["input_tokens"] == chat.get_num_tokens_from_messages([HumanMessage("Hello")])
+    assert usage["total_tokens"] == usage["input_tokens"] + 5
+    content = metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == answer.content
+    assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in content)
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+
+
+def test_metadata_of_a_stream_is_on_its_last_chunk_only(make_chat: Make) -> None:
+    chat = make_chat(max_tokens=6, logprobs=True)
+    chunks = list(chat.stream("Hello"))
+    assert [chunk.chunk_position for chunk in chunks].count("last") == 1
+    assert chunks[-1].chunk_position == "last"
+    for chunk in chunks[:-1]:
+        assert set(chunk.response_metadata) <= {"logprobs"}
+        assert chunk.usage_metadata is None
+    full, whole = added(chunks), chat.invoke("Hello")
+    for key in ("model_name", "model_provider", "finish_reason", "logprobs"):
+        assert full.response_metadata[key] == whole.response_metadata[key]
+    assert full.usage_metadata is not None
+    assert whole.usage_metadata is not None
+    assert full.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"] == 6
+
+
+def test_a_repeated_long_prefix_is_read_from_the_cache(chat: ChatAsyncEngine) -> None:
+    prompt = "Once upon a time there was a very long and unusual prefix. " * 3
+    first, second = chat.invoke(prompt).usage_metadata, chat.invoke(prompt).usage_metadata
+    assert first is not None
+    assert second is not None
+    assert first["input_token_details"]["cache_read"] == 0
+    assert second["input_token_details"]["cache_read"] >= len(prompt) - 32
+
+
+def test_stop_in_the_call_and_in_the_constructor(make_chat: Make) -> None:
+    whole = str(make_chat(max_tokens=12).invoke("Hello").content)
+    stop = whole[6:8]
+    before = whole[: whole.index(stop)]
+    for answer in (
+        make_chat(max_tokens=12).invoke("Hello", stop=[stop]),
+        make_chat(max_tokens=12, stop=[stop]).invoke("Hello"),
+        make_chat(max_tokens=12, stop=stop).invoke("Hello"),
+        make_chat(max_tokens=12, stop=["never-there"]).invoke("Hello", stop=[stop]),
+    ):
+        assert answer.content == before
+        assert answer.response_metadata["finish_reason"] == "stop"
+    assert make_chat(max_tokens=12, stop=[stop]).invoke("Hello", stop=[]).content == whole
+
+
+def test_n_gives_generations_and_counts_each_token_once(make_chat: Make) -> None:
+    chat = make_chat(n=3, temperature=1.0, seed=11, max_tokens=10)
+    result = chat.generate([[HumanMessage("Hello")]])
+    messages = [generation.message for generation in result.generations[0]]
+    assert len({str(message.content) for message in messages}) == 3
+    usages = [message.usage_metadata for message in messages if isinstance(message, AIMessage)]
+    assert usages[0] is not None
+    assert usages[0]["output_tokens"] == 30
+    assert usages[1:] == [None, None]
+    with pytest.raises(InvalidParameter, match="n: must be 1 when streaming"):
+        list(chat.stream("Hello"))
+
+
+def test_per_call_keywords_override_the_fields(make_chat: Make) -> None:
+    chat = make_chat(max_tokens=12)
+    assert chat.invoke("Hello", max_tokens=3).usage_metadata["output_tokens"] == 3  # type: ignore[index]
+    bound = chat.bind(max_tokens=2)
+    assert bound.invoke("Hello").usage_metadata["output_tokens"] == 2  # type: ignore[attr-defined]
+    one, two = (chat.invoke("Hello", temperature=1.5, seed=seed).content for seed in (1, 2))
+    assert one != two
+    assert chat.invoke("Hello", temperature=1.5, seed=1).content == one
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("temprature", 1),
+        ("top_p", 2.0),
+        ("max_tokens", 0),
+        ("tools", [{"name": "f"}]),
+        ("response_format", {"type": "json"}),
+    ],
+)
+async def test_a_keyword_that_cannot_be_honoured_is_refused_by_name(
+    chat: ChatAsyncEngine, keyword: str, value: object
+) -> None:
+    for error in (InvalidParameter, ModelInvalidRequestError):
+        with pytest.raises(error, match=keyword):
+            chat.invoke("Hello", **{keyword: value})
+        with pytest.raises(error, match=keyword):
+            await chat.ainvoke("Hello", **{keyword: value})
+        with pytest.raises(error, match=keyword):
+            list(chat.stream("Hello", **{keyword: value}))
+        with pytest.raises(error, match=keyword):
+            [chunk async for chunk in chat.astream("Hello", **{keyword: value})]
+
+
+async def test_errors_are_langchains_and_the_engines(chat: ChatAsyncEngine) -> None:
+    long = "x" * 5000
+    for error in (ContextOverflowError, ContextLengthExceeded):
+        with pytest.raises(error):
+            chat.invoke(long)
+        with pytest.raises(error):
+            await chat.ainvoke(long)
+    for lost in (ModelNotFoundError, AdapterNotFound):
+        with pytest.raises(lost, match="no-such-adapter"):
+            chat.invoke("Hello", model="no-such-adapter")
+    with pytest.raises(ModelNotFoundError):
+        ChatAsyncEngine(model="/no/such/folder").invoke("Hello")
+
+
+async def test_a_deadline_raises_with_the_partial_text(make_chat: Make) -> None:
+    chat = make_chat(**LONG, timeout=0.05)
+    for ask in (lambda: chat.ainvoke("Hello"), lambda: _drain(chat)):
+        with pytest.raises(ModelTimeoutError) as caught:
+            await ask()
+        assert isinstance(caught.value, RequestTimeout)
+    with pytest.raises(ModelTimeoutError):
+        chat.invoke("Hello")
+    fallback = chat.with_fallbacks([make_chat(max_tokens=3)])
+    assert (await fallback.ainvoke("Hello")).usage_metadata["output_tokens"] == 3  # type: ignore[index]
+
+
+async def _drain(chat: ChatAsyncEngine) -> None:
+    async for _ in chat.astream("Hello"):
+        pass
+
+
+class Tokens(BaseCallbackHandler):
+    """Everything callbacks were told about one run."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.ends: list[LLMResult] = []
+
+    def on_llm_new_token(self, token: str | list[Any], **kwargs: Any) -> None:
+        self.text += token if isinstance(token, str) else "".join(block["text"] for block in token)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.ends.append(response)
+
+
+async def test_callbacks_see_every_token_exactly_once(make_chat: Make) -> None:
+    chat = make_chat(max_tokens=12)
+    text = chat.invoke("Hello").text
+
+    def heard(tokens: Tokens) -> str:
+        assert len(tokens.ends) == 1
+        return tokens.text
+
+    tokens = Tokens()
+    list(chat.stream("Hello", {"callbacks": [tokens]}))
+    assert heard(tokens) == text
+    tokens = Tokens()
+    [chunk async for chunk in chat.astream("Hello", {"callbacks": [tokens]})]
+    assert heard(tokens) == text
+    tokens = Tokens()
+    make_chat(max_tokens=12, streaming=True).invoke("Hello", {"callbacks": [tokens]})
+    assert heard(tokens) == text
+    tokens = Tokens()
+    chat.invoke("Hello", {"callbacks": [tokens]})
+    assert heard(tokens) == ""
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+async def test_stream_events_carry_the_text_once(chat: ChatAsyncEngine, version: Any) -> None:
+    text = chat.invoke("Hello").text
+    events = [event async for event in chat.astream_events("Hello", version=version)]
+    streamed = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
+    assert "".join(chunk.text for chunk in streamed) == text
+    assert [event["event"] for event in events].count("on_chat_model_end") == 1
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+async def test_v3_events_carry_the_text_once_and_tell_no_callback_twice(chat: ChatAsyncEngine) -> None:
+    text, tokens = chat.invoke("Hello").text, Tokens()
+    stream = await chat.astream_events("Hello", {"callbacks": [tokens]}, version="v3")
+    deltas = [event["delta"]["text"] async for event in stream if event["event"] == "content-block-delta"]
+    message = await stream.output
+    assert "".join(deltas) == text
+    assert message.text == text
+    assert tokens.text in ("", text)
+    assert message.usage_metadata is not None
+    assert message.response_metadata["finish_reason"] == "length"
+
+
+def test_usage_callback_finds_the_usage(chat: ChatAsyncEngine) -> None:
+    with get_usage_metadata_callback() as callback:
+        chat.invoke("Hello")
+        chat.invoke("Hello")
+    assert callback.usage_metadata[chat.model]["output_tokens"] == 24
+
+
+def test_counting_tokens(chat: ChatAsyncEngine) -> None:
+    ids = chat.get_token_ids("Hello")
+    assert len(ids) == chat.get_num_tokens("Hello") == 5
+    short = chat.get_num_tokens_from_messages([HumanMessage("Hello")])
+    assert chat.get_num_tokens_from_messages([HumanMessage("Hello!")]) == short + 1
+    custom = ChatAsyncEngine(model=chat.model, custom_get_token_ids=lambda text: [1, 2])
+    assert custom.get_token_ids("anything") == [1, 2]
+
+
+def test_caching_tells_models_apart(make_chat: Make, watch: Watch) -> None:
+    cache = InMemoryCache()
+    first = make_chat(max_tokens=4, cache=cache)
+    hit = [first.invoke("Hello").content, first.invoke("Hello").content]
+    assert hit[0] == hit[1]
+    assert watch.ended("length") == 1
+    for other in ({"max_tokens": 5}, {"seed": 3}, {"stop": ["zzz"]}, {"model_kwargs": {"ignore_eos": True}}):
+        make_chat(**{"max_tokens": 4, "cache": cache, **other}).invoke("Hello")
+    assert watch.ended("length") == 5
+
+
+def test_template_variables_reach_the_template(chat: ChatAsyncEngine) -> None:
+    with pytest.raises(InvalidParameter, match="enable_thinking"):
+        chat.invoke("Hello", template_kwargs={"enable_thinking": True})
+    shown = chat.invoke("Hello", template_kwargs={"add_generation_prompt": True}).usage_metadata
+    assert shown is not None
+
+
+def test_langsmith_parameters(make_chat: Make) -> None:
+    params = make_chat(max_tokens=7, stop=["a"])._get_ls_params(model="tuned")
+    assert params["ls_provider"] == "asyncengine"
+    assert params["ls_model_name"] == "tuned"
+    assert params["ls_model_type"] == "chat"
+    assert params["ls_temperature"] == 0
+    assert params["ls_max_tokens"] == 7
+    assert params["ls_stop"] == ["a"]
+
+
+def test_profile_says_what_is_not_there_yet(make_chat: Make) -> None:
+    profile = make_chat().profile
+    assert profile is not None
+    assert profile["tool_calling"] is False
+    assert profile["structured_output"] is False
+    assert profile["image_inputs"] is False
+    with pytest.raises(NotImplementedError):
+        make_chat().bind_tools([])

@@ -1,0 +1,99 @@
+"""LangChain's text completion model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.exceptions import ContextOverflowError, ModelTimeoutError
+
+from asyncengine import EngineHandle, SamplingParams
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.langchain import AsyncEngineLLM
+
+from .conftest import LONG, Watch
+from .peak import peak_running
+
+Make = Callable[..., AsyncEngineLLM]
+
+
+class Tokens(BaseCallbackHandler):
+    def __init__(self) -> None:
+        self.text = ""
+
+    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
+        self.text += token
+
+
+async def test_four_ways_to_ask_give_the_engines_answer(make_llm: Make, handle: EngineHandle) -> None:
+    llm = make_llm(max_tokens=10)
+    text = handle.get().generate("Once", SamplingParams(temperature=0, max_tokens=10)).text
+    assert llm.invoke("Once") == text
+    assert await llm.ainvoke("Once") == text
+    assert "".join(llm.stream("Once")) == text
+    assert "".join([piece async for piece in llm.astream("Once")]) == text
+
+
+async def test_callbacks_see_every_token_exactly_once(make_llm: Make) -> None:
+    llm = make_llm(max_tokens=10)
+    sync, later = Tokens(), Tokens()
+    text = "".join(llm.stream("Once", {"callbacks": [sync]}))
+    [piece async for piece in llm.astream("Once", {"callbacks": [later]})]
+    assert sync.text == later.text == text
+
+
+async def test_lists_of_prompts_run_as_one_batch(make_llm: Make, handle: EngineHandle) -> None:
+    llm = make_llm(max_tokens=100)
+    prompts = [f"Once {i}" for i in range(16)]
+    with peak_running(handle) as peak:
+        answers = llm.batch(prompts)
+    assert peak.rows > 6
+    assert answers[7] == llm.invoke(prompts[7])
+    with peak_running(handle) as peak:
+        assert await llm.abatch(prompts) == answers
+    assert peak.rows > 6
+
+
+async def test_generations_and_output(make_llm: Make) -> None:
+    llm = make_llm(max_tokens=4, n=2, temperature=1.0, seed=5, logprobs=True)
+    for result in (llm.generate(["a", "b"]), await llm.agenerate(["a", "b"])):
+        assert [len(generations) for generations in result.generations] == [2, 2]
+        info = result.generations[0][0].generation_info
+        assert info is not None
+        assert info["finish_reason"] == "length"
+        assert "".join(entry["token"] for entry in info["logprobs"]["content"]) == result.generations[0][0].text
+        assert result.llm_output is not None
+        assert result.llm_output["model_name"] == llm.model
+        assert result.llm_output["token_usage"]["completion_tokens"] == 16
+
+
+async def test_one_refused_prompt_leaves_nothing_running(make_llm: Make, watch: Watch) -> None:
+    llm = make_llm(**LONG)
+    prompts = ["fine", "x" * 5000]
+    with pytest.raises(ContextOverflowError):
+        llm.generate(prompts)
+    with pytest.raises(ContextOverflowError):
+        await llm.agenerate(prompts)
+    await watch.assert_all_given_back()
+
+
+async def test_deadline_and_refusals(make_llm: Make) -> None:
+    llm = make_llm(**LONG, timeout=0.05)
+    with pytest.raises(ModelTimeoutError):
+        llm.invoke("Once")
+    with pytest.raises(ModelTimeoutError):
+        [piece async for piece in llm.astream("Once")]
+    with pytest.raises(InvalidParameter, match="nonsense"):
+        llm.invoke("Once", nonsense=1)
+    with pytest.raises(InvalidParameter, match="template_kwargs"):
+        llm.invoke("Once", template_kwargs={"a": 1})
+
+
+def test_names_and_counts(make_llm: Make) -> None:
+    llm = make_llm(max_tokens=4)
+    assert llm.get_num_tokens("Hello") == len(llm.get_token_ids("Hello")) == 5
+    assert llm._llm_type == "asyncengine"
+    assert llm._get_ls_params(stop=["x"])["ls_stop"] == ["x"]
+    assert llm._get_ls_params()["ls_model_type"] == "llm"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    RemoveMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.langchain.messages import to_openai
+
+CALL = {"name": "add", "args": {"a": 1, "ü": "é"}, "id": "c1", "type": "tool_call"}
+AS_OPENAI = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "ü": "é"}'}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (SystemMessage("be brief"), {"role": "system", "content": "be brief"}),
+        (HumanMessage("hi"), {"role": "user", "content": "hi"}),
+        (HumanMessage("hi", name="ann"), {"role": "user", "content": "hi", "name": "ann"}),
+        (AIMessage("yes"), {"role": "assistant", "content": "yes"}),
+        (ChatMessage("note", role="critic"), {"role": "critic", "content": "note"}),
+        (ToolMessage("3", tool_call_id="c1"), {"role": "tool", "content": "3", "tool_call_id": "c1"}),
+        (
+            ToolMessage("no", tool_call_id="c1", status="error", name="add"),
+            {"role": "tool", "content": "no", "tool_call_id": "c1", "name": "add"},
+        ),
+        (FunctionMessage("3", name="add"), {"role": "tool", "content": "3", "name": "add"}),
+        (AIMessage("", tool_calls=[CALL]), {"role": "assistant", "content": "", "tool_calls": [AS_OPENAI]}),
+        (
+            HumanMessage([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, "b"]),
+            {"role": "user", "content": "a\nb"},
+        ),
+        (
+            AIMessage([{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "a"}]),
+            {"role": "assistant", "content": "a"},
+        ),
+        (
+            AIMessage([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "a"}]),
+            {"role": "assistant", "content": "a"},
+        ),
+        (
+            AIMessage([{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1, "ü": "é"}}]),
+            {"role": "assistant", "content": "", "tool_calls": [AS_OPENAI]},
+        ),
+        (  # the content repeats the calls: they count once
+            AIMessage(
+                [
+                    {"type": "text", "text": "so"},
+                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1, "ü": "é"}},
+                ],
+                tool_calls=[CALL],
+            ),
+            {"role": "assistant", "content": "so", "tool_calls": [AS_OPENAI]},
+        ),
+        (
+            AIMessage("so", invalid_tool_calls=[{"name": "add", "args": '{"a":', "id": "c1", "error": "cut"}]),
+            {"role": "assistant", "content": 'so\n{"a":'},
+        ),
+    ],
+)
+def test_one_message(given: BaseMessage, expected: dict[str, Any]) -> None:
+    assert to_openai([given]) == [expected]
+
+
+def test_v1_content_blocks_read_like_the_message_they_come_from() -> None:
+    message = AIMessage("so", tool_calls=[CALL])
+    blocks = AIMessage(content_blocks=message.content_blocks)
+    assert isinstance(blocks.content, list)
+    assert to_openai([blocks]) == to_openai([message])
+
+
+def test_anthropic_tool_results_become_tool_messages_before_the_text() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "green"}]}
+    assert to_openai([HumanMessage([result, {"type": "text", "text": "and?"}])]) == [
+        {"role": "tool", "content": "green", "tool_call_id": "c1"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert to_openai([HumanMessage([result])]) == [{"role": "tool", "content": "green", "tool_call_id": "c1"}]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+        {"type": "image", "base64": "AA==", "mime_type": "image/png"},
+        {"type": "audio", "base64": "AA==", "mime_type": "audio/wav"},
+        {"type": "file", "base64": "AA==", "mime_type": "application/pdf"},
+        {"text": "no type"},
+    ],
+)
+def test_what_is_not_text_is_refused_by_place_and_kind(block: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        to_openai([HumanMessage("fine"), HumanMessage([block])])
+    assert caught.value.field == "messages[1].content"
+    assert str(block.get("type", "without a type")) in str(caught.value)
+
+
+def test_a_message_that_is_no_message_is_refused() -> None:
+    with pytest.raises(InvalidParameter, match="RemoveMessage"):
+        to_openai([RemoveMessage(id="x")])

@@ -1,0 +1,142 @@
+"""What goes wrong in one row stays in that row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import MakeRunner
+from support.drive import GREEDY, Driver, prompts
+from support.tiny_models import VOCAB
+
+from asyncengine.batch import Batch
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.sampler import NON_FINITE, NOTHING_ALLOWED
+from asyncengine.sampling_params import SamplingParams
+
+BAD = 7
+
+
+class AllowOnly:
+    """A matcher that allows the given tokens."""
+
+    def __init__(self, allowed: set[int]) -> None:
+        self.allowed = allowed
+
+    def fill_mask(self, mask: Any) -> None:
+        words = [0] * mask.shape[0]
+        for token in self.allowed:
+            words[token // 32] |= 1 << (token % 32)
+        mask.copy_(torch.tensor([word - (1 << 32) if word >= 1 << 31 else word for word in words], dtype=torch.int32))
+
+    def advance(self, token_id: int) -> None: ...
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class Broken(AllowOnly):
+    def fill_mask(self, mask: Any) -> None:
+        raise RuntimeError("matcher lost its state")
+
+
+@pytest.fixture
+def poisoned(make_runner: MakeRunner) -> ModelRunner:
+    """A runner whose embedding of one token is NaN."""
+    runner = make_runner("llama")
+    runner._module.get_input_embeddings().weight.data[BAD] = float("nan")
+    return runner
+
+
+def test_non_finite_row_ends_alone(poisoned: ModelRunner) -> None:
+    driver = Driver(poisoned)
+    inputs = [[t for t in prompt if t != BAD] for prompt in prompts([9, 20, 5], VOCAB)]
+    expected = [driver.run([driver.job(prompt, 8)])[0] for prompt in inputs]
+    jobs = [driver.job(prompt, 8) for prompt in inputs]
+    bad = driver.job([5, BAD, 6, 9, 11], 8)
+    driver.run([jobs[0], bad, *jobs[1:]])
+    assert bad.error == NON_FINITE
+    assert bad.output == []
+    assert [job.output for job in jobs] == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_pages_of_a_failed_row_do_not_poison_their_next_owner(name: str, make_runner: MakeRunner) -> None:
+    runner = make_runner(name, kv_cache_memory="1MiB")
+    embedding = runner._module.get_input_embeddings().weight.data
+    driver = Driver(runner)
+    good = [t for t in prompts([11], VOCAB)[0] if t != BAD]
+    expected = driver.run([driver.job(good, 9)])[0]
+    assert BAD not in expected
+    kept = embedding[BAD].clone()
+    embedding[BAD] = float("nan")
+    driver.free = driver.free[:8]
+    for _ in range(4):
+        driver.run([bad := driver.job([BAD] * 30, 3)])
+        assert bad.error == NON_FINITE
+        assert driver.run([driver.job(good, 9)])[0] == expected
+    embedding[BAD] = kept
+
+
+def test_prompt_scores_of_a_non_finite_row(poisoned: ModelRunner) -> None:
+    driver = Driver(poisoned)
+    params = SamplingParams(temperature=0.0, prompt_logprobs=True)
+    bad, good = driver.job([5, BAD, 6], 2, params), driver.job([5, 9, 6], 2, params)
+    driver.run([bad, good])
+    assert bad.error == NON_FINITE
+    assert len(good.prompt_logprobs) == 2
+
+
+def test_a_grammar_that_raises(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    prompt = prompts([6], VOCAB)[0]
+    expected = driver.run([driver.job(prompt, 5)])[0]
+    broken, fine = driver.job(prompt, 5, grammar=Broken(set())), driver.job(prompt, 5)
+    driver.run([broken, fine])
+    assert "matcher lost its state" in str(broken.error)
+    assert broken.output == []
+    assert fine.output == expected
+
+
+def test_a_grammar_masks(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    prompt = prompts([6], VOCAB)[0]
+    allowed = {31, 32, 63, 64, 95, VOCAB - 1}
+    free, greedy = driver.job(prompt, 12), driver.job(prompt, 12, grammar=AllowOnly(allowed))
+    drawn = driver.job(prompt, 12, SamplingParams(temperature=1.5, top_k=0, top_p=1.0), grammar=AllowOnly(allowed))
+    driver.run([free, greedy, drawn])
+    assert set(greedy.output) <= allowed
+    assert set(drawn.output) <= allowed
+    assert len(set(drawn.output)) > 1
+    assert not set(free.output) <= allowed
+
+
+def test_nothing_allowed(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    prompt = prompts([6], VOCAB)[0]
+    sampled = SamplingParams(temperature=1.0, top_k=5, top_p=0.5)
+    jobs = [driver.job(prompt, 3, params, grammar=AllowOnly(set())) for params in (GREEDY, sampled)]
+    fine = driver.job(prompt, 3)
+    driver.run([*jobs, fine])
+    assert [job.error for job in jobs] == [NOTHING_ALLOWED] * 2
+    assert len(fine.output) == 3
+
+
+def test_a_row_without_its_tokens_is_refused(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    job = driver.job([5, 6, 7], 1)
+    driver.admit(job)
+    row = driver.row(job)
+    with pytest.raises(ValueError, match="tokens do not cover"):
+        driver.runner.execute(Batch(1, (row._replace(count=9, pages=[1, 2, 3]),)))
+    with pytest.raises(ValueError, match="pages do not cover"):
+        driver.runner.execute(Batch(1, (row._replace(pages=[]),)))
+
+
+def test_closing_twice(make_runner: MakeRunner) -> None:
+    runner = make_runner("llama")
+    runner.close()
+    runner.close()

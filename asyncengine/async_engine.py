@@ -162,7 +162,9 @@ class AsyncEngine:
         """
         options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
         core = self.core
-        return self._stream(lambda: core.encode_chat(messages, tools, template_kwargs), _size(messages), params, options)
+        return self._stream(
+            lambda: core.encode_chat(messages, tools, template_kwargs), _size(messages), params, options
+        )
 
     async def generate(
         self,

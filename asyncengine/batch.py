@@ -4,8 +4,8 @@ No torch here: the same batch feeds a thread, a process, a remote worker or the 
 batches, the runner reads them; neither imports the other, both import this.
 
 Sharing rule: `Row.tokens` and `Row.pages` are the request's live lists, passed without copying. The scheduler only
-ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + count` tokens and
-the pages that cover them, so a step in flight never sees a change.
+ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + num_scheduled` tokens
+and the pages that cover them, so a step in flight never sees a change.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class RowSpec:
 
 
 class Row(NamedTuple):
-    """One request's share of one step: compute positions [start, start + count)."""
+    """One request's share of one step: compute positions [start, start + num_scheduled)."""
 
     spec: RowSpec
     slot: int
     """Persistent row of device-side state (last token, penalties, seed), in [0, max_num_seqs)."""
     start: int
-    count: int
+    num_scheduled: int
     tokens: list[int]
-    """The request's tokens, prompt then output; positions [start, start + count) are this row's input."""
+    """The request's tokens, prompt then output; positions [start, start + num_scheduled) are this row's input."""
     in_flight: bool
     """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet."""
     pages: list[int]
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(row.num_scheduled for row in self.rows)
 
 
 class TokenLogprob(NamedTuple):
@@ -81,7 +81,7 @@ class StepResult:
     """Sampled token per row; -1 where the row did not sample or failed."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """Row -> log-probabilities of prompt tokens at positions start+1 .. start+count (those inside the prompt)."""
+    """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row -> why this one request failed. The others in the batch are unaffected."""
     seconds: float = 0.0

@@ -88,9 +88,7 @@ def wire(
 ) -> EngineCore:
     """Put an engine together around any executor (tests use a fake one)."""
     clock = clock or MonotonicClock()
-    kv = KVCache(
-        executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction
-    )
+    kv = KVCache(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction)
     info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
     loop = EngineLoop(
         config,

@@ -138,9 +138,9 @@ _OPTIONAL = {
 }  # fmt: skip
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
-    "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0, "max_queued_tokens": 0,
-    "max_chat_chars": 1, "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1, "max_stop_token_ids": 0, "max_top_logprobs": 0,
-    "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
+    "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0,
+    "max_queued_tokens": 0, "max_chat_chars": 1, "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1,
+    "max_stop_token_ids": 0, "max_top_logprobs": 0, "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),

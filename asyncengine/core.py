@@ -16,7 +16,7 @@ from asyncengine.messages import Abort, Drain
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats, Summary
 from asyncengine.stream import Assembler
-from asyncengine.submit import Accepted, Acceptance, ModelInfo, RequestOptions
+from asyncengine.submit import Acceptance, Accepted, ModelInfo, RequestOptions
 from asyncengine.text import TextTokenizer
 
 Prompt = str | Sequence[int]

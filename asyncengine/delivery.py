@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncengine.clock import Clock
 from asyncengine.batch import TokenLogprob
+from asyncengine.clock import Clock
 from asyncengine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.messages import Abort, Message, StopText
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry

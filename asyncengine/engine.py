@@ -205,7 +205,7 @@ class EngineLoop:
 
     def _report_slow(self, batch: Batch) -> None:
         plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context " + str(
-            max(row.start + row.count for row in batch.rows)
+            max(row.start + row.num_scheduled for row in batch.rows)
         )
         logger.warning("step %d has run for %.0f s: %s", batch.step, self.config.step_soft_limit, plan)
         self.hooks.emit(StepSlow(batch.step, plan))

@@ -20,7 +20,6 @@ from asyncengine.engine import EngineLoop
 from asyncengine.errors import InvalidParameter
 from asyncengine.messages import Drain
 
-
 EXIT_PATIENCE = 10.0
 """Seconds that a program's end waits for a step to finish."""
 

@@ -121,11 +121,10 @@ class SamplingParams:
             raise InvalidParameter("logit_bias", "must map token ids to numbers", self.logit_bias)
         bias: dict[int, float] = {}
         for key, value in (self.logit_bias or {}).items():
-            if isinstance(key, str) and key.isdigit():  # JSON object keys are strings
-                key = int(key)
-            _integer("logit_bias", key, 0, None)
-            _number(f"logit_bias[{key}]", value, -100.0, 100.0)
-            bias[key] = float(value)
+            token_id = _json_key(key)
+            _integer("logit_bias", token_id, 0, None)
+            _number(f"logit_bias[{token_id}]", value, -100.0, 100.0)
+            bias[token_id] = float(value)
         object.__setattr__(self, "logit_bias", bias)
 
     @classmethod
@@ -149,6 +148,11 @@ def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
             raise InvalidParameter(name, f"unknown parameter{hint}")
 
 
+def _json_key(key: Any) -> Any:
+    """JSON object keys are strings: "17" means 17."""
+    return int(key) if isinstance(key, str) and key.isdigit() else key
+
+
 def _items(name: str, value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
@@ -162,7 +166,7 @@ def _integer(name: str, value: object, low: int, high: int | None, *, optional: 
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidParameter(name, "must be an integer" + (" or None" if optional else ""), value)
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         bound = f">= {low}" if high is None else f"between {low} and {high}"
         raise InvalidParameter(name, f"must be {bound}", value)
 

@@ -39,9 +39,7 @@ class _Shared:
             if self.loading is None or (self.loading.done() and not _usable(self.loading)):
                 self.loading = Future()
                 self.loading.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
-                threading.Thread(
-                    target=self._load, args=(self.loading,), name="asyncengine-load", daemon=True
-                ).start()
+                threading.Thread(target=self._load, args=(self.loading,), name="asyncengine-load", daemon=True).start()
             return self.loading
 
     def _load(self, outcome: Future[AsyncEngine]) -> None:

@@ -71,7 +71,9 @@ class Assembler:
             token_ids=samples[0].token_ids,
             finish_reason=samples[0].finish_reason,
             usage=self.usage,
-            timings=Timings(since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - accepted.arrival),
+            timings=Timings(
+                since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - accepted.arrival
+            ),
             request_id=accepted.request_id,
             logprobs=samples[0].logprobs,
             prompt_logprobs=prompt_logprobs,

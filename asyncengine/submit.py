@@ -149,9 +149,7 @@ class Acceptance:
         )
         return Submission(message, self._stream(index, accepted, spec, stops))
 
-    def _stream(
-        self, index: int, accepted: Accepted, spec: RowSpec, stops: StopAutomaton | None
-    ) -> OutputStream:
+    def _stream(self, index: int, accepted: Accepted, spec: RowSpec, stops: StopAutomaton | None) -> OutputStream:
         params = accepted.params
         stream = OutputStream(index, accepted.mailbox, accepted.arrival, accepted.request_id)
         if self.tokenizer is not None:

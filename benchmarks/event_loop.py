@@ -77,7 +77,12 @@ async def loop_lag(model: str, streams: int, seconds: float) -> dict[str, Any]:
         busy = await probe(seconds, load)
         tokens = load.result()
         inner = engine.stats().loop_lag
-    return {"idle_ms": idle, "load_ms": busy, "tokens_per_second": tokens / seconds, "engine_loop_p99_ms": inner.p99 * 1e3}
+    return {
+        "idle_ms": idle,
+        "load_ms": busy,
+        "tokens_per_second": tokens / seconds,
+        "engine_loop_p99_ms": inner.p99 * 1e3,
+    }
 
 
 async def shared_prefix(model: str, repeat: int) -> dict[str, Any]:
@@ -85,7 +90,7 @@ async def shared_prefix(model: str, repeat: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {"on": [], "off": []}
     computed: dict[str, int] = {}
     for _ in range(repeat):
-        for name in times:
+        for name, taken in times.items():
             engine = await AsyncEngine.from_pretrained(
                 model, hosted=True, kv_cache_memory="512MB", prefix_caching=name == "on"
             )
@@ -94,8 +99,10 @@ async def shared_prefix(model: str, repeat: int) -> dict[str, Any]:
                 prefix = [rng.randrange(10, vocab) for _ in range(1024)]
                 prompts = [prefix + [rng.randrange(10, vocab) for _ in range(32)] for _ in range(32)]
                 began = time.perf_counter()
-                await asyncio.gather(*(engine.generate(p, SamplingParams(max_tokens=16, temperature=0)) for p in prompts))
-                times[name].append(time.perf_counter() - began)
+                await asyncio.gather(
+                    *(engine.generate(p, SamplingParams(max_tokens=16, temperature=0)) for p in prompts)
+                )
+                taken.append(time.perf_counter() - began)
                 computed[name] = engine.stats().computed_tokens
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {"seconds": medians, "computed_tokens": computed, "speedup": medians["off"] / medians["on"]}

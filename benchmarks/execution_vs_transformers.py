@@ -119,7 +119,7 @@ def run_ours(runner: ModelRunner, prompts: list[list[int]], output: int) -> tupl
         step += 1
         result = runner.execute(Batch(step, tuple(rows)))
         for index, row in enumerate(rows):
-            computed[index] += row.count
+            computed[index] += row.num_scheduled
             if row.samples:
                 tokens[index].append(result.tokens[index])
     return [row[len(prompts[0]) :] for row in tokens], time.perf_counter() - began

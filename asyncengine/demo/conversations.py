@@ -45,18 +45,18 @@ MAKERS: dict[str, Maker] = {
     "memory": memory,
 }
 WEIGHTS = {
-    "passage": 20.0,
+    "passage": 26.0,
     "rag": 13.0,
-    "call": 17.0,
-    "tool_result": 10.0,
-    "agent": 10.0,
-    "no_fit": 4.0,
-    "no_call": 4.0,
-    "extract": 18.0,
-    "structured": 4.0,
-    "chat": 8.0,
-    "persona": 4.0,
-    "memory": 6.0,
+    "call": 20.0,
+    "tool_result": 6.0,
+    "agent": 9.0,
+    "no_fit": 10.0,
+    "no_call": 5.0,
+    "extract": 17.0,
+    "structured": 6.0,
+    "chat": 9.0,
+    "persona": 5.0,
+    "memory": 3.0,
 }
 """Shares of the training stream; longer skills get fewer conversations."""
 

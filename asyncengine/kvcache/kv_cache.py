@@ -71,7 +71,7 @@ class KVCache:
         return PageTable(namespace, node, self.tree.path_pages(node))
 
     def grow(self, table: PageTable, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in `table`, evicting cached pages if need be. False, and nothing changed, if not."""
+        """Make room for `num_tokens` in `table`, evicting cached pages if need be. False: nothing changed."""
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True

@@ -25,8 +25,8 @@ class Node:
     """One cached page; the root of a namespace has depth 0 and no page."""
 
     __slots__ = (
-        "children", "created", "depth", "hits", "last_used", "locks", "namespace", "page", "parent", "priority", "queued",
-        "tokens",
+        "children", "created", "depth", "hits", "last_used", "locks", "namespace", "page", "parent", "priority",
+        "queued", "tokens",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:

@@ -42,7 +42,7 @@ class PenaltyTable:
 
         `last_token` [max_num_seqs] holds the token in flight, if the row has one.
         """
-        total = row.start + row.count
+        total = row.start + row.num_scheduled
         state = self._states.get(row.slot)
         if state is None or state.spec is not row.spec or state.counted > total:
             state = _SlotState(

@@ -94,7 +94,7 @@ class Sampler:
             part = scaled if len(truncated) == len(chosen) else scaled[where]
             limits = smallest_kept(part, top_k[truncated], self._to_device(top_p[truncated]))
             least = least.index_copy(0, where, torch.maximum(least[where], limits))
-        positions = np.array([rows[place].start + rows[place].count for place in chosen], dtype=np.int64)
+        positions = np.array([rows[place].start + rows[place].num_scheduled for place in chosen], dtype=np.int64)
         key = [self._to_device(column) for column in (params.seed_low[owned], params.seed_high[owned], positions)]
         return greedy.index_copy(0, index, draw(scaled, least, key[0], key[1], key[2]))
 
@@ -187,7 +187,7 @@ class _Edits:
         self._held_open = [
             index
             for index, row in enumerate(rows)
-            if row.spec.stop_ids and row.start + row.count - row.spec.prompt_len < row.spec.params.min_tokens
+            if row.spec.stop_ids and row.start + row.num_scheduled - row.spec.prompt_len < row.spec.params.min_tokens
         ]
         self.edited = {*self._penalized, *self._biased, *self._held_open, *masks}
         self.any = bool(self.edited)

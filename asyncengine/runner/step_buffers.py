@@ -59,7 +59,7 @@ class StepBuffers:
             if row.in_flight:
                 in_flight.append((len(tokens) - 1, row.slot))
         starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int64)
+        counts = np.array([row.num_scheduled for row in rows], dtype=np.int64)
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         indptr = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=indptr[1:])
@@ -82,18 +82,17 @@ class StepBuffers:
         return Step(view, input_ids[None], where[None], keep, sampling, sample_logits, prompt_spans)
 
     def _input_tokens(self, row: Row) -> list[int]:
-        end = row.start + row.count - row.in_flight
-        tokens = row.tokens[row.start : end]
-        if len(tokens) != end - row.start or row.count < 1:
-            raise ValueError(
-                f"row of slot {row.slot}: {len(row.tokens)} tokens do not cover [{row.start}, {row.start + row.count})"
-            )
+        end = row.start + row.num_scheduled
+        known = end - row.in_flight
+        tokens = row.tokens[row.start : known]
+        if len(tokens) != known - row.start or row.num_scheduled < 1:
+            raise ValueError(f"row of slot {row.slot}: {len(row.tokens)} tokens do not cover [{row.start}, {end})")
         if row.in_flight:
             tokens.append(0)
         return tokens
 
     def _update_table(self, row: Row) -> None:
-        need = -(-(row.start + row.count) // self._page_size)
+        need = -(-(row.start + row.num_scheduled) // self._page_size)
         if len(row.pages) < need:
             raise ValueError(f"row of slot {row.slot}: {len(row.pages)} pages do not cover {need}")
         if need > self._tables.shape[1]:
@@ -120,7 +119,7 @@ def _wanted_logits(
     for index, row in enumerate(rows):
         begin, end = int(indptr[index]), int(indptr[index + 1])
         if row.spec.params.prompt_logprobs:
-            predicting = min(row.start + row.count, row.spec.prompt_len - 1) - row.start
+            predicting = min(row.start + row.num_scheduled, row.spec.prompt_len - 1) - row.start
             if predicting > 0:
                 spans.append((index, len(wanted), len(wanted) + predicting))
                 wanted += range(begin, begin + predicting)

@@ -202,7 +202,7 @@ class Scheduler:
             victim = choose_victim(self.running.values(), self.policy)
             planned = rows.pop(victim.ticket, None)
             if planned is not None:
-                budget.give_back(planned.count)
+                budget.give_back(planned.num_scheduled)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -248,7 +248,7 @@ class Scheduler:
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
         for request, row in zip(requests, rows.values(), strict=True):
-            request.num_launched = row.start + row.count
+            request.num_launched = row.start + row.num_scheduled
             request.last_step = self.last_step
             if row.samples:
                 request.num_pending += 1
@@ -269,15 +269,15 @@ class Scheduler:
         tokens, errors, logprobs = result.tokens, result.errors, result.logprobs
         computed = sampled = 0
         for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
-            computed += row.count
+            computed += row.num_scheduled
             if request.state is RequestState.FINISHED:
                 continue  # it ended while the step ran: the token nobody waits for is dropped
             if errors and index in errors:
                 self._end(request, "error", errors[index])
                 continue
             if request.epoch == epoch:
-                request.num_computed = row.start + row.count
-                if row.count > 1 or row.start < request.prompt_len:
+                request.num_computed = row.start + row.num_scheduled
+                if row.num_scheduled > 1 or row.start < request.prompt_len:
                     self._publish(request)
             if result.prompt_logprobs and index in result.prompt_logprobs:
                 entries = (row.start + 1, result.prompt_logprobs[index])

@@ -46,8 +46,9 @@ class FakeModel:
 class FakeExecutor:
     """An `Executor` with KV memory made of plain integers.
 
-    Checks what a device would not: that a row computes something, that its pages are real, not page 0, not shared with another row that writes
-    to them in the same step, and that everything it attends to has been written. A violation raises.
+    Checks what a device would not: that a row computes something, that its pages are real, not page 0, not shared with
+    another row that writes to them in the same step, and that everything it attends to has been written. A violation
+    raises.
     """
 
     def __init__(self, num_pages: int = 64, page_size: int = 16, model: FakeModel | None = None) -> None:
@@ -78,9 +79,9 @@ class FakeExecutor:
         """All rows write before any reads, as one forward pass does layer by layer."""
         written: dict[tuple[int, int], int] = {}
         for row in batch.rows:
-            if row.count < 1:
+            if row.num_scheduled < 1:
                 raise AssertionError(f"row {row.spec.ticket} computes nothing: a model has no logits to sample from")
-            for position in range(row.start, row.start + row.count):
+            for position in range(row.start, row.start + row.num_scheduled):
                 page = row.pages[position // self.page_size]
                 offset = position % self.page_size
                 if not 0 < page < self.num_pages:
@@ -88,14 +89,14 @@ class FakeExecutor:
                 if (page, offset) in written:
                     raise AssertionError(f"rows {written[page, offset]} and {row.spec.ticket} both write page {page}")
                 written[page, offset] = row.spec.ticket
-                last = position == row.start + row.count - 1
+                last = position == row.start + row.num_scheduled - 1
                 in_flight = row.in_flight and last
                 self.memory[page][offset] = self.last_token[row.slot] if in_flight else row.tokens[position]
 
     def context(self, row: Row) -> list[int]:
         """The tokens that `row` attends to, as its pages hold them."""
         tokens = []
-        for position in range(row.start + row.count):
+        for position in range(row.start + row.num_scheduled):
             tokens.append(self.memory[row.pages[position // self.page_size]][position % self.page_size])
         if EMPTY in tokens:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")

@@ -6,7 +6,7 @@ from asyncengine.core import EngineCore
 
 
 def assert_nothing_held(core: EngineCore) -> None:
-    """Raise `AssertionError` unless the idle engine holds nothing: no request, stream, place in the queue, page or slot.
+    """Raise `AssertionError` unless the idle engine holds nothing: request, stream, place in the queue, page or slot.
 
     Cached pages are not held: they are given up as soon as anybody needs them.
     """

@@ -1,4 +1,4 @@
-"""The whole engine against transformers' own `generate`: same tokens, whatever the schedule (contract lines 4 and 5)."""
+"""The whole engine against transformers' `generate`: same tokens, whatever the schedule (contract lines 4 and 5)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ async def test_preemption_changes_no_logprob(checkpoints: Any) -> None:
     for one, two in zip(*found, strict=True):
         assert one.token_ids == two.token_ids
         assert [e.logprob for e in one.logprobs] == pytest.approx([e.logprob for e in two.logprobs], abs=2e-5)
-        assert [[t.token_id for t in e.top] for e in one.logprobs] == [[t.token_id for t in e.top] for e in two.logprobs]
+        assert [[t.token_id for t in e.top] for e in one.logprobs] == [
+            [t.token_id for t in e.top] for e in two.logprobs
+        ]
 
 
 async def test_prompt_logprobs_equal_the_models(checkpoints: Any) -> None:

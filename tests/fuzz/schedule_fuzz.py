@@ -154,11 +154,11 @@ class Life:
         """No page that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""
         size = self.config.page_size
         for flying in (row for earlier in self.in_flight for row in earlier.rows):
-            named = set(flying.pages[: -(-(flying.start + flying.count) // size)])
+            named = set(flying.pages[: -(-(flying.start + flying.num_scheduled) // size)])
             for row in batch.rows:
                 if row.spec is flying.spec:
                     continue
-                written = row.pages[row.start // size : -(-(row.start + row.count) // size)]
+                written = row.pages[row.start // size : -(-(row.start + row.num_scheduled) // size)]
                 assert named.isdisjoint(written), f"step {batch.step} writes pages that a step in flight names"
                 assert row.slot != flying.slot, f"step {batch.step} uses a slot that a step in flight names"
 

@@ -168,5 +168,9 @@ PLANTS: list[Plant] = [
 def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, InvariantViolation, ValueError, IndexError, KeyError)):
-        for seed in range(60):
-            Life(seed, depth=2).run()
+        live(60)
+
+
+def live(seeds: int) -> None:
+    for seed in range(seeds):
+        Life(seed, depth=2).run()

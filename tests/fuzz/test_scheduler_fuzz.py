@@ -46,7 +46,7 @@ def test_the_same_seed_lives_the_same_life() -> None:
     two.run()
 
     def plan(life: Life) -> list[list[tuple[int, int, int]]]:
-        return [[(row.spec.ticket, row.start, row.count) for row in b.rows] for b in life.executor.executed]
+        return [[(row.spec.ticket, row.start, row.num_scheduled) for row in b.rows] for b in life.executor.executed]
 
     assert plan(one) == plan(two)
 

@@ -131,7 +131,7 @@ def test_a_row_without_its_tokens_is_refused(make_runner: MakeRunner) -> None:
     driver.admit(job)
     row = driver.row(job)
     with pytest.raises(ValueError, match="tokens do not cover"):
-        driver.runner.execute(Batch(1, (row._replace(count=9, pages=[1, 2, 3]),)))
+        driver.runner.execute(Batch(1, (row._replace(num_scheduled=9, pages=[1, 2, 3]),)))
     with pytest.raises(ValueError, match="pages do not cover"):
         driver.runner.execute(Batch(1, (row._replace(pages=[]),)))
 

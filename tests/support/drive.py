@@ -97,7 +97,7 @@ class Driver:
         rows = [self.row(job, chunk) for job in jobs]
         result = self.execute(rows)
         for index, (job, row) in enumerate(zip(jobs, rows, strict=True)):
-            job.computed += row.count
+            job.computed += row.num_scheduled
             job.error = result.errors.get(index)
             job.prompt_logprobs += result.prompt_logprobs.get(index, [])
             if row.samples and job.error is None:

@@ -151,7 +151,7 @@ class Steps:
 
 def rows(batch: Batch | None) -> dict[int, int]:
     """Ticket -> positions computed."""
-    return {} if batch is None else {row.spec.ticket: row.count for row in batch.rows}
+    return {} if batch is None else {row.spec.ticket: row.num_scheduled for row in batch.rows}
 
 
 class SteppedExecutor(FakeExecutor):

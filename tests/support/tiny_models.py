@@ -125,7 +125,9 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):
                 parameter.add_(0.2 * noise)
             elif parameter.dim() == 1 or "bias" in key:
-                parameter.copy_(0.1 * noise)  # larger ones drown the tokens
+                parameter.copy_(
+                    (0.1 if name == "gpt2" else 0.3) * noise
+                )  # GPT-2 has so many that they drown the tokens
             elif "wpe" in key or "embed_positions" in key:
                 parameter.copy_(noise)
             elif "embed" in key or "wte" in key:

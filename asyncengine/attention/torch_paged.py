@@ -93,7 +93,10 @@ class TorchPagedBackend:
         self._device = device
 
         def pool(heads: int, dim: int) -> torch.Tensor:
-            return torch.zeros((heads, num_pages, page_size, dim), dtype=dtype, device=device)
+            # Not zeroed: a page is cleared when a request opens it, and untouched memory costs a CPU nothing.
+            memory = torch.empty((heads, num_pages, page_size, dim), dtype=dtype, device=device)
+            memory[:, 0] = 0
+            return memory
 
         self._keys = [pool(spec.num_kv_heads, spec.key_dim) for spec in layers]
         self._values = [pool(spec.num_kv_heads, spec.value_dim) for spec in layers]

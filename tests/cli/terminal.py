@@ -50,6 +50,22 @@ class Terminal:
     def send(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
+    def interrupt_prompt(self, text: str) -> None:
+        """Ctrl-C at a prompt, and again if `text` does not follow.
+
+        CPython's readline does not notice a signal that comes between the prompt and the wait for a key; it stays
+        pending, so that the next Ctrl-C raises one KeyboardInterrupt for both.
+        """
+        for _ in range(int(PATIENCE / 10)):
+            self.send(CTRL_C)
+            deadline = time.monotonic() + 10
+            while self.output.find(text, self._seen) < 0 and time.monotonic() < deadline:
+                if select.select([self._fd], [], [], 0.1)[0]:
+                    self._read(deadline)
+            if self.output.find(text, self._seen) >= 0:
+                break
+        self.expect(text)
+
     def end(self) -> int:
         """Read to the end of the output; the exit code."""
         deadline = time.monotonic() + PATIENCE

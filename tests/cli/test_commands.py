@@ -26,11 +26,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command that must succeed and leave no thread of an engine behind; its stdout and stderr."""
 
     def call(*arguments: str) -> tuple[str, str]:
+        before = set(threading.enumerate())
         code = main(arguments)
         captured = capsys.readouterr()
         assert code == 0, captured.err
-        left = [t.name for t in threading.enumerate() if t.name in ("asyncengine-loop", "asyncengine-device")]
-        assert not left
+        assert not [t.name for t in threading.enumerate() if t not in before and t.name.startswith("asyncengine")]
         return captured.out, captured.err
 
     return call

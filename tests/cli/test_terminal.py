@@ -29,8 +29,7 @@ def test_chat_stops_an_answer_and_goes_on() -> None:
         stats = terminal.expect("output tokens")
         assert "prompt tokens" in stats
         terminal.expect("> ")
-        terminal.send(CTRL_C)  # at the prompt: a hint, not the end
-        terminal.expect("/exit ends")
+        terminal.interrupt_prompt("/exit ends")  # a hint, not the end
         terminal.expect("> ")
         terminal.send(CTRL_D)
         assert terminal.end() == 0

@@ -45,12 +45,12 @@ MAKERS: dict[str, Maker] = {
     "memory": memory,
 }
 WEIGHTS = {
-    "passage": 26.0,
-    "rag": 13.0,
+    "passage": 36.0,
+    "rag": 16.0,
     "call": 20.0,
     "tool_result": 6.0,
     "agent": 9.0,
-    "no_fit": 10.0,
+    "no_fit": 8.0,
     "no_call": 5.0,
     "extract": 17.0,
     "structured": 6.0,
@@ -61,10 +61,12 @@ WEIGHTS = {
 """Shares of the training stream; longer skills get fewer conversations."""
 
 
-def make(skill: str, seed: int, held_out: bool = False, long: bool = False) -> Conversation:
+def make(
+    skill: str, seed: int, held_out: bool = False, long: bool = False, new_phrasings: bool = False
+) -> Conversation:
     """The conversation with this number; the same arguments always give the same conversation."""
     rng = random.Random(f"{skill}/{seed}/{held_out}")
-    return MAKERS[skill](Words(rng, held_out, long))
+    return MAKERS[skill](Words(rng, held_out, long, new_phrasings))
 
 
 def stream(

@@ -186,7 +186,7 @@ def missing(w: Words, groups: list[list[f.Fact]]) -> str:
 
 def ask(w: Words, groups: list[list[f.Fact]]) -> tuple[str, str, list[str], f.Fact | None]:
     """A question, its answer, the strings that the answer must contain, and the fact asked for."""
-    if w.chance(0.12):
+    if w.chance(0.2):
         return missing(w, groups), UNKNOWN, [UNKNOWN.rstrip(".")], None
     fact = w.pick(w.pick(groups))
     required = [fact.short()] if not isinstance(fact.value, list) else [str(item) for item in fact.value]

@@ -76,12 +76,15 @@ def in_held_out(text: str) -> bool:
 
 
 class Words:
-    """Draws values for one side of the split from one random generator."""
+    """Draws values for one side of the split, and trained or new phrasings, from one random generator."""
 
-    def __init__(self, rng: random.Random, held_out: bool = False, long: bool = False) -> None:
+    def __init__(
+        self, rng: random.Random, held_out: bool = False, long: bool = False, new_phrasings: bool = False
+    ) -> None:
         self.rng = rng
         self.held_out = held_out
         self.long = long
+        self.new_phrasings = new_phrasings
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -90,12 +93,10 @@ class Words:
         return items[int(self.rng.random() * len(items))]
 
     def phrase(self, items: Sequence[str]) -> str:
-        """A phrasing; of five or more, the last one is never trained on and is favoured on the held-out side."""
+        """A phrasing; of five or more, the last one is never trained on."""
         if len(items) < 5:
             return self.pick(items)
-        if not self.held_out:
-            return self.pick(items[:-1])
-        return items[-1] if self.chance(0.3) else self.pick(items)
+        return items[-1] if self.new_phrasings else self.pick(items[:-1])
 
     def mine(self, draw: Callable[[], str]) -> str:
         """The first drawn value that belongs to this side; after many tries (a tiny range) any value."""

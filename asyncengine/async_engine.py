@@ -43,6 +43,8 @@ class AsyncEngine:
         self._host: Host | None = None
         self._closed = False
         self._serving = threading.Lock()
+        self._loading = threading.Lock()
+        self._loaded: EngineCore | None = None
 
     @classmethod
     async def from_pretrained(
@@ -67,7 +69,7 @@ class AsyncEngine:
             raise EngineClosed("the engine is closed; make a new one")
         if self._core is not None:
             return
-        self._serve(await anyio.to_thread.run_sync(self._build))
+        self._serve(await anyio.to_thread.run_sync(self._load))
 
     def start_blocking(self) -> None:
         """`start` for a plain thread; hosted engines only."""
@@ -76,14 +78,21 @@ class AsyncEngine:
         if self._closed:
             raise EngineClosed("the engine is closed; make a new one")
         if self._core is None:
-            self._serve(self._build())
+            self._serve(self._load())
+
+    def _load(self) -> EngineCore:
+        """Load once, however many callers start at the same time."""
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = self._build()
+            return self._loaded
 
     def _serve(self, core: EngineCore) -> None:
         with self._serving:
             if self._closed:
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
-                return  # somebody else's start was faster; this core has never run and is dropped
+                return  # somebody else's start was faster
             loop = core.loop
             host = ThreadHost(loop, use_uvloop=core.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
@@ -94,7 +103,7 @@ class AsyncEngine:
         no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
         """
         with self._serving:
-            self._closed = True
+            self._closed, self._loaded = True, None
             core, host = self._core, self._host
         if core is None or host is None:
             return
@@ -106,7 +115,7 @@ class AsyncEngine:
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
         with self._serving:
-            self._closed = True
+            self._closed, self._loaded = True, None
             core, host = self._core, self._host
         if core is not None and isinstance(host, ThreadHost):
             core.start_closing(drain, timeout)

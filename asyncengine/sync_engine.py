@@ -155,3 +155,11 @@ class Engine:
     def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
         """As `AsyncEngine.count_tokens`."""
         return self.aengine.count_tokens(text, tools)
+
+    def tokenize(self, text: str) -> list[int]:
+        """As `AsyncEngine.tokenize`."""
+        return self.aengine.tokenize(text)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """As `AsyncEngine.detokenize`."""
+        return self.aengine.detokenize(token_ids)

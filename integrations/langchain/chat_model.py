@@ -166,7 +166,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with mapped_errors():
-            return self._engines().sync().aengine.tokenize(text)
+            return self._engines().sync().tokenize(text)
 
     def get_num_tokens_from_messages(
         self,

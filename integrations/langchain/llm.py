@@ -107,7 +107,7 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         with mapped_errors():
-            return self._engines().sync().aengine.tokenize(text)
+            return self._engines().sync().tokenize(text)
 
     @property
     def _llm_type(self) -> str:

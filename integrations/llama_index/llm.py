@@ -95,7 +95,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids by the model's own tokenizer; give it to LlamaIndex as `Settings.tokenizer`. Loads the model."""
-        return self._engines().sync().aengine.tokenize(text)
+        return self._engines().sync().tokenize(text)
 
     # -- the eight calls
 

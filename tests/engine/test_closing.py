@@ -12,6 +12,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine, until
 
 from asyncengine import AsyncEngine, Engine
+from asyncengine.core import EngineCore
 from asyncengine.errors import EngineClosed, WrongLoop
 from asyncengine.runner.device_thread import DeviceThread
 
@@ -130,6 +131,20 @@ async def test_closing_twice_and_using_a_closed_engine(hosted: bool):
         await engine.start()
     assert not engine.abort("x")
     assert engine.stats().requests["running"] == 0
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_starting_at_the_same_time_loads_once(hosted: bool):
+    made = []
+
+    def build() -> EngineCore:
+        made.append(make_core())
+        return made[-1]
+
+    engine = AsyncEngine(build, hosted=hosted)
+    await asyncio.gather(*(engine.start() for _ in range(5)))
+    assert made == [engine.core]
+    await engine.aclose()
 
 
 async def test_closing_before_starting():

@@ -11,7 +11,7 @@ from typing import Any, Self
 import anyio.to_thread
 
 from asyncengine.config import EngineConfig
-from asyncengine.core import INLINE_CHARS, ChatMessages, EngineCore, Prompt, ToolSpecs
+from asyncengine.core import INLINE_CHARS, ChatMessages, EngineCore, Prompt, ToolSpecs, chat_size
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
@@ -172,7 +172,7 @@ class AsyncEngine:
         options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
         core = self.core
         return self._stream(
-            lambda: core.encode_chat(messages, tools, template_kwargs), _size(messages), params, options
+            lambda: core.encode_chat(messages, tools, template_kwargs), chat_size(messages), params, options
         )
 
     async def generate(
@@ -296,10 +296,3 @@ class AsyncEngine:
         if self.core.tokenizer is None:
             raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
         return self.core.tokenizer.decode(token_ids)
-
-
-def _size(messages: ChatMessages) -> int:
-    """Rough number of characters of a chat, to decide where to tokenize it. Malformed chats fail later, by name."""
-    if not isinstance(messages, (list, tuple)):
-        return 0
-    return sum(len(str(m.get("content", ""))) + 64 if isinstance(m, Mapping) else 0 for m in messages)

@@ -205,3 +205,10 @@ def current_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def chat_size(messages: ChatMessages) -> int:
+    """Rough number of characters of a chat, to decide where to tokenize it. Malformed chats fail later, by name."""
+    if not isinstance(messages, (list, tuple)):
+        return 0
+    return sum(len(str(m.get("content", ""))) + 64 if isinstance(m, Mapping) else 0 for m in messages)

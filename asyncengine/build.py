@@ -57,7 +57,7 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
         tokenizer.warm_up()
     runner = build_runner(loaded, config)
     info = ModelInfo(
-        name=loaded.name,
+        name=DEMO if path == str(MODEL_PATH) else loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_token_ids=tuple(loaded.eos_token_ids),

@@ -1,8 +1,10 @@
-"""The runner against transformers' `generate` on the same random checkpoint, prompts and threads.
+"""The engine against transformers' `generate` on the same random checkpoint, prompts and threads.
 
 Makes a Qwen3-0.6B-shaped bfloat16 checkpoint in a temporary folder, decodes it both ways, turn by turn, and prints
-medians of output tokens per second, the share of transformers' tokens that agree, and peak memory against what weights
-and KV cache take. Greedy, end-of-sequence ignored, no text. Read ratios, not absolutes, on a machine with company.
+medians of output tokens per second, the share of transformers' tokens that agree (a random model has many near ties,
+which bfloat16 rounds either way), and peak memory against what weights and KV cache take. Ours goes through the public
+API: one `generate` call for each prompt, all at once. Greedy, end-of-sequence ignored, token ids in and out. Read
+ratios, not absolutes, on a machine with company.
 
     python benchmarks/execution_vs_transformers.py [--batch 16 --input 128 --output 64 --rounds 3 --threads 2 --json]
 """
@@ -10,6 +12,7 @@ and KV cache take. Greedy, end-of-sequence ignored, no text. Read ratios, not ab
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -17,15 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from asyncengine.batch import Batch, Row, RowSpec
-from asyncengine.config import EngineConfig
-from asyncengine.models.loading import load_model
-from asyncengine.runner.model_runner import ModelRunner, build_runner
-from asyncengine.sampling_params import SamplingParams
+from asyncengine import AsyncEngine, SamplingParams
 
 SHAPES = {
     "qwen3-0.6b": {
@@ -45,7 +45,7 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=
 def main() -> None:
     options = parse()
     if options.memory_of:
-        print(json.dumps(measure_memory(options)))
+        print(json.dumps(asyncio.run(measure_memory(options))))
         return
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def main() -> None:
             [sys.executable, __file__, "--memory-of", folder, *forwarded(options)],
             check=True, capture_output=True, text=True,
         ).stdout)  # fmt: skip
-        report = compare(options, folder)
+        report = asyncio.run(compare(options, folder))
     report["memory"] = memory
     print(json.dumps(report) if options.json else table(report))
 
@@ -92,37 +92,19 @@ def make_prompts(options: argparse.Namespace) -> list[list[int]]:
     return [[generator.randrange(vocab) for _ in range(options.input)] for _ in range(options.batch)]
 
 
-def make_runner(options: argparse.Namespace, folder: str) -> ModelRunner:
-    config = EngineConfig(
-        dtype=options.dtype, device="cpu", num_threads=options.threads, max_num_seqs=max(options.batch, 1),
-        max_model_len=options.input + options.output, show_progress=False,
+async def make_engine(options: argparse.Namespace, folder: str) -> AsyncEngine:
+    return await AsyncEngine.from_pretrained(
+        folder, dtype=options.dtype, device="cpu", num_threads=options.threads, max_num_seqs=max(options.batch, 1),
+        max_model_len=options.input + options.output, prefix_caching=False, show_progress=False,
     )  # fmt: skip
-    return build_runner(load_model(folder, config), config)
 
 
-def run_ours(runner: ModelRunner, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
-    """Tokens and seconds. Prompts in steps of 512 tokens at most per row, then one token per step."""
-    size = runner.page_size
-    per_row = -(-(len(prompts[0]) + output) // size)
-    tokens = [list(prompt) for prompt in prompts]
-    pages = [list(range(1 + index * per_row, 1 + (index + 1) * per_row)) for index in range(len(prompts))]
-    specs = [RowSpec(index, GREEDY, index, len(prompt)) for index, prompt in enumerate(prompts)]
-    computed = [0] * len(prompts)
+async def run_ours(engine: AsyncEngine, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
+    """Tokens and seconds."""
+    params = GREEDY.replace(max_tokens=output)
     began = time.perf_counter()
-    step = 0
-    while len(tokens[0]) < len(prompts[0]) + output:
-        rows = []
-        for index, spec in enumerate(specs):
-            count = min(len(tokens[index]) - computed[index], 512)
-            samples = computed[index] + count == len(tokens[index])
-            rows.append(Row(spec, index, computed[index], count, tokens[index], False, pages[index], samples))
-        step += 1
-        result = runner.execute(Batch(step, tuple(rows)))
-        for index, row in enumerate(rows):
-            computed[index] += row.num_scheduled
-            if row.samples:
-                tokens[index].append(result.tokens[index])
-    return [row[len(prompts[0]) :] for row in tokens], time.perf_counter() - began
+    done = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+    return [list(completion.token_ids) for completion in done], time.perf_counter() - began
 
 
 def run_transformers(model: Any, prompts: list[list[int]], output: int) -> tuple[list[list[int]], float]:
@@ -136,20 +118,20 @@ def run_transformers(model: Any, prompts: list[list[int]], output: int) -> tuple
     return out[:, inputs.shape[1] :].tolist(), time.perf_counter() - began
 
 
-def compare(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+async def compare(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Both ways in turn, `rounds` times, after one short warm-up each."""
     from transformers import AutoModelForCausalLM
 
-    runner = make_runner(options, folder)
+    engine = await make_engine(options, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype))
     prompts = make_prompts(options)
-    run_ours(runner, prompts[:1], 2)
+    await run_ours(engine, prompts[:1], 2)
     run_transformers(model, prompts[:1], 2)
-    report: dict[str, Any] = {"options": vars(options), "fused": runner.fused, "tokens_per_second": {}}
+    report: dict[str, Any] = {"options": vars(options), "fused": list(engine.info.fused), "tokens_per_second": {}}
     for name, chosen in (("single stream", prompts[:1]), (f"batch of {options.batch}", prompts)):
         speeds: dict[str, list[float]] = {"asyncengine": [], "transformers": []}
         for _ in range(options.rounds):
-            ours, seconds = run_ours(runner, chosen, options.output)
+            ours, seconds = await run_ours(engine, chosen, options.output)
             speeds["asyncengine"].append(len(chosen) * options.output / seconds)
             theirs, seconds = run_transformers(model, chosen, options.output)
             speeds["transformers"].append(len(chosen) * options.output / seconds)
@@ -159,26 +141,32 @@ def compare(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             "all": speeds,
             "same_tokens": sum(left == right for left, right in pairs) / len(pairs),
         }
+    await engine.aclose()
     return report
 
 
-def measure_memory(options: argparse.Namespace) -> dict[str, float]:
+async def measure_memory(options: argparse.Namespace) -> dict[str, float]:
     """Peak resident memory of loading and one short batch, in a process of its own (the one called)."""
-    import resource
-
     torch.set_num_threads(options.threads)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    runner = make_runner(options, options.memory_of)
-    loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    run_ours(runner, make_prompts(options), 2)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = peak_mib()
+    engine = await make_engine(options, options.memory_of)
+    loaded = peak_mib()
+    await run_ours(engine, make_prompts(options), options.output)
+    info, peak = engine.info, peak_mib()
+    await engine.aclose()
     return {
-        "weights_mib": runner.weights_bytes / 2**20,
-        "kv_mib": runner.kv_bytes / 2**20,
+        "weights_mib": info.weight_bytes / 2**20,
+        "kv_mib": info.kv_cache_bytes / 2**20,
         "interpreter_mib": before,
         "peak_after_loading_mib": loaded,
         "peak_mib": peak,
     }
+
+
+def peak_mib() -> float:
+    """Peak resident memory of this process (of `ru_maxrss` a child inherits its parent's)."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def table(report: dict[str, Any]) -> str:

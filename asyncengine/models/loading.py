@@ -23,7 +23,7 @@ from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
 from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
 from asyncengine.models.fusions import fuse
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.memory import free_bytes
+from asyncengine.models.memory import bound_kernel_caches, free_bytes
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.rotary import freeze_rotary
 
@@ -71,6 +71,8 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         device = resolve_device(config.device)
         dtype = _resolve_dtype(config, hf_config, checkpoint)
         _check_memory(checkpoint, dtype, device)
+        if device.type == "cpu":
+            bound_kernel_caches()
         bar.stage("reading weights")
         module = _from_pretrained(checkpoint, hf_config, config, dtype, device)
         check_class(hf_config.model_type, type(module))

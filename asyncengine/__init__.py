@@ -12,6 +12,10 @@ from asyncengine.errors import (
     EngineDead,
     EngineError,
     GrammarError,
+    GrammarImpossible,
+    GrammarTimeout,
+    GrammarTooLarge,
+    GrammarUnsupported,
     InvalidParameter,
     ModelNotFound,
     OutOfMemory,
@@ -21,7 +25,17 @@ from asyncengine.errors import (
     UnsupportedModel,
     WrongLoop,
 )
-from asyncengine.outputs import Chunk, Completion, FinishReason, LogprobEntry, Sample, Timings, Usage
+from asyncengine.outputs import (
+    Chunk,
+    Completion,
+    FinishReason,
+    LogprobEntry,
+    Sample,
+    Timings,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
@@ -48,6 +62,10 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "GrammarError",
+    "GrammarImpossible",
+    "GrammarTimeout",
+    "GrammarTooLarge",
+    "GrammarUnsupported",
     "InvalidParameter",
     "LogprobEntry",
     "ModelInfo",
@@ -62,6 +80,8 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "TokenStream",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedModel",
     "Usage",
     "WrongLoop",

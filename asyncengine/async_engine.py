@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import anyio.to_thread
 
+from asyncengine.assembler import Assembler
 from asyncengine.config import EngineConfig
-from asyncengine.core import INLINE_CHARS, ChatMessages, EngineCore, Prompt, ToolSpecs, chat_size
+from asyncengine.core import INLINE_CHARS, EngineCore
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.outputs import Completion
+from asyncengine.requests import (
+    ChatKeywords,
+    ChatMessages,
+    Prompt,
+    RequestKeywords,
+    RequestOptions,
+    ToolSpecs,
+    split_chat,
+)
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
-from asyncengine.stream import Assembler, TokenStream
-from asyncengine.submit import ModelInfo, RequestOptions
+from asyncengine.stream import TokenStream
+from asyncengine.submit import Accepted, ModelInfo
 
 Build = Callable[[], EngineCore]
 
@@ -133,109 +143,49 @@ class AsyncEngine:
     # ---------------------------------------------------------------- requests
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> TokenStream:
-        """Stream a completion of `prompt` (text or token ids). Nothing runs before the first await.
+        """Stream a completion of `prompt` (text or token ids); `options` as `RequestOptions`.
 
-        Awaiting it raises `InvalidParameter`, `ContextLengthExceeded`, `QueueFull`, `EngineClosed` or `EngineDead`.
+        Nothing runs before the first await. Awaiting it raises `InvalidParameter`, `ContextLengthExceeded`,
+        `GrammarError`, `BudgetTooSmall`, `QueueFull`, `EngineClosed` or `EngineDead`.
         """
-        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
-        core = self.core
+        core, wanted = self.core, RequestOptions.of(options)
         size = len(prompt) if isinstance(prompt, str) else 0
-        return self._stream(lambda: core.encode(prompt), size, params, options)
+        return self._stream(lambda: core.prepare(prompt, params, wanted), size, params)
 
     def stream_chat(
-        self,
-        messages: ChatMessages,
-        params: SamplingParams | None = None,
-        *,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
     ) -> TokenStream:
         """Stream the answer to a chat (OpenAI message shape), rendered by the model's template.
 
-        `tools` are rendered into the prompt; `template_kwargs` are template variables such as `enable_thinking`.
+        `options` as `ChatRequest` and `RequestOptions`. Chunks carry the answer's text, the reasoning before it and
+        the tool calls in it apart; an answer with calls ends with reason "tool_calls".
         """
-        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
         core = self.core
-        return self._stream(
-            lambda: core.encode_chat(messages, tools, template_kwargs), chat_size(messages), params, options
-        )
+        chat, wanted = split_chat(messages, options)
+        return self._stream(lambda: core.prepare_chat(chat, params, wanted), chat.size, params)
 
     async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> Completion:
         """The whole completion. Cancelling the call aborts it. Raises as `stream`, and `RequestFailed`."""
-        async with self.stream(
-            prompt,
-            params,
-            adapter=adapter,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-        ) as stream:
+        async with self.stream(prompt, params, **options) as stream:
             return await stream.result()
 
     async def chat(
-        self,
-        messages: ChatMessages,
-        params: SamplingParams | None = None,
-        *,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
     ) -> Completion:
-        """The whole answer to a chat. Raises as `generate`."""
-        async with self.stream_chat(
-            messages,
-            params,
-            tools=tools,
-            template_kwargs=template_kwargs,
-            adapter=adapter,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            cache_salt=cache_salt,
-        ) as stream:
+        """The whole answer to a chat; keywords as `stream_chat`. Raises as `generate`."""
+        async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    def _stream(
-        self, encode: Callable[[], list[int]], size: int, params: SamplingParams | None, options: RequestOptions
-    ) -> TokenStream:
+    def _stream(self, prepare: Callable[[], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
         core = self.core
 
         async def start() -> Assembler:
             work = size + sum(len(stop) for stop in params.stop) if isinstance(params, SamplingParams) else size
-            if work <= INLINE_CHARS:
-                accepted = core.prepare(encode, params, options)
-            else:
-                accepted = await anyio.to_thread.run_sync(core.prepare, encode, params, options)
+            accepted = prepare() if work <= INLINE_CHARS else await anyio.to_thread.run_sync(prepare)
             await core.enter(accepted)
             return core.post(accepted)
 

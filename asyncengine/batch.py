@@ -79,6 +79,8 @@ class StepResult:
     step: int
     tokens: list[int]
     """Sampled token per row; -1 where the row did not sample or failed."""
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> tokens after the sampled one about which its grammar leaves no choice (jump-forward, SGLang)."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""

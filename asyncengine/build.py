@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.clock import MonotonicClock
 from asyncengine.config import EngineConfig
@@ -19,6 +19,9 @@ from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
 from asyncengine.submit import Acceptance, ModelInfo
 from asyncengine.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.service import GrammarService
 
 DEMO = "demo"
 """Name of the bundled model, wherever a model's folder or hub id is expected."""
@@ -72,7 +75,36 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
         kv_cache_bytes=runner.kv_bytes,
         fused=tuple(runner.fused),
     )
-    return wire(runner, info, config, tokenizer=tokenizer)
+    return wire(runner, info, config, tokenizer=tokenizer, grammars=make_grammars(tokenizer, info, config))
+
+
+def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
+    """What compiles grammars for this model, or None where there is no text to constrain.
+
+    Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
+    """
+    from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+    from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
+    from asyncengine.grammar.service import GrammarService
+    from asyncengine.grammar.vocabulary import Vocabulary
+
+    if tokenizer is None or config.grammar_backend == "none" or not info.eos_token_ids:
+        return None
+    table = tokenizer.table
+    vocabulary = Vocabulary(
+        [table.token_bytes(token) for token in range(table.size)],
+        info.eos_token_ids,
+        table.special_ids,
+        info.vocab_size,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    vocabulary.warm_up()
+
+    def outlines_core() -> OutlinesCoreBackend:
+        v = vocabulary
+        return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
+
+    return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)
 
 
 def wire(
@@ -100,7 +132,12 @@ def wire(
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
-    return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info)
+    planner = None
+    if tokenizer is not None and tokenizer.has_chat_template and grammars is not None:
+        from asyncengine.chat import ChatPlanner
+
+        planner = ChatPlanner(tokenizer, config.tool_format)
+    return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info, planner)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

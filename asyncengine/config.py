@@ -92,6 +92,27 @@ class EngineConfig:
     max_top_logprobs: int = 50
     max_logit_bias: int = 1024
 
+    # -- grammars
+    grammar_backend: str = "llguidance"
+    """What compiles grammars that do not say: "llguidance" or "outlines_core"; "none": refuse grammars and save the
+    time and memory of preparing for them."""
+    grammar_timeout: float = 10.0
+    """Seconds a request waits for its grammar to compile."""
+    grammar_workers: int = 2
+    """Threads that compile grammars."""
+    grammar_cache_memory: int | str = "256MiB"
+    """Bytes of compiled grammars kept for reuse."""
+    max_pending_grammars: int = 1024
+    """Grammars waiting to be compiled; more are refused with QueueFull."""
+    max_grammar_bytes: int = 1024 * 1024
+    """Size of one grammar's text."""
+    max_grammar_depth: int = 64
+    """Nesting of one grammar's schema."""
+    jump_forward: bool = True
+    """Append tokens that a grammar forces without sampling them, and compute them together in the next step."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: "hermes", "llama3", "mistral" or "json"; "auto" reads it off the template."""
+
     # -- hosting and checks
     uvloop: bool = False
     """Hosted engines: run the engine's own loop on uvloop (must be installed)."""
@@ -107,19 +128,21 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidParameter(name, f"must be an integer >= {low}", value)
-        for name in ("waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit"):
+        for name in _SECONDS:
             value = getattr(self, name)
-            if value is None and name.endswith("timeout"):
+            if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise InvalidParameter(name, "must be a positive, finite number of seconds", value)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
-        for name in ("fuse", "trust_remote_code", "show_progress", "prefix_caching", "uvloop"):
+        for name in ("fuse", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "must be True or False", getattr(self, name))
         object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
+        cache = parse_bytes("grammar_cache_memory", self.grammar_cache_memory)
+        object.__setattr__(self, "grammar_cache_memory", 0 if cache is None else cache)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
@@ -134,13 +157,18 @@ class EngineConfig:
 
 _OPTIONAL = {
     "num_threads", "long_prefill_token_threshold", "max_model_len", "max_queued_requests", "max_queued_tokens",
-    "preempt_every",
+    "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
 }  # fmt: skip
+_SECONDS = (
+    "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
+    "grammar_timeout",
+)  # fmt: skip
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
     "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0,
     "max_queued_tokens": 0, "max_chat_chars": 1, "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1,
     "max_stop_token_ids": 0, "max_top_logprobs": 0, "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
+    "grammar_workers": 1, "max_pending_grammars": 1, "max_grammar_bytes": 1, "max_grammar_depth": 1,
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -148,6 +176,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "eviction": ("lru", "lfu", "fifo", "priority"),
     "policy": ("fcfs", "priority", "longest-prefix-match", "shortest-remaining"),
     "when_full": ("error", "wait"),
+    "grammar_backend": ("llguidance", "outlines_core", "none"),
+    "tool_format": ("auto", "hermes", "llama3", "mistral", "json"),
 }
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
+from asyncengine.assembler import Assembler
 from asyncengine.config import EngineConfig
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
+from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats, Summary
-from asyncengine.stream import Assembler
-from asyncengine.submit import Acceptance, Accepted, ModelInfo, RequestOptions
+from asyncengine.submit import Acceptance, Accepted, ModelInfo
 from asyncengine.text import TextTokenizer
 
-Prompt = str | Sequence[int]
-ToolSpecs = Sequence[Mapping[str, Any]]
-ChatMessages = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    from asyncengine.chat import ChatPlan, ChatPlanner
 
+PROMPT_TAIL = 512
+"""Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 INLINE_CHARS = 4096
 """Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
 
@@ -31,12 +33,18 @@ class EngineCore:
     """The front door: everything here may be called from any thread."""
 
     def __init__(
-        self, loop: EngineLoop, acceptance: Acceptance, tokenizer: TextTokenizer | None, info: ModelInfo
+        self,
+        loop: EngineLoop,
+        acceptance: Acceptance,
+        tokenizer: TextTokenizer | None,
+        info: ModelInfo,
+        planner: ChatPlanner | None = None,
     ) -> None:
         self.loop = loop
         self.acceptance = acceptance
         self.tokenizer = tokenizer
         self.info = info
+        self.planner = planner
         self.started_at = loop.clock.now()
         self.closing = False
         self._labels: dict[str, list[int]] = {}
@@ -59,15 +67,11 @@ class EngineCore:
             raise InvalidParameter("prompt", "must not be empty")
         return self._tokenizer("prompt").encode(prompt)
 
-    def encode_chat(
-        self, messages: ChatMessages, tools: ToolSpecs | None = None, template: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids of a chat, rendered by the model's own template. Raises `InvalidParameter`."""
-        return self._tokenizer("messages").apply_chat_template(messages, tools, **(template or {}))
-
     def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
         """Length in tokens of a prompt, or of a chat as the model would see it."""
-        return len(self.encode(text)) if isinstance(text, str) else len(self.encode_chat(text, tools))
+        if isinstance(text, str):
+            return len(self.encode(text))
+        return len(self._tokenizer("messages").apply_chat_template(text, tools))
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -76,12 +80,47 @@ class EngineCore:
 
     # ---------------------------------------------------------------- requests in
 
-    def prepare(
-        self, encode: Callable[[], Sequence[int]], params: SamplingParams | None, options: RequestOptions
-    ) -> Accepted:
+    def prepare(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Accepted:
         """Tokenize and check a request. Raises `InvalidParameter`, `EngineClosed`, `EngineDead`."""
         self.check_open()
-        return self.acceptance.accept(encode(), params, options)
+        return self.acceptance.accept(self.encode(prompt), params, options)
+
+    def prepare_chat(self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions) -> Accepted:
+        """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
+        self.check_open()
+        tokenizer = self._tokenizer("messages")
+        text = tokenizer.render_chat(chat.messages, chat.tools or None, **(chat.template_kwargs or {}))
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidParameter("params", "must be a SamplingParams", params)
+        params = params or SamplingParams()
+        plan = self._plan(chat, params, text)
+        if plan is None:
+            return self.acceptance.accept(prompt, params, options)
+        visible = params.skip_special_tokens and plan.skip_special_tokens
+        planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
+        accepted = self.acceptance.accept(prompt, planned, options)
+        accepted.make_parser = plan.make_parser
+        return accepted
+
+    def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
+        """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
+        wanted = chat.response_format
+        if params.grammar is not None:
+            if wanted is not None:
+                raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
+            wanted = params.grammar
+        if self.planner is None:
+            if chat.tools or wanted is not None:
+                raise InvalidParameter("tools" if chat.tools else "response_format", "this engine takes no grammars")
+            return None
+        return self.planner.plan(
+            text[-PROMPT_TAIL:],
+            tools=chat.tools,
+            tool_choice="auto" if chat.tool_choice is None else chat.tool_choice,
+            parallel_tool_calls=chat.parallel_tool_calls,
+            response_format=wanted,
+        )
 
     async def enter(self, accepted: Accepted) -> None:
         """Pass the gate: at once, or as soon as there is room if so configured. Raises `QueueFull`, `EngineClosed`,
@@ -205,10 +244,3 @@ def current_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def chat_size(messages: ChatMessages) -> int:
-    """Rough number of characters of a chat, to decide where to tokenize it. Malformed chats fail later, by name."""
-    if not isinstance(messages, (list, tuple)):
-        return 0
-    return sum(len(str(m.get("content", ""))) + 64 if isinstance(m, Mapping) else 0 for m in messages)

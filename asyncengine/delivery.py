@@ -135,7 +135,10 @@ class Delivery:
         if end is not None:
             self._close(stream, output, end)
         logprobs = None if output.logprob is None else [self._entry(output.logprob)]
-        return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, output.error)
+        error = output.error
+        if isinstance(error, Exception):
+            stream.mailbox.cause, error = error, str(error)
+        return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, error)
 
     def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
         if output.reason is None:

@@ -20,12 +20,12 @@ from typing import NamedTuple
 from asyncengine.batch import Batch, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.delivery import Delivery, OutputStream
-from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.gate import Gate
 from asyncengine.inbox import Inbox
 from asyncengine.messages import Drain, Generate, GrammarReady, Message
-from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, Runner
+from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import Meter
 from asyncengine.text import TokenTable
@@ -92,8 +92,7 @@ class EngineLoop:
         self._probe_lag(self.clock.now())
         try:
             while not self._drained():
-                for item in self.inbox.take():  # 1 the world changes only here
-                    self._apply(item)
+                self._apply_inbox()  # 1 the world changes only here
                 batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
                 if batch is not None:  # 3 the device thread starts
                     self.in_flight.append(Launched(batch, self.runner.launch(batch), self.clock.now()))
@@ -114,6 +113,13 @@ class EngineLoop:
 
     # ---------------------------------------------------------------- the steps of a turn
 
+    def _apply_inbox(self) -> None:
+        for item in self.inbox.take():
+            self._apply(item)
+        if self.scheduler.grammar_queue:  # one whose grammar is known was answered at once: it need not miss this step
+            for item in self.inbox.take():
+                self._apply(item)
+
     def _apply(self, item: Submission | Message) -> None:
         if isinstance(item, Submission):
             message: Message = item.message
@@ -125,8 +131,10 @@ class EngineLoop:
         self.scheduler.apply(message)
         match message:
             case Generate() if message.needs_grammar and self.grammars is not None:
+                params, budget = message.spec.params, message.max_total - message.spec.prompt_len
+                order = GrammarOrder(params.grammar, budget, params.on_budget)
                 try:
-                    self.grammars.start(message.spec.ticket, message.spec.params.grammar, self._grammar_done)
+                    self.grammars.start(message.spec.ticket, order, self._grammar_done)
                 except Exception as error:  # the fault of one request
                     self._grammar_done(message.spec.ticket, error)
             case Drain():
@@ -136,7 +144,8 @@ class EngineLoop:
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""
         if isinstance(outcome, Exception):
-            self.inbox.post(GrammarReady(ticket, error=str(outcome)))
+            error = outcome if isinstance(outcome, EngineError) else f"the grammar did not compile: {outcome!r}"
+            self.inbox.post(GrammarReady(ticket, error=error))
         else:
             self.inbox.post(GrammarReady(ticket, matcher=outcome))
 

@@ -6,6 +6,8 @@ else anything: the request never reached the scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class EngineError(Exception):
     """Root of all errors raised by asyncengine."""
@@ -34,6 +36,35 @@ class ContextLengthExceeded(InvalidParameter):
 
 class GrammarError(InvalidParameter):
     """A grammar cannot be used: malformed, unsupported, too large, or its compilation failed."""
+
+
+class GrammarUnsupported(GrammarError):
+    """The grammar library cannot enforce a part of the schema; `features` are (keyword, JSON pointer) pairs.
+
+    Leave the part out, or choose `unsupported="ignore"` or `unsupported="validate"`.
+    """
+
+    def __init__(self, field: str, features: Sequence[tuple[str, str]], detail: str = "") -> None:
+        self.features = tuple(features)
+        shown = ", ".join(f"{keyword!r} at {pointer or '/'}" for keyword, pointer in self.features[:8])
+        more = f" and {len(self.features) - 8} more" if len(self.features) > 8 else ""
+        found = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"
+        advice = "leave it out"
+        if any(pointer for _, pointer in self.features):  # a schema: the only kind that can do with less
+            advice += ', or pass unsupported="ignore" (not enforced) or "validate" (checked at the end)'
+        super().__init__(field, f"{found}{f' ({detail})' if detail else ''}; {advice}")
+
+
+class GrammarTooLarge(GrammarError):
+    """The grammar exceeds a limit of size, nesting or complexity; the message names the limit."""
+
+
+class GrammarImpossible(GrammarError):
+    """No output matches the grammar, or none was found within the search's limit."""
+
+
+class GrammarTimeout(GrammarError):
+    """Compiling the grammar took longer than `grammar_timeout`. Nothing is remembered: it may be tried again."""
 
 
 class BudgetTooSmall(InvalidParameter):

@@ -24,7 +24,9 @@ class Mailbox:
     """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver
     looks again after it has announced itself, so no wake-up is lost."""
 
-    __slots__ = ("_chunks", "_waiter", "cached_tokens", "failure", "first_token_at", "prompt_logprobs", "started_at")
+    __slots__ = (
+        "_chunks", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "prompt_logprobs", "started_at",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._chunks: deque[Chunk] = deque()
@@ -34,6 +36,8 @@ class Mailbox:
         self.first_token_at: float | None = None
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
         """By prompt position; complete when sample 0 has its first token."""
+        self.cause: Exception | None = None
+        """What to raise where reason is "error", if the failure has a type of its own."""
         self.failure: Callable[[], Exception] = EngineDead
         """Makes the error to raise where reason is "engine_dead"; each consumer gets one of its own."""
 

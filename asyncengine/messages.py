@@ -46,11 +46,14 @@ class StopText:
 
 @dataclass(frozen=True, slots=True)
 class GrammarReady:
-    """The grammar of `ticket` compiled, or failed with `error`: that ends the one request."""
+    """The grammar of `ticket` compiled, or failed with `error`: that ends the one request.
+
+    An error that is an exception is what the caller's call raises.
+    """
 
     ticket: int
     matcher: GrammarMatcher | None = None
-    error: str | None = None
+    error: Exception | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class AdapterReady:
     """The adapter of `ticket` is in host memory, or could not be loaded."""
 
     ticket: int
-    error: str | None = None
+    error: Exception | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

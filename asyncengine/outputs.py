@@ -19,6 +19,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
+    reasoning_tokens: int = 0
+    """Of `completion_tokens`, what a thinking model spent before its answer (chats only)."""
 
     @property
     def total_tokens(self) -> int:
@@ -48,14 +50,38 @@ class LogprobEntry:
     top: tuple[LogprobEntry, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One finished call of a tool, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object; valid against the tool's schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of one call, in OpenAI's streaming shape: `id` and `name` come with the first delta of a call only."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+    """The next piece of the arguments' JSON text."""
+
+
 class Chunk:
     """One delivery to one stream: everything new since the last one (a slow reader gets merged chunks).
 
     `index` is the sample (0 unless `n` > 1); `finish_reason` is None on all but a sample's last chunk; `usage` is set
     on the last chunk of the stream; `error` says what went wrong where the reason is "error" or "engine_dead".
+    In a chat `text` is the answer without the `reasoning` before it and the `tool_calls` in it.
     """
 
-    __slots__ = ("error", "finish_reason", "index", "logprobs", "text", "token_ids", "usage")
+    __slots__ = (
+        "error", "finish_reason", "index", "logprobs", "reasoning", "text", "token_ids", "tool_calls", "usage",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -66,6 +92,8 @@ class Chunk:
         logprobs: list[LogprobEntry] | None = None,
         error: str | None = None,
         usage: Usage | None = None,
+        tool_calls: list[ToolCallDelta] | None = None,
+        reasoning: str = "",
     ) -> None:
         self.text = text
         self.token_ids = token_ids
@@ -74,6 +102,8 @@ class Chunk:
         self.logprobs = logprobs
         self.error = error
         self.usage = usage
+        self.tool_calls = tool_calls
+        self.reasoning = reasoning
 
     def __repr__(self) -> str:
         return f"Chunk({self.text!r}, {self.token_ids}, {self.finish_reason!r}, index={self.index})"
@@ -88,11 +118,15 @@ class Sample:
     finish_reason: FinishReason
     logprobs: list[LogprobEntry] | None = None
     error: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+    schema_error: str | None = None
+    """What the text breaks of its schema, where `unsupported="validate"` leaves that to be checked at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request. `text`, `token_ids`, `finish_reason`, `logprobs` are those of sample 0."""
+    """A finished request. What a `Sample` has as well is that of sample 0."""
 
     text: str
     token_ids: list[int]
@@ -105,3 +139,6 @@ class Completion:
     """Per prompt position; None at the first."""
     samples: list[Sample] = field(default_factory=list)
     """All samples, `n` of them, sample 0 first."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning: str = ""
+    schema_error: str | None = None

@@ -7,10 +7,15 @@ one of these and touches nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from asyncengine.sampling_params import OnBudget
 
 if TYPE_CHECKING:
     import asyncio
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from asyncengine.batch import Batch, StepResult
 
@@ -54,29 +59,40 @@ class Runner(Protocol):
 
 
 class GrammarMatcher(Protocol):
-    """State of one constrained output. Lives with its request; advanced only at commit."""
+    """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
 
-    def fill_mask(self, mask: Any) -> None:
-        """Write the packed int32 bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)])."""
+    steered: bool
+    """True once a token was put in the place of a sampled one so that the output is complete within its budget."""
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
         ...
 
-    def advance(self, token_id: int) -> None: ...
-
-    def rollback(self, num_tokens: int) -> None: ...
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
+        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`."""
+        ...
 
     def is_terminated(self) -> bool:
         """True: the output is complete and nothing may follow."""
         ...
 
-
-class GrammarCompiler(Protocol):
-    """The grammar queue's worker: compiles off the event loop and reports through `post`."""
-
-    def check(self, grammar: Any) -> None:
-        """Refuse at submit what can be seen to be wrong at once. Raises `GrammarError`."""
+    def overrun(self) -> str | None:
+        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
         ...
 
-    def start(self, ticket: int, grammar: Any, done: Callable[[int, GrammarMatcher | Exception], None]) -> None:
+
+class GrammarCompiler(Protocol):
+    """The grammar queue's worker: compiles off the event loop and reports through `done`."""
+
+    def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Any:
+        """What to compile for `grammar`. Refuses at submit what can be seen to be wrong at once, on any thread.
+
+        Raises `GrammarError`, `BudgetTooSmall`, `QueueFull`.
+        """
+        ...
+
+    def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
         """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
         ...
 
@@ -85,6 +101,19 @@ class GrammarCompiler(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class GrammarOrder(NamedTuple):
+    """What a request wants of the compiler."""
+
+    grammar: Any
+    """What `check` returned."""
+    budget: int
+    """Output tokens at most."""
+    on_budget: OnBudget
+
+
+GrammarDone = Callable[[int, GrammarMatcher | Exception], None]
 
 
 class AdapterAdmission(Protocol):

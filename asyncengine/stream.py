@@ -6,110 +6,14 @@ it (break, aclose, cancellation, garbage collection) is one synchronous, idempot
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
+from asyncengine.assembler import Assembler
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
-from asyncengine.submit import Accepted
-
-
-class Assembler:
-    """Merges waiting chunks into one for the reader, and all chunks into the completion. Pure."""
-
-    def __init__(self, accepted: Accepted, now: Callable[[], float]) -> None:
-        self.accepted = accepted
-        self._now = now
-        self._chunks: list[Chunk] = []
-        self._open = accepted.params.n
-        self._ended_at = 0.0
-        self.finished = False
-
-    def feed(self, chunks: list[Chunk]) -> list[Chunk]:
-        """`chunks` with each run of chunks of the same sample merged into one."""
-        merged = chunks if len(chunks) == 1 else _merge(chunks)
-        self._chunks += merged
-        for chunk in merged:
-            if chunk.finish_reason is not None:
-                self._open -= 1
-                if not self._open:
-                    self.finished = True
-                    self._ended_at = self._now()
-                    chunk.usage = self.usage
-        return merged
-
-    @property
-    def usage(self) -> Usage:
-        generated = sum(len(chunk.token_ids) for chunk in self._chunks)
-        return Usage(len(self.accepted.prompt), generated, self.accepted.mailbox.cached_tokens)
-
-    def failure(self) -> Exception | None:
-        """What `result()` raises, if the request failed."""
-        for chunk in self._chunks:
-            if chunk.finish_reason == "engine_dead":
-                return self.accepted.mailbox.failure()
-            if chunk.finish_reason == "error":
-                return RequestFailed(f"request {self.accepted.request_id}: {chunk.error}")
-        return None
-
-    def completion(self) -> Completion:
-        """The finished request. Call once `finished`."""
-        accepted, mailbox = self.accepted, self.accepted.mailbox
-        samples = [self._sample(index) for index in range(accepted.params.n)]
-        prompt_logprobs = None
-        if accepted.params.prompt_logprobs:
-            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(len(accepted.prompt))]
-
-        def since(moment: float | None) -> float | None:
-            return None if moment is None else moment - accepted.arrival
-
-        return Completion(
-            text=samples[0].text,
-            token_ids=samples[0].token_ids,
-            finish_reason=samples[0].finish_reason,
-            usage=self.usage,
-            timings=Timings(
-                since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - accepted.arrival
-            ),
-            request_id=accepted.request_id,
-            logprobs=samples[0].logprobs,
-            prompt_logprobs=prompt_logprobs,
-            samples=samples,
-        )
-
-    def _sample(self, index: int) -> Sample:
-        chunks = [chunk for chunk in self._chunks if chunk.index == index]
-        last = chunks[-1]
-        return Sample(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=[token for chunk in chunks for token in chunk.token_ids],
-            finish_reason=last.finish_reason or "abort",
-            logprobs=[entry for chunk in chunks for entry in chunk.logprobs or ()] or None,
-            error=last.error,
-        )
-
-
-def _merge(chunks: list[Chunk]) -> list[Chunk]:
-    """One chunk for each run of chunks of the same sample."""
-    merged: list[Chunk] = []
-    for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.index):
-        run = list(group)
-        last = run[-1]
-        logprobs = [entry for chunk in run for entry in chunk.logprobs or ()]
-        merged.append(
-            Chunk(
-                "".join(chunk.text for chunk in run),
-                [token for chunk in run for token in chunk.token_ids],
-                last.finish_reason,
-                last.index,
-                logprobs or None,
-                last.error,
-            )
-        )
-    return merged
+from asyncengine.outputs import Chunk, Completion
 
 
 class _StreamBase:

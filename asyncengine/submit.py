@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.batch import RowSpec
 from asyncengine.config import EngineConfig
@@ -21,8 +21,12 @@ from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarEr
 from asyncengine.mailbox import Mailbox
 from asyncengine.messages import Generate
 from asyncengine.protocols import Clock, GrammarCompiler
+from asyncengine.requests import RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.chat import OutputParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +51,6 @@ class ModelInfo:
     """Which parts of the model run in a fused form."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """What a request may carry besides prompt and sampling parameters."""
-
-    adapter: str | None = None
-    request_id: str | None = None
-    """A label of the caller's; need not be unique. None: a fresh one."""
-    priority: int = 0
-    """Lower is more important (policy "priority")."""
-    timeout: float | None = None
-    """Seconds from submit to end; then the request ends with reason "timeout" and what it has."""
-    cache_salt: str | None = None
-    """Requests share cached prefixes only with those of the same salt."""
-
-
 @dataclass(slots=True, eq=False)
 class Accepted:
     """A request ready to be posted, and the consumer's end of it."""
@@ -72,6 +61,10 @@ class Accepted:
     arrival: float
     prompt: list[int]
     params: SamplingParams
+    make_parser: Callable[[], OutputParser] | None = None
+    """Chats: takes one sample's text apart into answer, reasoning and tool calls."""
+    check_text: Callable[[str], str | None] | None = None
+    """What a finished text breaks of its schema, where the grammar could not enforce all of it."""
 
     @property
     def tickets(self) -> list[int]:
@@ -108,6 +101,8 @@ class Acceptance:
         self._check_limits(params)
         self._check_options(options)
         max_total = self._check_length(len(tokens), params)
+        if params.grammar is not None:
+            params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
         arrival = self.clock.now()
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         accepted = Accepted(label, [], Mailbox(), arrival, tokens, params)
@@ -235,10 +230,11 @@ class Acceptance:
             for token in ids:
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
-        if params.grammar is not None:
-            if self.grammars is None:
-                raise GrammarError("grammar", "this engine was built without a grammar compiler")
-            self.grammars.check(params.grammar)
+
+    def _check_grammar(self, params: SamplingParams, budget: int) -> Any:
+        if self.grammars is None:
+            raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
+        return self.grammars.check(params.grammar, budget, params.on_budget)
 
     def _check_options(self, options: RequestOptions) -> None:
         if options.adapter is not None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+from asyncengine.assembler import Assembler
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.core import ChatMessages, Prompt, ToolSpecs
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.outputs import Completion
+from asyncengine.requests import (
+    ChatKeywords,
+    ChatMessages,
+    Prompt,
+    RequestKeywords,
+    RequestOptions,
+    ToolSpecs,
+    split_chat,
+)
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
-from asyncengine.stream import Assembler, SyncTokenStream
-from asyncengine.submit import ModelInfo, RequestOptions
+from asyncengine.stream import SyncTokenStream
+from asyncengine.submit import Accepted, ModelInfo
 
 
 class Engine:
@@ -61,49 +70,35 @@ class Engine:
     # ---------------------------------------------------------------- requests
 
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> SyncTokenStream:
-        """Stream a completion of `prompt`. Submitted at once; iterate to read. Raises as `AsyncEngine.stream`."""
-        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
-        return self._stream(lambda: self.aengine.core.encode(prompt), params, options)
+        """Stream a completion of `prompt`. Submitted at once; iterate to read. As `AsyncEngine.stream`."""
+        wanted = RequestOptions.of(options)
+        return self._stream(lambda: self.aengine.core.prepare(prompt, params, wanted))
 
     def stream_chat(
-        self,
-        messages: ChatMessages,
-        params: SamplingParams | None = None,
-        *,
-        tools: ToolSpecs | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        cache_salt: str | None = None,
+        self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
     ) -> SyncTokenStream:
         """Stream the answer to a chat. As `AsyncEngine.stream_chat`."""
-        options = RequestOptions(adapter, request_id, priority, timeout, cache_salt)
-        return self._stream(lambda: self.aengine.core.encode_chat(messages, tools, template_kwargs), params, options)
+        chat, wanted = split_chat(messages, options)
+        return self._stream(lambda: self.aengine.core.prepare_chat(chat, params, wanted))
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
+    ) -> Completion:
         """The whole completion; keywords as `stream`. Raises as `AsyncEngine.generate`."""
         with self.stream(prompt, params, **options) as stream:
             return stream.result()
 
-    def chat(self, messages: ChatMessages, params: SamplingParams | None = None, **options: Any) -> Completion:
+    def chat(
+        self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
+    ) -> Completion:
         """The whole answer to a chat; keywords as `stream_chat`."""
         with self.stream_chat(messages, params, **options) as stream:
             return stream.result()
 
     def generate_many(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> list[Completion]:
         """Completions of all prompts, in order, computed in shared batches: all are submitted before any is awaited.
 
@@ -120,9 +115,7 @@ class Engine:
             for stream in streams:
                 stream.close()
 
-    def _stream(
-        self, encode: Callable[[], list[int]], params: SamplingParams | None, options: RequestOptions
-    ) -> SyncTokenStream:
+    def _stream(self, prepare: Callable[[], Accepted]) -> SyncTokenStream:
         if self.aengine.host.drives_this_thread():
             raise WrongLoop(
                 "a blocking call on the thread that drives the engine would wait for itself for ever: "
@@ -131,7 +124,7 @@ class Engine:
         core = self.aengine.core
 
         def start() -> Assembler:
-            accepted = core.prepare(encode, params, options)
+            accepted = prepare()
             core.enter_blocking(accepted)
             return core.post(accepted)
 

@@ -16,6 +16,7 @@ from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes
 from asyncengine.runner.logprobs import token_logprobs
+from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
 
@@ -23,7 +24,15 @@ from asyncengine.runner.step_buffers import Step, StepBuffers
 class ModelRunner:
     """Holds weights, KV memory and per-slot state of one model. One step at a time, on any one thread."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, page_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        page_size: int,
+        max_num_seqs: int,
+        *,
+        jump_forward: bool = True,
+    ) -> None:
         self.num_pages = backend.num_pages
         self.page_size = page_size
         self.kv_bytes = backend.kv_bytes
@@ -36,6 +45,8 @@ class ModelRunner:
         self._backend = backend
         self._device = model.device
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
+        self._jump = jump_forward
+        self._masks = MaskFiller(model.vocab_size, model.device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         for index, module in enumerate(model.attention_modules):
@@ -46,6 +57,7 @@ class ModelRunner:
         began = time.perf_counter()
         result = StepResult(batch.step, [-1] * len(batch.rows))
         with torch.inference_mode():
+            masks = self._masks.start(batch)
             step = self._buffers.build(batch, self._last_token)
             self._backend.plan(step.view)
             output = self._module(
@@ -56,7 +68,7 @@ class ModelRunner:
             )
             logits = output.logits[0]
             if step.sampling:
-                self._sample(batch, step, logits, result)
+                self._sample(batch, step, logits, masks, result)
             for index, first, last in step.prompt_spans:
                 self._score_prompt(batch.rows[index], index, logits[first:last], result)
         result.seconds = time.perf_counter() - began
@@ -68,18 +80,25 @@ class ModelRunner:
             attach(module, None)
         self._attention_modules = []
         self._backend.close()
+        self._masks.close()
         self._module = None
 
-    def _sample(self, batch: Batch, step: Step, logits: torch.Tensor, result: StepResult) -> None:
+    def _sample(
+        self, batch: Batch, step: Step, logits: torch.Tensor, masks: StepMasks | None, result: StepResult
+    ) -> None:
         rows = [batch.rows[index] for index in step.sampling]
         if len(step.sample_logits) != logits.shape[0]:
             logits = logits[torch.from_numpy(step.sample_logits).to(self._device)]
-        masks, failed = self._fill_masks(rows)
-        sampled = self._sampler.sample(rows, logits, masks, self._last_token)
+        filled = FilledMasks.none() if masks is None else masks.wait(step.sampling)
+        sampled = self._sampler.sample(rows, logits, filled, self._last_token)
+        tokens = sampled.tokens.tolist()
+        errors = {**sampled.errors, **filled.errors}
+        if filled.places:
+            self._accept(rows, step, tokens, errors, result)
+            sampled.tokens.copy_(torch.tensor(tokens, dtype=torch.int64))
         slots = torch.from_numpy(np.array([row.slot for row in rows], dtype=np.int64)).to(self._device)
         self._last_token.index_copy_(0, slots, sampled.tokens)
-        errors = {**sampled.errors, **failed}
-        for place, token in enumerate(sampled.tokens.tolist()):
+        for place, token in enumerate(tokens):
             if place in errors:
                 result.errors[step.sampling[place]] = errors[place]
             else:
@@ -93,20 +112,22 @@ class ModelRunner:
                 top = entry.top[: rows[place].spec.params.top_logprobs]
                 result.logprobs[step.sampling[place]] = entry._replace(top=top)
 
-    def _fill_masks(self, rows: list[Row]) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-        """Grammar bitmasks by place among `rows`, and the rows whose matcher failed."""
-        masks: dict[int, torch.Tensor] = {}
-        failed: dict[int, str] = {}
+    def _accept(
+        self, rows: list[Row], step: Step, tokens: list[int], errors: dict[int, str], result: StepResult
+    ) -> None:
+        """Hand constrained rows their sampled tokens; `tokens` gets what they make of them."""
         for place, row in enumerate(rows):
-            if row.grammar is None:
+            if row.grammar is None or place in errors:
                 continue
-            mask = torch.zeros(-(-self.vocab_size // 32), dtype=torch.int32)
             try:
-                row.grammar.fill_mask(mask)
-                masks[place] = mask
+                # the log-probability of a token that was not sampled would be missing: no jumps then
+                taken, *forced = row.grammar.accept(tokens[place], self._jump and not row.spec.params.logprobs)
             except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
-                failed[place] = f"the grammar failed: {type(error).__name__}: {error}"
-        return masks, failed
+                errors[place] = grammar_failed(error)
+                continue
+            tokens[place] = taken
+            if forced:
+                result.forced[step.sampling[place]] = forced
 
     def _score_prompt(self, row: Row, index: int, logits: torch.Tensor, result: StepResult) -> None:
         if index in result.errors:
@@ -131,4 +152,4 @@ def build_runner(model: LoadedModel, config: EngineConfig) -> ModelRunner:
         model.layers, config, model.max_model_len, model.dtype, model.device, free_bytes(model.device)
     )
     backend = make_backend(config, model.layers, pages, model.dtype, model.device)
-    return ModelRunner(model, backend, config.page_size, config.max_num_seqs)
+    return ModelRunner(model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward)

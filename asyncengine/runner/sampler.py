@@ -16,6 +16,7 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
+from asyncengine.runner.masks import FilledMasks, apply_masks
 from asyncengine.runner.noise import BLOCK_FLAG, gumbel
 from asyncengine.runner.penalties import PenaltyTable
 from asyncengine.runner.slot_params import SlotParams
@@ -51,13 +52,10 @@ class Sampler:
         self,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        masks: dict[int, torch.Tensor],
+        masks: FilledMasks,
         last_token: torch.Tensor,
     ) -> Sampled:
-        """One token for each row from its logits [rows, vocab] (not modified).
-
-        `masks`: row index -> packed int32 bitmask [ceil(vocab / 32)] of allowed tokens.
-        """
+        """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
         slots = self._params.update(rows)
         edits = _Edits(rows, self._params, slots, masks, self._vocab_size)
         if edits.any:
@@ -176,7 +174,7 @@ class _Edits:
         rows: Sequence[Row],
         params: SlotParams,
         slots: Int64Array,
-        masks: dict[int, torch.Tensor],
+        masks: FilledMasks,
         vocab_size: int,
     ) -> None:
         self._params = params
@@ -189,7 +187,7 @@ class _Edits:
             for index, row in enumerate(rows)
             if row.spec.stop_ids and row.start + row.num_scheduled - row.spec.prompt_len < row.spec.params.min_tokens
         ]
-        self.edited = {*self._penalized, *self._biased, *self._held_open, *masks}
+        self.edited = {*self._penalized, *self._biased, *self._held_open, *masks.places}
         self.any = bool(self.edited)
 
     def apply(
@@ -205,8 +203,8 @@ class _Edits:
             ids = torch.tensor(known, dtype=torch.int64, device=logits.device)
             values = torch.tensor([bias[token] for token in known], dtype=torch.float32, device=logits.device)
             logits[index].index_add_(0, ids, values)
-        for index, mask in self._masks.items():
-            logits[index].masked_fill_(~_unpack(mask.to(logits.device), self._vocab_size), float("-inf"))
+        if self._masks.places:
+            apply_masks(logits, self._masks)
         for index in self._held_open:
             self._hold_open(logits[index], rows[index])
         return logits
@@ -230,9 +228,3 @@ class _Edits:
         kept[stops] = float("-inf")
         if not bool(torch.isneginf(kept).all()):
             logits.copy_(kept)
-
-
-def _unpack(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Packed int32 bitmask [ceil(vocab / 32)], lowest bit first -> bool [vocab]."""
-    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
-    return ((mask[:, None] >> bits) & 1).view(-1)[:vocab_size].bool()

@@ -24,7 +24,8 @@ class Output(NamedTuple):
     """Prompt tokens found in the prefix cache at first admission (on the first token and on the last output)."""
     started_at: float | None = None
     """Clock reading of the first step (on the same outputs)."""
-    error: str | None = None
+    error: Exception | str | None = None
+    """An exception is for the caller to be raised as it is."""
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class Counters:
     computed_tokens: int = 0
     """Positions computed, recomputation after preemption included."""
     generated_tokens: int = 0
+    forced_tokens: int = 0
+    """Of `generated_tokens`, not sampled but forced by a grammar."""
     preemptions: int = 0
     left_queue: int = 0
     """Samples that left the waiting queue for the first time: started, or ended before."""

@@ -29,6 +29,7 @@ from asyncengine.scheduler.budget import TokenBudget
 from asyncengine.scheduler.output import Counters, Output
 from asyncengine.scheduler.policy import scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
+from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.victim import choose_victim
 
@@ -110,7 +111,7 @@ class Scheduler:
         else:
             self.waiting.add(request)
 
-    def _leave_queue(self, queue: dict[int, Request], ticket: int, error: str | None) -> None:
+    def _leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
         """What `ticket` waited for in `queue` is here, or will never be (`error`)."""
         request = queue.pop(ticket, None)
         if request is None:
@@ -168,13 +169,13 @@ class Scheduler:
                 continue
             if request.state is not RequestState.RUNNING or not behind:
                 continue
-            if request.num_pending and not _may_overlap(request):
+            if request.num_pending and not may_overlap(request):
                 continue
             assert request.table is not None
             end = request.num_launched + 1
             if end > len(request.table.pages) * page_size and not self._make_room(request, end, rows, budget):
                 continue
-            rows[request.ticket] = _row(request, 1)
+            rows[request.ticket] = next_row(request, 1)
             budget.left -= 1
         for request in prompts:
             if not budget.left:
@@ -186,7 +187,7 @@ class Scheduler:
         behind = len(request.tokens) - request.num_launched
         count = budget.grant(behind, alone=len(self.running) == 1)
         if count and self._make_room(request, request.num_launched + count, rows, budget):
-            rows[request.ticket] = _row(request, count)
+            rows[request.ticket] = next_row(request, count)
             budget.take(count)
 
     def _make_room(self, request: Request, num_tokens: int, rows: dict[int, Row], budget: TokenBudget) -> bool:
@@ -240,7 +241,7 @@ class Scheduler:
             assert request.table is not None
             if not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
-            rows[request.ticket] = _row(request, count)
+            rows[request.ticket] = next_row(request, count)
             budget.take(count)
 
     def _launch(self, rows: dict[int, Row]) -> Batch:
@@ -284,34 +285,36 @@ class Scheduler:
                 self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
             if row.samples:
                 sampled += 1
-                self._accept(request, tokens[index], logprobs.get(index) if logprobs else None, now)
+                request.num_pending -= 1
+                logprob = logprobs.get(index) if logprobs else None
+                if result.forced and index in result.forced:
+                    sampled += self._accept_forced(request, tokens[index], result.forced[index], now)
+                else:
+                    self._accept(request, tokens[index], logprob, now)
         self.counters.computed_tokens += computed
         self.counters.generated_tokens += sampled
 
-    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """Append the token sampled for `request`; end the request if that was its last.
+    def _accept(
+        self, request: Request, token: int, logprob: TokenLogprob | None, now: float, *, more: bool = False
+    ) -> None:
+        """Append a token of `request`; end the request if that was its last.
 
-        A request preempted meanwhile takes its token all the same: it was sampled from intact pages.
+        A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `more`: the
+        grammar forces another token after this one, and its matcher is past that one already.
         """
-        request.num_pending -= 1
         request.tokens.append(token)
         request.last_token_at = now
         length = len(request.tokens)
         num_output = length - request.prompt_len
         matcher = request.matcher
-        if matcher is not None:
-            try:
-                matcher.advance(token)
-            except Exception as error:  # a grammar library's fault is the fault of one row
-                self._end(request, "error", f"the grammar refused token {token}: {error!r}")
-                return
         reason: EndReason | None = None
-        if (token in request.spec.stop_ids and num_output > request.spec.params.min_tokens) or (
-            matcher is not None and matcher.is_terminated()
-        ):
+        error: str | None = None
+        if token in request.spec.stop_ids and num_output > request.spec.params.min_tokens:
             reason = "stop"
         elif length >= request.max_total:
             reason = "length"
+        if matcher is not None and not more:
+            reason, error = constrained_end(matcher, reason)
         if reason is None and logprob is None and num_output > 1:
             self._outputs.append(Output(request.ticket, token, True))
             return
@@ -322,10 +325,22 @@ class Scheduler:
             logprob=logprob,
             cached_tokens=request.cached_tokens,
             started_at=request.first_step_at,
+            error=error,
         )
         if reason is not None:
             self._retire_request(request)
         self._outputs.append(output)
+
+    def _accept_forced(self, request: Request, token: int, forced: list[int], now: float) -> int:
+        """Append a sampled token and what the grammar forces after it: computed like a chunk in the next step."""
+        *before, last = (token, *forced)
+        for count, item in enumerate(before):
+            self._accept(request, item, None, now, more=True)
+            if request.state is RequestState.FINISHED:  # a stop token id of the caller's
+                return count
+        self._accept(request, last, None, now)
+        self.counters.forced_tokens += len(forced)
+        return len(forced)
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""
@@ -334,7 +349,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- endings
 
-    def _end(self, request: Request, reason: EndReason, error: str | None = None) -> None:
+    def _end(self, request: Request, reason: EndReason, error: Exception | str | None = None) -> None:
         self._retire_request(request)
         self._outputs.append(
             Output(
@@ -413,30 +428,3 @@ class Scheduler:
         queued = {**self.grammar_queue, **self.adapter_queue}
         if len(self.running) + len(self.waiting) + len(queued) != len(self.requests):
             raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")
-
-
-def _may_overlap(request: Request) -> bool:
-    """May this request be launched again before its last token is known?
-
-    Not if that token decides the next one's mask, and not if it reaches the length limit in any case.
-    """
-    return request.matcher is None and len(request.tokens) + request.num_pending < request.max_total
-
-
-def _row(request: Request, count: int) -> Row:
-    """The next `count` positions of `request`."""
-    assert request.table is not None
-    start = request.num_launched
-    known = len(request.tokens)
-    return Row(
-        request.spec,
-        request.slot,
-        start,
-        count,
-        request.tokens,
-        start + count > known,
-        request.table.pages,
-        start + count == known + request.num_pending,
-        request.adapter_slot,
-        request.matcher,
-    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
 
 EMPTY = -1
@@ -106,7 +108,13 @@ class FakeExecutor:
         tokens = self.context(row)
         token = self.model.next_token(tokens, row.spec.seed)
         if row.grammar is not None:
-            token = self._constrain(row.grammar, token)
+            try:
+                token, *forced = row.grammar.accept(self._constrain(row.grammar, token), not row.spec.params.logprobs)
+            except Exception as error:
+                result.errors[index] = f"the grammar failed: {error}"
+                return
+            if forced:
+                result.forced[index] = forced
         self.last_token[row.slot] = token
         result.tokens[index] = token
         if row.spec.params.logprobs:
@@ -114,11 +122,11 @@ class FakeExecutor:
 
     def _constrain(self, grammar: Any, token: int) -> int:
         """The first allowed token from `token` upwards, in a circle."""
-        mask = [0] * -(-self.model.vocab_size // 32)
+        mask = np.zeros(-(-self.model.vocab_size // 32), dtype=np.int32)
         grammar.fill_mask(mask)
         for step in range(self.model.vocab_size):
             candidate = (token + step) % self.model.vocab_size
-            if mask[candidate // 32] >> (candidate % 32) & 1:
+            if int(mask[candidate // 32]) >> (candidate % 32) & 1:
                 return candidate
         raise AssertionError("the grammar allows no token")
 

@@ -15,6 +15,8 @@ EXCERPTS = ("fastapi.md", "langchain.md", "langgraph.md", "llama_index.md")
 RUNNABLE = [ROOT / "README.md", *(page for page in HOWTOS if page.name not in EXCERPTS)]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""What a block prints, where the page shows it right after the block."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
@@ -25,21 +27,25 @@ def blocks() -> list[object]:
         text = page.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start(1)) + 1
-            found.append(pytest.param(page, line, match[1], id=f"{page.name}:{line}"))
+            shown = OUTPUT.match(text, match.end())
+            found.append(pytest.param(page, line, match[1], shown and shown[1], id=f"{page.name}:{line}"))
     return found
 
 
-@pytest.mark.parametrize(("page", "line", "code"), blocks())
+@pytest.mark.parametrize(("page", "line", "code", "shown"), blocks())
 def test_block_runs(
-    page: Path, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    page: Path, line: int, code: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """As a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the document's."""
     monkeypatch.chdir(tmp_path)
-    program = compile("\n" * (line - 1) + code, str(page), "exec")
+    program = compile("\n" * (line - 1) + code, str(page), "exec", dont_inherit=True)
     exec(program, {"__name__": "__main__"})
+    printed = capsys.readouterr().out
     if "print(" in code:
-        assert capsys.readouterr().out.strip(), "the block prints, but printed nothing"
+        assert printed.strip(), "the block prints, but printed nothing"
+    if shown is not None:
+        assert printed == shown
 
 
 @pytest.mark.parametrize("name", EXCERPTS)

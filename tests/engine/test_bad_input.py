@@ -90,7 +90,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("numeric request id", request(request_id=7), "request_id", "must be a str"),
     ("numeric salt", request(cache_salt=7), "cache_salt", "must be a str"),
     ("unknown adapter", request(adapter="french"), "adapter", "no adapter of that name"),
-    ("grammar without a compiler", params(grammar="x"), "grammar", "without a grammar compiler"),
+    ("grammar without a compiler", params(grammar="x"), "grammar", "takes no grammars"),
 ]
 KINDS: dict[str, type[Exception]] = {
     "prompt of exactly the context": ContextLengthExceeded,

@@ -13,6 +13,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
 
 from asyncengine import AsyncEngine, Completion, TokenStream
+from asyncengine.requests import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
@@ -190,8 +191,7 @@ async def test_a_request_can_be_aborted_as_soon_as_it_is_posted_even_out_of_orde
     """Tickets are drawn before the queue is entered, so a later one may be opened first."""
     async with make_engine() as engine:
         core = engine.core
-        options = __import__("asyncengine.submit", fromlist=["RequestOptions"]).RequestOptions
-        early = core.prepare(lambda: [2, 3], LONG, options(request_id="early"))
+        early = core.prepare([2, 3], LONG, RequestOptions(request_id="early"))
         async with engine.stream([4, 5], LONG) as later:
             await anext(later)
             core.loop.gate.enter(1, 2)

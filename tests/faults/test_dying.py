@@ -207,7 +207,7 @@ async def test_a_grammar_that_fails_to_compile_is_the_requests_error():
 
 async def test_a_compiler_that_cannot_even_start_is_the_requests_error():
     class Broken(Compiler):
-        def start(self, ticket, grammar, done) -> None:
+        def start(self, ticket, order, done) -> None:
             raise OSError("no more processes")
 
     async with make_engine(wiring={"grammars": Broken()}) as engine:

@@ -128,6 +128,7 @@ ALLOWED = {
     "models": {"models", "attention"},
     "runner": {"runner", "models", "attention"},
     "text": {"text"},
+    "chat": {"chat", "text", "grammar"},
     "grammar": {"grammar", "text"},
     "lora": {"lora"},
 }
@@ -168,7 +169,7 @@ def test_imports_point_one_way() -> None:
 
 def test_adapters_and_command_line_use_the_public_names() -> None:
     """Integrations import what every user can: `from asyncengine import ...`."""
-    public = {"asyncengine", "asyncengine.errors", "asyncengine.integrations"}
+    public = {"asyncengine", "asyncengine.errors", "asyncengine.grammar", "asyncengine.integrations"}
     wrong = []
     for module, path in sources():
         if not module.startswith("asyncengine.integrations"):

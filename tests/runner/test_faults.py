@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from support.checkpoints import MakeRunner
 from support.drive import GREEDY, Driver, prompts
 from support.tiny_models import VOCAB
@@ -21,6 +21,8 @@ BAD = 7
 class AllowOnly:
     """A matcher that allows the given tokens."""
 
+    steered = False
+
     def __init__(self, allowed: set[int]) -> None:
         self.allowed = allowed
 
@@ -28,11 +30,13 @@ class AllowOnly:
         words = [0] * mask.shape[0]
         for token in self.allowed:
             words[token // 32] |= 1 << (token % 32)
-        mask.copy_(torch.tensor([word - (1 << 32) if word >= 1 << 31 else word for word in words], dtype=torch.int32))
+        mask[:] = np.array(words, dtype=np.uint32).view(np.int32)
 
-    def advance(self, token_id: int) -> None: ...
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        return [token_id]
 
-    def rollback(self, num_tokens: int) -> None: ...
+    def overrun(self) -> str | None:
+        return None
 
     def is_terminated(self) -> bool:
         return False

@@ -12,6 +12,7 @@ import torch
 from support import reference_sampler as reference
 
 from asyncengine.batch import Row, RowSpec
+from asyncengine.runner.masks import FilledMasks
 from asyncengine.runner.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
 
@@ -35,7 +36,11 @@ def row(
 def sample(rows: list[Row], logits: torch.Tensor, sampler: Sampler | None = None, **more: Any) -> list[int]:
     sampler = sampler or Sampler(64, logits.shape[-1], CPU)
     last = more.get("last_token", torch.zeros(64, dtype=torch.int64))
-    return sampler.sample(rows, logits, more.get("masks", {}), last).tokens.tolist()
+    return sampler.sample(rows, logits, filled(more.get("masks", {})), last).tokens.tolist()
+
+
+def filled(masks: dict[int, torch.Tensor]) -> FilledMasks:
+    return FilledMasks(list(masks), torch.stack(list(masks.values())), {}) if masks else FilledMasks.none()
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -96,7 +101,7 @@ def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     logits = random_logits(2, seed=9)
     rows = [row(3, tokens=tokens, prompt_len=4, **fields), row(4)]
     params = SlotParams(64, VOCAB)
-    edits = _Edits(rows, params, params.update(rows), {}, VOCAB)
+    edits = _Edits(rows, params, params.update(rows), FilledMasks.none(), VOCAB)
     found = edits.apply(logits, rows, PenaltyTable(VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
     names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
     arguments = {names.get(key, "bias"): value for key, value in fields.items()}
@@ -163,7 +168,7 @@ def test_masks_reach_every_token(vocab: int) -> None:
     sampler = Sampler(vocab, vocab, CPU)
     rows = [row(token, temperature=0.0 if token % 2 else 1.0) for token in range(vocab)]
     last = torch.zeros(vocab, dtype=torch.int64)
-    assert sampler.sample(rows, logits, masks, last).tokens.tolist() == list(range(vocab))
+    assert sampler.sample(rows, logits, filled(masks), last).tokens.tolist() == list(range(vocab))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_distribution(vocab: int, fields: dict[str, Any]) -> None:
             for index in range(per_call)
         ]
         last = torch.zeros(per_call, dtype=torch.int64)
-        counts.update(sampler.sample(rows, logits.expand(per_call, -1), {}, last).tokens.tolist())
+        counts.update(sampler.sample(rows, logits.expand(per_call, -1), FilledMasks.none(), last).tokens.tolist())
     expected = reference.distribution(logits[0].tolist(), **{"temperature": 1.0, **fields})
     assert all(expected[token] > 0 for token in counts)
     likely = [token for token in range(vocab) if expected[token] * draws >= 20]
@@ -226,7 +231,7 @@ def test_non_finite_rows_are_named(bad: float, fields: dict[str, Any]) -> None:
     logits = random_logits(3)
     logits[1, 17] = bad
     rows = [row(index, seed=index, **fields) for index in range(3)]
-    found = Sampler(64, VOCAB, CPU).sample(rows, logits, {}, torch.zeros(64, dtype=torch.int64))
+    found = Sampler(64, VOCAB, CPU).sample(rows, logits, FilledMasks.none(), torch.zeros(64, dtype=torch.int64))
     assert found.errors == {1: NON_FINITE}
     assert [found.tokens.tolist()[place] for place in (0, 2)] == [
         sample([rows[place]], logits[place : place + 1])[0] for place in (0, 2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from asyncengine.protocols import GrammarOrder
+from asyncengine.sampling_params import OnBudget
+
 
 class Letters:
     """A grammar for tests: exactly `length` tokens, all of them in `allowed`. Counts what is done to it."""
@@ -15,20 +18,22 @@ class Letters:
         self.advanced: list[int] = []
         self.fills = 0
         self.fail_at: int | None = None
+        self.steered = False
 
     def fill_mask(self, mask: Any) -> None:
         self.fills += 1
         for token in self.allowed:
             mask[token // 32] |= 1 << (token % 32)
 
-    def advance(self, token_id: int) -> None:
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
         if self.fail_at == len(self.advanced):
             raise RuntimeError("matcher broke")
         assert token_id in self.allowed, token_id
         self.advanced.append(token_id)
+        return [token_id]
 
-    def rollback(self, num_tokens: int) -> None:
-        raise AssertionError("nothing was accepted in advance")
+    def overrun(self) -> str | None:
+        return None
 
     def is_terminated(self) -> bool:
         return len(self.advanced) >= self.length
@@ -45,13 +50,14 @@ class Compiler:
         self.refuse: Exception | None = None
         self._done: dict[int, Callable[[int, Any], None]] = {}
 
-    def check(self, grammar: Any) -> None:
+    def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Any:
         if self.refuse is not None:
             raise self.refuse
+        return grammar
 
-    def start(self, ticket: int, grammar: Any, done: Callable[[int, Any], None]) -> None:
+    def start(self, ticket: int, order: GrammarOrder, done: Callable[[int, Any], None]) -> None:
         self.started.append(ticket)
-        self.pending[ticket] = grammar
+        self.pending[ticket] = order.grammar
         self._done[ticket] = done
 
     def finish(self, ticket: int, outcome: Any = None) -> None:

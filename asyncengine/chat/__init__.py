@@ -1,0 +1,26 @@
+"""Chats around the engine: what the output of one chat request must match, and how it is read back.
+
+A `ChatPlanner` is made once per model; its `plan` is asked once per request.
+"""
+
+from asyncengine.chat.detect import detect_reasoning, detect_tool_format, find_tool_format, reasoning_state
+from asyncengine.chat.formats import TOOL_FORMATS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.parser import OutputParser, Parsed
+from asyncengine.chat.plan import ChatPlan, ChatPlanner
+from asyncengine.chat.reader import ChatReader
+
+__all__ = [
+    "TOOL_FORMATS",
+    "ChatPlan",
+    "ChatPlanner",
+    "ChatReader",
+    "OutputParser",
+    "Parsed",
+    "Reasoning",
+    "ReasoningState",
+    "ToolFormat",
+    "detect_reasoning",
+    "detect_tool_format",
+    "find_tool_format",
+    "reasoning_state",
+]

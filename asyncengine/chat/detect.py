@@ -1,0 +1,223 @@
+"""Finds out, by rendering samples with a model's own template, how the model writes tool calls and reasoning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.chat.formats import REASONING_MARKERS, TOOL_FORMATS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.errors import InvalidParameter
+from asyncengine.text import TextTokenizer
+
+QUESTION = "Zquestion9"
+NAMES = ("zprobe_one", "zprobe_two")
+ARGUMENTS = '{"zkey": "zvalue"}'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zoffered",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"zkey": {"type": "string"}}, "required": ["zkey"]},
+    },
+}
+RENDERED_ARGUMENTS = r'\{\s*"zkey":\s*"zvalue"\s*\}'
+JSON_CALL = (
+    r'(?P<open>\{{\s*"name":\s*"){name}(?P<middle>",\s*"(?:arguments|parameters)":\s*){arguments}(?P<rest>[^{{}}]*)\}}'
+)
+MARKED_CALL = r"(?P<trigger>\[TOOL_CALLS\])(?P<space>\s*){name}(?:\[CALL_ID\]\w+)?\[ARGS\]\s*{arguments}"
+PREAMBLE = re.compile(r"(?P<trigger><[^<>\s]+>|\[[A-Z_]+\]|)(?P<opening>\s*(?P<list>\[?)\s*)")
+SEPARATOR = re.compile(r"[\s,;]{0,12}")
+
+
+def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
+    """The exact text of calls in the model's template; None if it does not render calls, or not in a known way."""
+    for count in (2, 1):
+        found = _rendered_call(tokenizer, count)
+        if found is not None and (form := _read_marked(found) or _read_json(found)) is not None:
+            return form
+    return None
+
+
+def detect_tool_format(tokenizer: TextTokenizer) -> str | None:
+    """The family of `find_tool_format`: "hermes", "llama3", "mistral" or "json"."""
+    form = find_tool_format(tokenizer)
+    return None if form is None else form.family
+
+
+def detect_reasoning(tokenizer: TextTokenizer) -> tuple[str, str] | None:
+    """The (start, end) markers of reasoning that the template mentions.
+
+    Having them as tokens says nothing: families share one vocabulary among models that reason and models that do not.
+    """
+    template = template_text(tokenizer)
+    return next(((pair.start, pair.end) for pair in REASONING_MARKERS if pair.end in template), None)
+
+
+def reasoning_state(prompt_tail: str, reasoning: Reasoning | None, specials: Sequence[str] = ()) -> ReasoningState:
+    """Where the end of a rendered prompt leaves the model.
+
+    A marker counts if nothing but whitespace follows it, or nothing that begins or ends a turn: no name of a special
+    token (`specials`). Without knowing any, only whitespace may follow.
+    """
+    if reasoning is None:
+        return "none"
+    starts, ends = prompt_tail.rfind(reasoning.start), prompt_tail.rfind(reasoning.end)
+    if starts < 0 and ends < 0:
+        return "undecided"
+    is_open = starts > ends
+    marker = reasoning.start if is_open else reasoning.end
+    rest = prompt_tail[max(starts, ends) + len(marker) :]
+    turns = [name for name in specials if name and name not in (reasoning.start, reasoning.end)]
+    if rest.strip() and (not turns or any(name in rest for name in turns)):
+        return "undecided"
+    return "open" if is_open else "closed"
+
+
+def template_text(tokenizer: TextTokenizer) -> str:
+    """The text of the template used for chats with tools; empty without one."""
+    if not tokenizer.has_chat_template:
+        return ""
+    given = getattr(tokenizer, "_chat_template", None)
+    if given:
+        return str(given)
+    try:
+        return str(tokenizer.hf.get_chat_template(tools=[TOOL]))
+    except (ValueError, AttributeError):
+        return ""
+
+
+# ---------------------------------------------------------------- rendering
+
+
+def _rendered_call(tokenizer: TextTokenizer, count: int) -> str | None:
+    """The rendering of an answer with `count` calls, from where it differs from one with plain text."""
+    if not tokenizer.has_chat_template:
+        return None
+    for before, after, tools in _chats(count):
+        answer = {"role": "assistant", "content": None, "tool_calls": [_call(i) for i in range(count)]}
+        text = _render(tokenizer, [*before, answer, *after], tools)
+        if not all(name in text for name in NAMES[:count]):
+            continue
+        plain = _render(tokenizer, [*before, {"role": "assistant", "content": "Zanswer9"}], tools)
+        start = text.rfind(QUESTION) + len(QUESTION)
+        return _where_they_differ(text[start:], plain[plain.rfind(QUESTION) + len(QUESTION) :])
+    return None
+
+
+def _where_they_differ(text: str, other: str) -> str:
+    """`text` without the beginning it shares with `other`."""
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[same:]
+
+
+def _chats(count: int) -> Iterator[tuple[list[Any], list[Any], list[Any] | None]]:
+    before = [{"role": "user", "content": QUESTION}]
+    results = [
+        {"role": "tool", "name": NAMES[i], "tool_call_id": _call(i)["id"], "content": "zresult"} for i in range(count)
+    ]
+    for after in ([], results):
+        for tools in ([TOOL], None):
+            yield before, after, tools
+
+
+def _call(index: int) -> dict[str, Any]:
+    # nine letters and digits, which the Mistral templates insist on
+    return {
+        "id": f"zid00000{index}",
+        "type": "function",
+        "function": {"name": NAMES[index], "arguments": ARGUMENTS},
+    }
+
+
+def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | None) -> str:
+    try:
+        return tokenizer.render_chat(messages, tools, add_generation_prompt=False)
+    except InvalidParameter:
+        return ""  # the template does not take such a chat
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_marked(text: str) -> ToolFormat | None:
+    """`[TOOL_CALLS]name[ARGS]{...}`."""
+    calls = [re.search(MARKED_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
+    if calls[0] is None:
+        return None
+    form = replace(TOOL_FORMATS["mistral-args"], opening=calls[0]["space"])
+    if calls[1] is not None:
+        between = text[calls[0].end() : calls[1].start()]
+        form = replace(form, separator=between if SEPARATOR.fullmatch(between) else form.separator)
+    return form
+
+
+def _read_json(text: str) -> ToolFormat | None:
+    """A JSON object per call, perhaps in a list, perhaps behind a marker."""
+    calls = [re.search(JSON_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
+    first, second = calls
+    if first is None:
+        return None
+    begin = text[: first.start()]
+    # an answer with and one without calls can have the first character of a marker in common, or a blank
+    preamble = PREAMBLE.fullmatch(begin.lstrip())
+    if preamble is None:
+        return None
+    trigger, listed = preamble["trigger"], bool(preamble["list"])
+    if not trigger and begin.strip() and not listed:
+        return None
+    space = first["rest"] if not first["rest"].strip() else ""
+    end = _end_marker(trigger, text[first.end() :])
+    each = bool(trigger) and not listed
+    form = ToolFormat(
+        family=_family(trigger, first["middle"], bool(end)),
+        trigger=trigger,
+        opening=preamble["opening"],
+        name_open=first["open"],
+        name_close=first["middle"],
+        call_close=f"{space}}}{end}",
+        separator="\n" if each else ", ",
+        closing=_list_end(trigger, text[(second or first).end() :]) if listed else "",
+        each=each,
+        list_for_several=not trigger and not listed,
+    )
+    if form.family == "llama3":
+        usual = TOOL_FORMATS["llama3"]
+        form = replace(
+            form,
+            trigger=usual.trigger,
+            separator=usual.separator,
+            each=False,
+            optional_trigger=True,
+            list_for_several=False,
+        )
+    return form if second is None else _with_separator(form, text[first.end() + len(end) : second.start()])
+
+
+def _family(trigger: str, middle: str, ended: bool) -> Any:
+    if trigger == "[TOOL_CALLS]":
+        return "mistral"
+    if not trigger or trigger == "<|python_tag|>":
+        return "llama3" if '"parameters"' in middle else "json"
+    return "hermes" if ended else "json"
+
+
+def _end_marker(trigger: str, after: str) -> str:
+    """Whitespace and the marker that closes a call, if the one that opens it has a counterpart."""
+    counterpart = "</" + trigger.removeprefix("<")
+    found = re.match(r"\s*" + re.escape(counterpart), after) if trigger.startswith("<") else None
+    return found[0] if found else ""
+
+
+def _list_end(trigger: str, after: str) -> str:
+    found = re.match(r"\s*\]", after)
+    return found[0] + _end_marker(trigger, after[found.end() :]) if found else "]"
+
+
+def _with_separator(form: ToolFormat, between: str) -> ToolFormat:
+    start = form.trigger + form.opening
+    if form.each and between.endswith(start):
+        between = between.removesuffix(start)
+    usable = SEPARATOR.fullmatch(between) and (between or form.each)
+    return replace(form, separator=between) if usable else form

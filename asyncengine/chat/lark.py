@@ -1,0 +1,199 @@
+"""The grammar of one chat answer, in llguidance's variant of Lark. Pure text.
+
+Rules of the library that shape it (1.9), each with a test:
+
+* A lexeme takes the longest match, so free text would run through a trigger. Text up to a trigger is one lazy rule,
+  which ends at the first trigger; and alternatives that begin alike must be made of the same lexemes.
+* Special tokens never match text, and text never matches them: they are named by id, `<[7]>`.
+* A JSON schema is embedded by `%json`, each with references of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncengine.chat.formats import Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.schemas import moved
+from asyncengine.chat.tools import Tool
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.lark import literal
+from asyncengine.grammar.lower import fragment, inline_json
+
+ANY = "/(?s:.*)/"
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """How a tokenizer has markers: `special` maps the names of its special tokens to their ids."""
+
+    special: Mapping[str, int]
+
+    def lark(self, text: str) -> str:
+        """`text` as a sequence of Lark strings and special tokens; empty for no text."""
+        names = sorted((name for name in self.special if name and name in text), key=len, reverse=True)
+        for name in names:
+            before, found, after = text.partition(name)
+            if found:
+                parts = (self.lark(before), f"<[{self.special[name]}]>", self.lark(after))
+                return " ".join(part for part in parts if part)
+        return literal(text) if text else ""
+
+    def is_text(self, marker: str) -> bool:
+        """Written with ordinary tokens."""
+        return marker not in self.special
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What may follow the reasoning. At least one of the three."""
+
+    text: bool = False
+    """Free text; calls may follow it where the format has them after text."""
+    calls: Sequence[Tool] = ()
+    final: Grammar | None = None
+    """In place of calls."""
+    several: bool = True
+    """More than one call."""
+
+
+def answer_grammar(
+    answer: Answer,
+    form: ToolFormat | None,
+    markers: Markers,
+    reasoning: Reasoning | None = None,
+    state: ReasoningState = "none",
+) -> str:
+    """Lark text of the whole output. `form` is needed for calls; with text but no calls its trigger is forbidden."""
+    return _Writer(answer, form, markers, reasoning if state in ("open", "undecided") else None, state).write()
+
+
+class _Writer:
+    def __init__(
+        self,
+        answer: Answer,
+        form: ToolFormat | None,
+        markers: Markers,
+        reasoning: Reasoning | None,
+        state: ReasoningState,
+    ) -> None:
+        self._answer = answer
+        self._form = form
+        self._markers = markers
+        self._reasoning = reasoning
+        self._opens_itself = state == "undecided"
+        self._markup: list[str] = []  # rules of the text around calls: first, for whoever looks for its way out
+        self._lines: list[str] = []
+
+    def write(self) -> str:
+        answer = self._answer
+        options: list[str] = []
+        if self._needs_one_schema():
+            options.append(self._calls_or_final())
+        else:
+            if answer.calls:
+                self._calls()
+                options.append("calls")
+            if answer.final is not None:
+                self._lines.append(f"final: {fragment(answer.final)}")
+                options.append("final")
+        if answer.text:
+            options = self._text(options)
+        start = " | ".join(options)
+        if self._reasoning is not None:
+            start = f"{self._think(self._reasoning, gap=not answer.text)} ({start})"
+        return "\n".join([f"start: {start}", *self._markup, *self._lines]) + "\n"
+
+    def _think(self, reasoning: Reasoning, gap: bool) -> str:
+        """The reasoning, up to and with its end marker; `gap` allows newlines after it."""
+        begin = self._markers.lark(reasoning.start) + " " if self._opens_itself else ""
+        if self._markers.is_text(reasoning.end):
+            self._markup.append(f"think_rest[lazy]: THOUGHT {self._markers.lark(reasoning.end)}")
+        else:
+            self._markup.append(f"think_rest: THOUGHT {self._markers.lark(reasoning.end)}")
+        self._markup += [f"think: {begin}think_rest", f"THOUGHT: {ANY}"]
+        if gap:
+            self._markup.append(r"NEWLINES: /\n{1,2}/")
+        whole = "think NEWLINES?" if gap else "think"
+        return f"({whole})?" if self._opens_itself else whole
+
+    def _text(self, others: list[str]) -> list[str]:
+        """The answer's options with free text, and text before calls, added."""
+        form = self._form
+        pattern = ANY
+        if form is not None and form.only_whole and others:
+            # what begins like a call must be one
+            pattern = r"/[ \t\r\n]{0,8}[^ \t\r\n\[\{](?s:.*)/"
+        if form is not None and form.trigger and self._markers.is_text(form.trigger) and not form.only_whole:
+            pattern += f" & ~/(?s:.*){literal_pattern(form.trigger)}(?s:.*)/"
+        if self._reasoning is not None and self._opens_itself and self._markers.is_text(self._reasoning.start):
+            pattern += rf" & ~/[ \t\r\n]*{literal_pattern(self._reasoning.start)}(?s:.*)/"
+        self._markup.append(f"TEXT: {pattern}")
+        if form is None or not others:
+            return ["TEXT", *others]
+        if form.only_whole:
+            return ["TEXT", '""', *others]
+        if self._markers.is_text(form.trigger):
+            self._markup.append(f"text_trigger[lazy]: TEXT {self._markers.lark(form.trigger)}")
+            return ["TEXT", "text_trigger calls_after_trigger"]
+        return ["TEXT", "TEXT calls"]
+
+    def _needs_one_schema(self) -> bool:
+        """Calls and the other answer begin alike: the lexer would take a call's literal head for the whole of both."""
+        final, form = self._answer.final, self._form
+        alike = form is not None and form.only_whole and final is not None and final.kind == "json_schema"
+        return alike and bool(self._answer.calls)
+
+    def _calls_or_final(self) -> str:
+        """One JSON schema for both, without the trigger. Several calls only where the format lists them."""
+        final, form, calls = self._answer.final, self._form, self._answer.calls
+        assert final is not None
+        assert form is not None
+        key = re.findall(r'"(\w+)"', form.name_close)[-1]
+        definitions = {"final": moved(json.loads(final.text), "#/$defs/final")}
+        options: list[dict[str, object]] = [{"$ref": "#/$defs/final"}]
+        for i, tool in enumerate(calls):
+            definitions[f"arguments_{i}"] = moved(dict(tool.schema), f"#/$defs/arguments_{i}")
+            properties = {"name": {"const": tool.name}, key: {"$ref": f"#/$defs/arguments_{i}"}}
+            options.append({"type": "object", "properties": properties, "required": ["name", key]})
+            options[-1]["additionalProperties"] = False
+        if form.list_for_several and self._answer.several:
+            options.append({"type": "array", "items": {"anyOf": options[1:]}, "minItems": 1})
+        lenient = final.unsupported != "error" or not all(tool.strict for tool in calls)
+        schema = {"anyOf": options, "$defs": definitions}
+        self._lines.append(f"calls_or_final: {inline_json(schema, final.whitespace, lenient)}")
+        return "calls_or_final"
+
+    def _calls(self) -> None:
+        """Rules `calls` and, where there is a trigger, `calls_after_trigger`."""
+        form, lark = self._form, self._markers.lark
+        assert form is not None
+        trigger, opening, separator = lark(form.trigger), lark(form.opening), lark(form.separator)
+        again = _sequence(separator, trigger, opening) if form.each else separator
+        more = f"({_sequence(again, 'call')})*" if self._answer.several else ""
+        # a model that ends its last call with a newline must not thereby begin another
+        last = f"{separator}?" if more and form.each and form.separator.strip() != form.separator else ""
+        body = _sequence(opening, "call", more, last, lark(form.closing))
+        if form.list_for_several and self._answer.several:
+            body = f'call | "[" {body} "]"'
+        if form.optional_trigger:
+            trigger = "" if self._markers.is_text(form.trigger) else f"{trigger}?"
+        self._lines += [f"calls_after_trigger: {body}", f"calls: {_sequence(trigger, 'calls_after_trigger')}"]
+        self._lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(self._answer.calls))))
+        for i, tool in enumerate(self._answer.calls):
+            head = lark(f"{form.name_open}{tool.name}{form.name_close}")
+            self._lines.append(f"call_{i}: {_sequence(head, f'arguments_{i}', lark(form.call_close))}")
+            # options of a schema's own could allow unbounded blanks
+            schema = {key: value for key, value in tool.schema.items() if key != "x-guidance"}
+            self._lines.append(f"arguments_{i}: {inline_json(schema, lenient=not tool.strict)}")
+
+
+def literal_pattern(text: str) -> str:
+    """A regular expression for exactly `text`, fit to stand between slashes."""
+    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _sequence(*parts: str) -> str:
+    return " ".join(part for part in parts if part)

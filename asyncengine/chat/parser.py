@@ -1,0 +1,295 @@
+"""Takes a model's output apart while it is written: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncengine.chat.calls import Calls, Parsed
+from asyncengine.chat.formats import Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.scan import (
+    BLANKS,
+    Balance,
+    Head,
+    json_head,
+    marked_head,
+    may_begin,
+    partial_suffix,
+    skip_blanks,
+)
+from asyncengine.outputs import ToolCall
+
+__all__ = ["OutputParser", "Parsed"]
+
+
+class OutputParser:
+    """One output's parser: `push` its text as it comes, then `finish` once. One thread at a time.
+
+    What `push` returns depends on the whole text only, not on how it was cut into pieces. Text is passed on at once
+    but for an end that may become a marker, and blanks that may turn out to stand before a call. Dropped are blanks
+    between content and calls, newlines around the reasoning, and everything that wraps a call.
+
+    `tool_format` None: there are no calls. Only calls of the tools in `names` count; text that merely looks like one
+    stays text. `calls_after_text` False: calls are looked for at the beginning of the answer only.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None = None,
+        names: Sequence[str] = (),
+        *,
+        calls_after_text: bool = True,
+        reasoning: Reasoning | None = None,
+        state: ReasoningState = "none",
+    ) -> None:
+        self._form = tool_format if names else None
+        self._names = frozenset(names)
+        self._whole = tool_format is not None and (tool_format.only_whole or not calls_after_text)
+        self._reasoning = reasoning or Reasoning("", "")
+        self._buffer = ""
+        self._out = Parsed()
+        self._calls = Calls(short_ids=tool_format is not None and tool_format.family == "mistral")
+        self._balance = Balance()
+        self._in_list = False
+        self._later = False  # the next call follows another one
+        self._named = False  # the call being read has been announced
+        self._step: Callable[[], bool] = self._begin_answer
+        if reasoning is not None and state == "undecided":
+            self._step = self._maybe_reasoning
+        elif reasoning is not None and state == "open":
+            self._step = self._begin_reasoning
+
+    @property
+    def in_reasoning(self) -> bool:
+        """The text pushed last ended inside the reasoning."""
+        return self._step in (self._begin_reasoning, self._reason)
+
+    def push(self, text: str) -> Parsed:
+        """The next piece of the output; may be empty."""
+        self._buffer += text
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> Parsed:
+        """There is no more. What had been held back comes out, a call cut off in its wrapper as text."""
+        rest, self._buffer = self._buffer, ""
+        if self.in_reasoning:
+            self._out.reasoning += rest
+        elif self._step in (self._maybe_reasoning, self._answer_start, self._content, self._head) and not self._named:
+            self._out.text += rest
+        self._step = self._done
+        return self._taken()
+
+    def finished_calls(self) -> list[ToolCall]:
+        """The calls whose arguments are complete JSON objects, in order."""
+        return self._calls.taken(complete=True)
+
+    def broken_calls(self) -> list[ToolCall]:
+        """Calls that went out in deltas but were cut off, or whose arguments are no JSON (unconstrained output)."""
+        return self._calls.taken(complete=False)
+
+    def _taken(self) -> Parsed:
+        out, self._out = self._out, Parsed()
+        return out
+
+    # -- reasoning: each step returns whether to look again
+
+    def _maybe_reasoning(self) -> bool:
+        """The answer may begin with the start marker."""
+        start = self._reasoning.start
+        at = skip_blanks(self._buffer, 0)
+        if self._buffer.startswith(start, at):
+            self._buffer = self._buffer[at + len(start) :]
+            self._step = self._begin_reasoning
+            return True
+        if at == len(self._buffer) or may_begin(self._buffer, at, start):
+            return False
+        self._step = self._begin_answer
+        return True
+
+    def _begin_reasoning(self) -> bool:
+        self._buffer = self._buffer.lstrip("\r\n")
+        if not self._buffer:
+            return False
+        self._step = self._reason
+        return True
+
+    def _reason(self) -> bool:
+        end = self._reasoning.end
+        found = self._buffer.find(end)
+        if found >= 0:
+            self._out.reasoning += self._buffer[:found].rstrip("\r\n")
+            self._buffer = self._buffer[found + len(end) :]
+            self._step = self._after_reasoning
+            return True
+        keep = len(self._buffer) - partial_suffix(self._buffer, end)
+        keep = len(self._buffer[:keep].rstrip("\r\n"))
+        self._out.reasoning += self._buffer[:keep]
+        self._buffer = self._buffer[keep:]
+        return False
+
+    def _after_reasoning(self) -> bool:
+        self._buffer = self._buffer.lstrip("\r\n")
+        if not self._buffer:
+            return False
+        self._step = self._begin_answer
+        return True
+
+    # -- content
+
+    def _begin_answer(self) -> bool:
+        if self._form is None:
+            self._step = self._plain
+        else:
+            self._step = self._answer_start if self._whole else self._content
+        return True
+
+    def _plain(self) -> bool:
+        self._out.text += self._buffer
+        self._buffer = ""
+        return False
+
+    def _answer_start(self) -> bool:
+        """The answer is calls or not, as its first character that is no blank tells."""
+        assert self._form is not None
+        at, trigger = skip_blanks(self._buffer, 0), self._form.trigger
+        if at == len(self._buffer):
+            return False
+        bare = self._form.only_whole and self._buffer[at] in "{["
+        if bare or (trigger and self._buffer.startswith(trigger, at)):
+            self._step = self._head
+        elif trigger and may_begin(self._buffer, at, trigger):
+            return False
+        else:
+            self._step = self._plain
+        return True
+
+    def _content(self) -> bool:
+        """Text in which calls may begin."""
+        assert self._form is not None
+        trigger = self._form.trigger
+        found = self._buffer.find(trigger)
+        keep = found if found >= 0 else len(self._buffer) - partial_suffix(self._buffer, trigger)
+        keep = len(self._buffer[:keep].rstrip(BLANKS))
+        self._out.text += self._buffer[:keep]
+        self._buffer = self._buffer[keep:]
+        if found < 0:
+            return False
+        self._step = self._head
+        return True
+
+    # -- calls
+
+    def _head(self) -> bool:
+        """The buffer begins with blanks and a call's trigger, or what separates it from the call before."""
+        form = self._form
+        assert form is not None
+        head, triggered = self._read_head(form)
+        known = head.name in self._names
+        if known and not self._named and (triggered or head.status == "complete"):
+            self._named = True
+            self._calls.begin(head.name, self._out)
+        if head.status == "incomplete" and (known or not head.name):
+            return False
+        if head.status != "complete" or not known:
+            self._demote(form)
+            return True
+        self._named = False
+        self._buffer = self._buffer[head.end :]
+        self._balance = Balance()
+        self._step = self._arguments
+        return True
+
+    def _read_head(self, form: ToolFormat) -> tuple[Head, bool]:
+        """The call at the beginning of the buffer, and whether a trigger says that it is one."""
+        text, at = self._buffer, skip_blanks(self._buffer, 0)
+        triggered = bool(form.trigger) and text.startswith(form.trigger, at)
+        if triggered:
+            at = skip_blanks(text, at + len(form.trigger))
+        elif self._later:
+            at = skip_blanks(text, at + 1)  # a separator
+        if not form.name_open:
+            return marked_head(text, at, form.name_close), triggered
+        if not form.each and not self._later and text.startswith("[", at):
+            self._in_list = True
+            at += 1
+        return json_head(text, at), triggered
+
+    def _demote(self, form: ToolFormat) -> None:
+        """It was no call: its beginning is text, and what follows is looked at again."""
+        self._named = self._later = self._in_list = False
+        at = skip_blanks(self._buffer, 0)
+        if form.trigger and not self._whole and self._buffer.startswith(form.trigger, at):
+            at += len(form.trigger)
+        self._out.text += self._buffer[:at]
+        self._buffer = self._buffer[at:]
+        self._step = self._plain if self._whole else self._content
+
+    def _arguments(self) -> bool:
+        if not self._buffer:
+            return False
+        end = self._balance.feed(self._buffer)
+        piece = self._buffer if end is None else self._buffer[:end]
+        self._calls.extend(piece, self._out)
+        self._buffer = self._buffer[len(piece) :]
+        if end is None:
+            return False
+        self._calls.close()
+        self._balance = Balance(depth=1)
+        self._step = self._wrapper if self._form is not None and self._form.name_open else self._end_marker
+        return True
+
+    def _wrapper(self) -> bool:
+        """The rest of the object around the arguments: a brace, or more members that nobody asks for."""
+        self._buffer = self._buffer[skip_blanks(self._buffer, 0) :]
+        if not self._buffer:
+            return False
+        self._step = self._members if self._buffer[0] in ",}" else self._end_marker
+        return True
+
+    def _members(self) -> bool:
+        end = self._balance.feed(self._buffer)
+        self._buffer = "" if end is None else self._buffer[end:]
+        if end is None:
+            return False
+        self._step = self._end_marker
+        return True
+
+    def _end_marker(self) -> bool:
+        assert self._form is not None
+        at, marker = skip_blanks(self._buffer, 0), self._form.end_marker
+        if marker and self._buffer.startswith(marker, at):
+            at += len(marker)
+        elif at == len(self._buffer) or (marker and may_begin(self._buffer, at, marker)):
+            return False
+        self._buffer = self._buffer[at:]
+        self._step = self._between
+        return True
+
+    def _between(self) -> bool:
+        """After a call: the next one, the end of the list, or text."""
+        form = self._form
+        assert form is not None
+        at = skip_blanks(self._buffer, 0)
+        if at == len(self._buffer) or (form.each and self._is_partial(form.trigger, at)):
+            return False
+        listed = not form.each
+        if self._buffer[at] in ",;" if listed else self._buffer.startswith(form.trigger, at):
+            self._later = True
+            self._step = self._head
+        elif self._in_list and self._buffer.startswith(form.list_end, at):
+            self._in_list = False
+            at += len(form.list_end)
+        elif self._in_list and may_begin(self._buffer, at, form.list_end):
+            return False
+        else:
+            self._later = False
+            self._step = self._plain if self._whole else self._content
+        self._buffer = self._buffer[at:]
+        return True
+
+    def _is_partial(self, trigger: str, at: int) -> bool:
+        return may_begin(self._buffer, at, trigger) and not self._buffer.startswith(trigger, at)
+
+    def _done(self) -> bool:
+        return False

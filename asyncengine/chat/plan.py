@@ -1,0 +1,158 @@
+"""What one chat request asks of its output: a grammar to hold it to and a parser to take it apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from asyncengine.chat.detect import detect_reasoning, find_tool_format, reasoning_state
+from asyncengine.chat.formats import REASONING_MARKERS, TOOL_FORMATS, Reasoning, ReasoningState, ToolFormat
+from asyncengine.chat.lark import Answer, Markers, answer_grammar
+from asyncengine.chat.parser import OutputParser
+from asyncengine.chat.response import response_grammar
+from asyncengine.chat.tools import Choice, Tool, check_choice, check_tools
+from asyncengine.errors import InvalidParameter
+from asyncengine.grammar import Grammar
+from asyncengine.text import TextTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """For one request."""
+
+    grammar: Grammar | None
+    """Of the whole output, reasoning included. None: nothing to constrain."""
+    make_parser: Callable[[], OutputParser] | None
+    """One parser for each sample. None: the output is the content as it stands."""
+    skip_special_tokens: bool
+    """False where a marker is a special token, which the parser has to see."""
+
+
+class ChatPlanner:
+    """Plans chats for one model. Immutable once made; `plan` may be called from any thread.
+
+    `tool_format` is "auto" (what the model's template writes), "none", or a name in `TOOL_FORMATS`; `reasoning` is
+    "auto", "none", or a start marker such as "<think>". Making one renders samples: do it off the event loop.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, tool_format: str = "auto", reasoning: str = "auto") -> None:
+        table = tokenizer.table
+        self._markers = Markers({table.token_text(i): i for i in sorted(table.special_ids)})
+        self.tool_format = self._fitted(_chosen_format(tokenizer, tool_format))
+        """How calls are written; None if not at all."""
+        self.reasoning = _chosen_reasoning(tokenizer, reasoning)
+        """The markers around reasoning; None if the model does none."""
+
+    def plan(
+        self,
+        prompt_tail: str,
+        *,
+        tools: object = None,
+        tool_choice: object = "auto",
+        parallel_tool_calls: bool | None = True,
+        response_format: object = None,
+    ) -> ChatPlan:
+        """The plan for a rendered prompt that ends in `prompt_tail` (its last thousand characters will do).
+
+        Arguments are those of an OpenAI chat; all are checked here. Raises `InvalidParameter` (a `GrammarError` where
+        it is a grammar's fault) naming the field.
+
+        Where there are calls their arguments are valid against the tool's schema, whatever the model does. With
+        `tool_choice` "none" the announcement of a call is forbidden where the format has one. With tools and a
+        `response_format` the answer is calls or the format, with nothing before them.
+        """
+        checked = check_tools(tools)
+        choice = check_choice(tool_choice, checked)
+        if parallel_tool_calls not in (None, True, False):
+            raise InvalidParameter("parallel_tool_calls", "must be a bool", parallel_tool_calls)
+        final = response_grammar(response_format)
+        if checked and choice.mode != "none" and self.tool_format is None:
+            known = ", ".join(repr(name) for name in TOOL_FORMATS)
+            limit = f"this model's chat template writes no tool calls known here: choose tool_format= one of {known}"
+            raise InvalidParameter("tools", limit)
+        state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
+        callable_tools = _callable(checked, choice)
+        grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, state)
+        return ChatPlan(grammar, *self._reading(callable_tools, final, state))
+
+    def _grammar(
+        self,
+        tools: Sequence[Tool],
+        callable_tools: Sequence[Tool],
+        choice: Choice,
+        several: bool,
+        final: Grammar | None,
+        state: ReasoningState,
+    ) -> Grammar | None:
+        form = self.tool_format if tools else None
+        if choice.mode in ("required", "named"):
+            final = None
+        thinks = state in ("open", "undecided")
+        if not callable_tools:
+            if final is not None and not thinks:
+                return final
+            forbids = form is not None and form.trigger
+            if final is None and not forbids:
+                return None
+        answer = Answer(
+            text=final is None and choice.mode in ("none", "auto"),
+            calls=callable_tools,
+            final=final,
+            several=several and choice.mode != "named",
+        )
+        text = answer_grammar(answer, form, self._markers, self.reasoning, state)
+        return Grammar(kind="lark", text=text)
+
+    def _reading(
+        self, callable_tools: Sequence[Tool], final: Grammar | None, state: ReasoningState
+    ) -> tuple[Callable[[], OutputParser] | None, bool]:
+        """`make_parser` and `skip_special_tokens`."""
+        form = self.tool_format if callable_tools else None
+        reasoning = self.reasoning if state in ("open", "undecided") else None
+        if form is None and reasoning is None:
+            return None, True
+        names = tuple(tool.name for tool in callable_tools)
+
+        def make_parser() -> OutputParser:
+            return OutputParser(form, names, calls_after_text=final is None, reasoning=reasoning, state=state)
+
+        seen = [*(form.markers if form else ()), *((reasoning.start, reasoning.end) if reasoning else ())]
+        return make_parser, all(self._markers.is_text(marker) for marker in seen)
+
+    def _fitted(self, form: ToolFormat | None) -> ToolFormat | None:
+        """Without an optional trigger the tokenizer does not have."""
+        if form is not None and form.optional_trigger and self._markers.is_text(form.trigger):
+            return replace(form, trigger="", optional_trigger=False)
+        return form
+
+
+def _callable(tools: Sequence[Tool], choice: Choice) -> tuple[Tool, ...]:
+    if choice.mode == "none":
+        return ()
+    return tuple(tool for tool in tools if choice.mode != "named" or tool.name == choice.name)
+
+
+def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
+    if name == "none":
+        return None
+    if name != "auto" and (not isinstance(name, str) or name not in TOOL_FORMATS):
+        known = ", ".join(repr(name) for name in ("auto", "none", *TOOL_FORMATS))
+        raise InvalidParameter("tool_format", f"must be one of {known}", name)
+    found = find_tool_format(tokenizer)
+    if name == "auto":
+        return found
+    # the template knows the exact blanks
+    return found if found is not None and found.family == name else TOOL_FORMATS[str(name)]
+
+
+def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:
+    if start == "none":
+        return None
+    if start == "auto":
+        found = detect_reasoning(tokenizer)
+        return None if found is None else Reasoning(*found)
+    for pair in REASONING_MARKERS:
+        if start in (pair.start, pair.start.strip("<[>]")):
+            return pair
+    known = ", ".join(repr(pair.start) for pair in REASONING_MARKERS)
+    raise InvalidParameter("reasoning", f"must be 'auto', 'none' or a start marker: {known}", start)

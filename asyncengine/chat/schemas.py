@@ -1,0 +1,176 @@
+"""JSON schemas of tools and answers, made ready for constrained output. Nothing a caller passed is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from asyncengine.errors import InvalidParameter
+
+MAX_DEPTH = 64
+"""Nesting of a schema; a grammar refuses more as well."""
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+ALTERNATIVES = ("anyOf", "oneOf")
+LISTS = ("items", "prefixItems")
+SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems", "propertyNames")
+CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
+"""What these say of a value goes together with what the schema around them says, or against it."""
+OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
+"""Beside these a `$ref`, `allOf` or `anyOf` is one of several statements about the same object."""
+
+Schema = dict[str, Any]
+
+
+def plain_json(field: str, value: object) -> Any:
+    """A copy of JSON data, keys in their order. Raises `InvalidParameter` for anything else, or nested too deep."""
+    try:
+        copy = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(field, f"must be plain JSON data: {error}") from error
+    level = [copy]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for item in level for child in _inside(item)]
+    if level:
+        raise InvalidParameter(field, f"is nested deeper than {MAX_DEPTH}")
+    return copy
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def tool_schema(field: str, parameters: object, strict: bool = True) -> Schema:
+    """The schema of a tool's arguments, always an object's; closed unless not `strict`.
+
+    A tool without parameters, or with none declared, takes exactly `{}`.
+    """
+    if parameters is None:
+        parameters = {}
+    if not isinstance(parameters, Mapping):
+        raise InvalidParameter(field, "must be a JSON schema of an object, as a dict", parameters)
+    schema: Schema = plain_json(field, parameters)
+    if schema.get("type", "object") != "object":
+        raise InvalidParameter(f"{field}.type", "a tool's arguments must be an object schema", schema["type"])
+    if not isinstance(schema.get("properties", {}), dict):
+        raise InvalidParameter(f"{field}.properties", "must be a dict of schemas", schema["properties"])
+    if not schema or (schema.get("properties") == {} and not schema.keys() & {"$ref", "allOf", *ALTERNATIVES}):
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if "type" not in schema:
+        schema = {"type": "object", **schema}
+    return close_objects(schema) if strict else schema
+
+
+def close_objects(schema: Any) -> Any:
+    """A copy of a `plain_json` in which every object that declares properties takes no others.
+
+    Left as they are: objects that say themselves what else they take; objects without declared properties; and
+    objects described in several places at once (`allOf`, a `$ref` or `anyOf` beside properties), together with what
+    they refer to, because closing one part would forbid what the other asks for.
+    """
+    opened = _Opened(schema)
+
+    def change(part: Schema, copy: Schema) -> None:
+        if part not in opened and _can_close(part):
+            copy["additionalProperties"] = False
+
+    return _mapped(schema, change)
+
+
+class _Opened:
+    """Finds the parts of a schema that must not be closed."""
+
+    def __init__(self, root: Any) -> None:
+        self._seen: set[tuple[int, bool]] = set()
+        waiting: list[tuple[Any, bool]] = [(root, False)]
+        while waiting:
+            part, opened = waiting.pop()
+            if not isinstance(part, dict) or (id(part), opened) in self._seen:
+                continue
+            opened = opened or _is_combined(part)
+            self._seen.add((id(part), opened))
+            # a definition is met where it is referred to
+            inner = [(key, child) for key, child in _children(part) if key not in ("$defs", "definitions")]
+            waiting += [(child, opened or key in CONDITIONS) for key, child in inner]
+            if isinstance(reference := part.get("$ref"), str):
+                waiting.append((_resolve(root, reference), opened))
+
+    def __contains__(self, part: object) -> bool:
+        return (id(part), True) in self._seen
+
+
+def _is_combined(part: Schema) -> bool:
+    """Whether several statements about the same object meet here."""
+    every = part.get("allOf")
+    count = len(every) if isinstance(every, list) else 0
+    count += sum(key in part for key in (*ALTERNATIVES, "$ref"))
+    return count > 1 or (count == 1 and any(key in part for key in OWN_KEYS))
+
+
+def _children(part: Schema) -> Iterator[tuple[str, Any]]:
+    for key, value in part.items():
+        if isinstance(value, dict) and key in MAPS:
+            yield from ((key, child) for child in value.values())
+        elif isinstance(value, list) and key in (*LISTS, *ALTERNATIVES, "allOf"):
+            yield from ((key, child) for child in value)
+        elif key in SINGLE or key in CONDITIONS:
+            yield key, value
+
+
+def _resolve(root: Any, reference: str) -> Any:
+    """The part a local reference points to; None if there is none."""
+    if not reference.startswith("#"):
+        return None
+    found = root
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return None
+    return found
+
+
+def moved(schema: Schema, pointer: str) -> Schema:
+    """A copy whose references stay right when it is put at `pointer` of another document."""
+
+    def change(_: Schema, copy: Schema) -> None:
+        reference = copy.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            copy["$ref"] = pointer + reference.removeprefix("#")
+
+    copy: Schema = _mapped(schema, change)
+    return copy
+
+
+def _mapped(part: Any, change: Callable[[Schema, Schema], None]) -> Any:
+    """A copy, with `change(original, copy)` made to every schema in it, the innermost first."""
+    if not isinstance(part, dict):
+        return part
+    out: Schema = {}
+    for key, value in part.items():
+        if isinstance(value, dict) and key in MAPS:
+            out[key] = {name: _mapped(child, change) for name, child in value.items()}
+        elif isinstance(value, list) and key in (*LISTS, *ALTERNATIVES, "allOf"):
+            out[key] = [_mapped(child, change) for child in value]
+        elif key in SINGLE or key in CONDITIONS:
+            out[key] = _mapped(value, change)
+        else:
+            out[key] = value
+    change(part, out)
+    return out
+
+
+def _can_close(part: Schema) -> bool:
+    properties = part.get("properties")
+    if not isinstance(properties, dict) or "additionalProperties" in part or any(key in part for key in CONDITIONS):
+        return False
+    required = part.get("required", [])
+    if isinstance(required, list) and any(name not in properties for name in required):
+        return False  # it asks for what it does not declare
+    least = part.get("minProperties", 0)
+    return not (isinstance(least, int) and least > len(properties))

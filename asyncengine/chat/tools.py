@@ -1,0 +1,101 @@
+"""Checks a request's tools and its tool_choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncengine.chat.schemas import tool_schema
+from asyncengine.errors import InvalidParameter
+
+NAME = re.compile(r"[\w.:/-]{1,128}")
+MAX_TOOLS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call."""
+
+    name: str
+    schema: Mapping[str, Any]
+    """Of its arguments, ready for a grammar."""
+    strict: bool = True
+    """Every part of the schema must be enforced; else what the grammar library cannot enforce is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the request asks for. `name` with mode "named" only."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    name: str = ""
+
+
+def check_tools(tools: object) -> list[Tool]:
+    """OpenAI's {"type": "function", "function": {...}} or the bare function. Raises `InvalidParameter`."""
+    if tools is None:
+        return []
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise InvalidParameter("tools", "must be a list of dicts", tools)
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParameter("tools", f"at most {MAX_TOOLS} tools", len(tools))
+    checked = [_check_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    first: dict[str, int] = {}
+    for i, tool in enumerate(checked):
+        if first.setdefault(tool.name, i) != i:
+            raise InvalidParameter(f"tools[{i}].function.name", f"is that of tools[{first[tool.name]}] too", tool.name)
+    return checked
+
+
+def _check_tool(field: str, tool: object) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise InvalidParameter(field, "must be a dict with the function's JSON schema", tool)
+    if "function" in tool:
+        if tool.get("type", "function") != "function":
+            raise InvalidParameter(f"{field}.type", "must be 'function'", tool["type"])
+        function, inside = tool["function"], f"{field}.function"
+        if not isinstance(function, Mapping):
+            raise InvalidParameter(inside, "must be a dict with name and parameters", function)
+    else:
+        function, inside = tool, field
+    name = function.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        limit = "must be a str of 1 to 128 letters, digits or any of _ . : / -"
+        raise InvalidParameter(f"{inside}.name", limit, name)
+    strict = function.get("strict")
+    if strict is None:
+        strict = tool.get("strict")
+    if strict not in (None, True, False):
+        raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
+    schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False)
+    return Tool(str(name), schema, strict is not False)
+
+
+def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
+    """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
+    match tool_choice:
+        case None | "auto":
+            return Choice("auto" if tools else "none")
+        case "none":
+            return Choice("none")
+        case "required" | "any":
+            if not tools:
+                raise InvalidParameter("tool_choice", "needs tools to choose from: pass tools", tool_choice)
+            return Choice("required")
+        case (
+            str(name) | {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}
+        ):
+            known = [tool.name for tool in tools]
+            if name not in known:
+                limit = f"must be 'none', 'auto', 'required' or a tool's name, and the tools are: {_listed(known)}"
+                raise InvalidParameter("tool_choice", limit, name)
+            return Choice("named", name)
+    shape = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
+    raise InvalidParameter("tool_choice", shape, tool_choice)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:20])
+    return (shown + (f" and {len(names) - 20} more" if len(names) > 20 else "")) or "none"

@@ -1,0 +1,89 @@
+"""What a request may ask for besides its prompt and sampling parameters: keywords, as callers write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypedDict
+
+from asyncengine.sampling_params import check_known
+
+Prompt = str | Sequence[int]
+ToolSpecs = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
+
+
+class RequestKeywords(TypedDict, total=False):
+    """Keywords of `generate` and `stream`; see `RequestOptions`."""
+
+    adapter: str | None
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str | None
+
+
+class ChatKeywords(RequestKeywords, total=False):
+    """Keywords of `chat` and `stream_chat`; see `RequestOptions` and `ChatRequest`."""
+
+    tools: ToolSpecs | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    response_format: Any
+    template_kwargs: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What any request may carry."""
+
+    adapter: str | None = None
+    request_id: str | None = None
+    """A label of the caller's; need not be unique. None: a fresh one."""
+    priority: int = 0
+    """Lower is more important (policy "priority")."""
+    timeout: float | None = None
+    """Seconds from submit to end; then the request ends with reason "timeout" and what it has."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with those of the same salt."""
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """Raises `InvalidParameter` for an unknown keyword, with the nearest known one."""
+        check_known(keywords, [field.name for field in fields(cls)])
+        return cls(**keywords)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat for the model to answer, in OpenAI's shapes."""
+
+    messages: ChatMessages
+    tools: ToolSpecs | None = None
+    """Functions the model may call: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    """"auto" (the default with tools), "none", "required", a tool's name, or {"type": "function", "function": ...}."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may hold several calls."""
+    response_format: Any = None
+    """What the answer must be: {"type": "json_object"}, {"type": "json_schema", "json_schema": ...}, or anything
+    `Grammar.of` takes (a pydantic class, a JSON schema, a `Grammar`)."""
+    template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template such as `enable_thinking`."""
+
+    @property
+    def size(self) -> int:
+        """Rough number of characters, to decide where to tokenize it. Malformed chats fail later, by name."""
+        size = 1024 * len(self.tools) if isinstance(self.tools, (list, tuple)) else 0
+        if isinstance(self.messages, (list, tuple)):
+            for message in self.messages:
+                size += len(str(message.get("content", ""))) + 64 if isinstance(message, Mapping) else 0
+        return size
+
+
+def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[ChatRequest, RequestOptions]:
+    """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
+    mine = [field.name for field in fields(ChatRequest)][1:]
+    check_known(keywords, [*mine, *(field.name for field in fields(RequestOptions))])
+    chat = {name: value for name, value in keywords.items() if name in mine}
+    return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})

@@ -1,0 +1,116 @@
+"""Grammar masks of a step: filled on a thread of their own while the forward pass runs, applied once to all rows.
+
+The matchers' libraries release the interpreter lock while they fill, so masks cost a step only what they take longer
+than the forward (vLLM fills them under `execute_model` as well).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.batch import Batch, Row
+
+
+@dataclass(frozen=True, slots=True)
+class FilledMasks:
+    """Masks of the sampling rows that have one."""
+
+    places: list[int]
+    """Index among the sampling rows, ascending."""
+    packed: torch.Tensor
+    """int32 [len(places), ceil(vocab / 32)] on the host, lowest bit first."""
+    errors: dict[int, str]
+    """Index among the sampling rows -> why its matcher has no mask."""
+
+    @classmethod
+    def none(cls) -> FilledMasks:
+        return cls([], torch.empty(0, 0, dtype=torch.int32), {})
+
+
+class StepMasks:
+    """One step's masks, being filled."""
+
+    def __init__(self, rows: dict[int, Row], words: int, pinned: bool) -> None:
+        self._rows = rows
+        # zeroed: a matcher sets what is allowed, and the last word has bits beyond the vocabulary
+        self._packed = torch.zeros(len(rows), words, dtype=torch.int32, pin_memory=pinned)
+        self._failed: dict[int, str] = {}
+        self._done = threading.Event()
+
+    def fill(self) -> None:
+        masks: NDArray[np.int32] = self._packed.numpy()
+        for mask, (index, row) in zip(masks, self._rows.items(), strict=True):
+            assert row.grammar is not None
+            try:
+                row.grammar.fill_mask(mask)
+            except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
+                self._failed[index] = grammar_failed(error)
+        self._done.set()
+
+    def wait(self, sampling: Sequence[int]) -> FilledMasks:
+        """The masks, in the order of the `sampling` rows (batch indices)."""
+        self._done.wait()
+        place_of = {index: place for place, index in enumerate(sampling)}
+        places = [place_of[index] for index in self._rows]
+        return FilledMasks(places, self._packed, {place_of[index]: text for index, text in self._failed.items()})
+
+
+class MaskFiller:
+    """The thread that fills masks. It starts with the first constrained row and is gone after `close`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._words = -(-vocab_size // 32)
+        self._pinned = device.type == "cuda"
+        self._jobs: queue.SimpleQueue[StepMasks | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, batch: Batch) -> StepMasks | None:
+        """Begin with the masks of `batch`'s sampling rows; None if no row has a grammar."""
+        rows = {index: row for index, row in enumerate(batch.rows) if row.grammar is not None and row.samples}
+        if not rows:
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="asyncengine-masks", daemon=True)
+            self._thread.start()
+        masks = StepMasks(rows, self._words, self._pinned)
+        self._jobs.put(masks)
+        return masks
+
+    def _work(self) -> None:
+        while (masks := self._jobs.get()) is not None:
+            masks.fill()
+
+    def close(self) -> None:
+        """Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+
+def apply_masks(logits: torch.Tensor, masks: FilledMasks) -> None:
+    """Set what is not allowed to -inf, in place. logits float [rows, vocab]; all masked rows in one operation."""
+    device, vocab = logits.device, logits.shape[-1]
+    if device.type == "cpu":
+        data = masks.packed.numpy().view(np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(data, axis=1, count=vocab, bitorder="little").view(np.bool_))
+    else:
+        packed = masks.packed.to(device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=device)
+        allowed = ((packed[:, :, None] >> shifts) & 1).view(packed.shape[0], -1)[:, :vocab].bool()
+    if len(masks.places) == logits.shape[0]:
+        logits.masked_fill_(~allowed, float("-inf"))
+    else:
+        index = torch.tensor(masks.places, device=device)
+        logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
+
+
+def grammar_failed(error: Exception) -> str:
+    return f"the grammar failed: {error}" if str(error) else f"the grammar failed: {type(error).__name__}"

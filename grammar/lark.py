@@ -1,0 +1,156 @@
+"""Lark text as llguidance reads it: writing its literals, reading its tokens, converting llama.cpp's GBNF into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from asyncengine.errors import GrammarError, GrammarTooLarge
+
+MAX_EBNF = 256 << 10
+"""Most characters of GBNF converted on the caller's thread (0.2 s)."""
+MAX_EBNF_WORK = 8_000_000
+"""Most rules times characters of GBNF: the converter passes over all of it up to once per rule."""
+MAX_PARENTHESES = 64
+"""Deepest group in GBNF. The converter recurses."""
+
+_TOKEN = re.compile(
+    r"""
+      (?P<comment> //[^\n]* | \#[^\n]* )
+    | (?P<string>  "(?: \\. | [^"\\\n] )*  (?: "i? | (?=\n) | \\?\Z ) )
+    | (?P<regex>   /(?: \\. | [^/\\] )+    (?: /[imslux]* | \\?\Z ) )
+    | (?P<json>    %json (?![A-Za-z_]) )
+    | (?P<keyword> %[A-Za-z_]{1,32} )
+    | (?P<name>    [A-Za-z_][A-Za-z0-9_-]* )
+    | (?P<number>  [0-9]+ )
+    | (?P<space>   \s+ )
+    | (?P<other>   . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_GBNF = re.compile(
+    r"""
+      (?P<comment> \#[^\n]* )
+    | (?P<literal> "(?: \\. | [^"\\] )* "? | \[(?: \\. | [^\]\\] )* \]? )
+    | (?P<any>     \. )
+    | (?P<open>    \( )
+    | (?P<close>   \) )
+    | (?P<other>   [^"\[.()\#]+ )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_UNICODE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+_DECODER = json.JSONDecoder()
+
+
+def literal(text: str) -> str:
+    """A Lark literal that matches exactly `text`."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def regex(pattern: str) -> str:
+    """A Lark regex literal; `pattern` in the dialect of `portable`."""
+    if not pattern:
+        return "/(?:)/"
+    return "/" + re.sub(r"\\.|[/\n]", _slash, pattern, flags=re.DOTALL) + "/"
+
+
+def _slash(match: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(match.group(), match.group())
+
+
+def tokens(text: str) -> Iterator[tuple[str, str]]:
+    """(kind, text) of a Lark text: string, regex, json (the value after `%json`), keyword, name, number, other.
+
+    The text after `%json` must be JSON: `GrammarError` if it is none, `GrammarTooLarge` if it nests beyond Python's
+    recursion limit. Anything else malformed passes as `other`.
+    """
+    position = 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            return
+        position = match.end()
+        kind = match.lastgroup or ""
+        if kind == "json":
+            start = position + len(text[position : position + 80]) - len(text[position : position + 80].lstrip())
+            try:
+                _, position = _DECODER.raw_decode(text, start)
+            except RecursionError:
+                raise GrammarTooLarge("grammar", "the JSON schema in the Lark text nests too deeply") from None
+            except ValueError:
+                raise GrammarError("grammar", "%json in a Lark grammar must be followed by a JSON schema") from None
+            yield "json", text[start:position]
+        elif kind not in ("comment", "space"):
+            yield kind, match.group()
+
+
+def checked_lark(text: object) -> str:
+    """`text`, if it can be a Lark grammar here. The library judges the rest when it compiles it."""
+    from asyncengine.grammar.spec import check_text
+
+    if not isinstance(text, str):
+        raise GrammarError("grammar", "a Lark grammar must be a str", text)
+    check_text(text)
+    if re.search(r"(?m)^[ \t]*start\b", text) is None:
+        raise GrammarError("grammar", "a Lark grammar needs a rule named start")
+    if "max_tokens" in text and any(token == ("name", "max_tokens") for token in tokens(text)):
+        raise GrammarError("grammar", "max_tokens inside a Lark grammar is not supported: a step could not be undone")
+    return text
+
+
+def ebnf_to_lark(text: object) -> str:
+    """Lark text from GBNF or Lark.
+
+    llguidance's converter makes a terminal of each rule without recursion; a terminal takes the longest text it can.
+    """
+    from asyncengine.grammar.spec import check_text
+
+    if not isinstance(text, str):
+        raise GrammarError("grammar", "an EBNF grammar must be a str", text)
+    check_text(text)
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return checked_lark(text)
+    if len(text) > MAX_EBNF:
+        raise GrammarTooLarge("grammar", f"GBNF must not exceed {MAX_EBNF} characters", len(text))
+    if text.count("::=") * len(text) > MAX_EBNF_WORK:
+        raise GrammarTooLarge("grammar", f"GBNF must not exceed {MAX_EBNF_WORK} rules times characters")
+    try:
+        lark = gbnf_to_lark(_plain_gbnf(text))
+    except RecursionError:
+        raise GrammarTooLarge("grammar", "the GBNF grammar nests too deeply") from None
+    except GrammarError:
+        raise
+    except Exception as error:
+        raise GrammarError("grammar", f"is neither GBNF nor Lark: {str(error)[:160]}") from None
+    return checked_lark(str(lark))
+
+
+def _plain_gbnf(text: str) -> str:
+    """GBNF with `\\u` escapes written out (the converter drops their zeros) and `.` as any character, newline too."""
+    out = []
+    depth = 0
+    for match in _GBNF.finditer(text):
+        kind, piece = match.lastgroup, match.group()
+        if kind == "literal":
+            piece = _UNICODE.sub(_character, piece)
+        elif kind == "any":
+            piece = "[\\x00-\U0010ffff]"
+        depth += (kind == "open") - (kind == "close")
+        if depth > MAX_PARENTHESES:
+            raise GrammarTooLarge("grammar", f"GBNF must not nest deeper than {MAX_PARENTHESES} parentheses")
+        out.append(piece)
+    return "".join(out)
+
+
+def _character(match: re.Match[str]) -> str:
+    digits = match.group(1) or match.group(2)
+    if digits is None:
+        return match.group()
+    code = int(digits, 16)
+    if 0xD800 <= code < 0xE000 or code > 0x10FFFF or code == 0:
+        raise GrammarError("grammar", "an escape in the GBNF grammar is not a character", match.group())
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)

@@ -1,0 +1,186 @@
+"""The default backend: llguidance, for every kind of grammar (exact, bounded by fuel, 1 to 7 ms to compile).
+
+What the library does not do for us, each with a test:
+
+* It never raises: after a limit was hit its mask allows the end of sequence only, which would truncate silently. Every
+  mask and every step is followed by a look at `is_error()`.
+* Copies of one matcher share a lexer. A limit hit by one breaks all of them and the template; a broken state heals by
+  compiling its own copy and going through its tokens again, so that it was somebody else's fault costs it nothing.
+* Rollback does not count an end of sequence consumed after the grammar had stopped; ends of sequence are counted here
+  and never shown to it.
+* `max_tokens=` inside a grammar switches rollback off, and its error texts quote the output; the first is refused, the
+  second switched off.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import llguidance
+
+from asyncengine.errors import GrammarError, GrammarImpossible
+from asyncengine.grammar.backend import Mask
+from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Cuts
+from asyncengine.grammar.keywords import explain
+from asyncengine.grammar.lower import to_llguidance
+from asyncengine.grammar.search import Search, ways_out
+from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.vocabulary import Vocabulary
+
+TEMPLATE_BYTES = 600_000
+"""Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
+_TOKEN_ID = re.compile(r"<\[(\d+)\]>")
+
+
+class LlguidanceBackend:
+    """Compiles grammars for one vocabulary. Thread-safe; compiling releases the interpreter lock."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
+        """Blocking, bounded by llguidance's own fuel (under two seconds at worst), so `timeout` is not needed.
+
+        Raises `GrammarUnsupported`, `GrammarTooLarge`, `GrammarImpossible`, `GrammarError`.
+        """
+        return LlgTemplate(self, grammar)
+
+    def matcher(self, grammar: Grammar, text: str, tokenizer: Any) -> Any:
+        """A fresh matcher that shares nothing. Raises what `explain` makes of the library's complaint."""
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise explain(grammar, matcher.get_error())
+        return matcher
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class LlgTemplate:
+    """One compiled grammar: a matcher over the vocabulary, one over bytes, and the shortest output."""
+
+    def __init__(self, backend: LlguidanceBackend, grammar: Grammar) -> None:
+        self.backend = backend
+        self.grammar = grammar
+        self.text = to_llguidance(grammar)
+        vocabulary = backend.vocabulary
+        self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
+        self._bytes = backend.matcher(grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
+        self._search = Search(vocabulary, ways_out(grammar, self.text))
+        path = self._search.shortest(self._bytes.deep_copy())
+        if path is None:
+            raise GrammarImpossible("grammar", "allows no complete output, or none was found within the search's limit")
+        self._path = path
+        self.min_tokens = Cuts(path, vocabulary).cost(0)
+        if self.min_tokens >= UNREACHABLE:
+            raise GrammarImpossible("grammar", "this model's tokens cannot spell any output found for it")
+
+    @property
+    def nbytes(self) -> int:
+        return TEMPLATE_BYTES + 4 * len(self.text)
+
+    def new_state(self) -> LlgState:
+        matcher = self._matcher.deep_copy()
+        if matcher.is_error():
+            raise GrammarError("grammar", "its compiled form is broken")
+        return LlgState(self, matcher)
+
+    def new_closing(self) -> ByteClosing:
+        matcher = self._bytes.deep_copy()
+        if matcher.is_error():
+            raise GrammarError("grammar", "its compiled form is broken")
+        return ByteClosing(self._search, self.backend.vocabulary, matcher, self._path)
+
+    def fresh_matcher(self) -> Any:
+        """A matcher that shares its lexer with nobody."""
+        return self.backend.matcher(self.grammar, self.text, self.backend.vocabulary.ll_tokenizer)
+
+
+class LlgState:
+    """A `State` over one `LLMatcher`."""
+
+    def __init__(self, template: LlgTemplate, matcher: Any) -> None:
+        self._template = template
+        self._matcher = matcher
+        self._vocabulary = template.backend.vocabulary
+        self._tokens: list[int] = []
+        self._ends = 0
+        """Ends of sequence consumed: counted here only."""
+
+    def fill(self, mask: Mask) -> None:
+        if self._ends:
+            mask[:] = 0
+            self._allow_ends(mask)
+            return
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            self._heal()
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._raise_if_broken()
+
+    def consume(self, token: int) -> bool:
+        if token in self._vocabulary.eos_ids:
+            if not (self._ends or self._matcher.is_accepting()):
+                return False
+            self._ends += 1
+            return True
+        if self._ends:
+            return False
+        taken = self._matcher.try_consume_tokens([token])
+        if self._matcher.is_error():
+            self._heal()
+            taken = self._matcher.try_consume_tokens([token])
+            self._raise_if_broken()
+        if taken:
+            self._tokens.append(token)
+        return bool(taken)
+
+    def rollback(self, num_tokens: int) -> None:
+        ends = min(num_tokens, self._ends)
+        self._ends -= ends
+        count = num_tokens - ends
+        if count > len(self._tokens):
+            raise ValueError(f"cannot roll back {num_tokens} tokens, only {len(self._tokens) + ends} were consumed")
+        if count:
+            self._matcher.rollback(count)
+            del self._tokens[-count:]
+
+    def forced(self) -> list[int]:
+        if self._ends or self._matcher.is_stopped():
+            return []
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()]
+        return tokens[: self._matcher.validate_tokens(tokens)] if tokens else []
+
+    def is_accepting(self) -> bool:
+        return bool(self._ends or self._matcher.is_accepting())
+
+    def is_terminated(self) -> bool:
+        return bool(self._ends or (self._matcher.is_stopped() and not self._matcher.is_error()))
+
+    def _allow_ends(self, mask: Mask) -> None:
+        for token in self._vocabulary.eos_ids:
+            mask.view("uint32")[token // 32] |= 1 << (token % 32)
+
+    def _heal(self) -> None:
+        """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""
+        self._matcher = self._template.fresh_matcher()
+        self._matcher.consume_tokens(self._tokens)
+        self._raise_if_broken()
+
+    def _raise_if_broken(self) -> None:
+        if self._matcher.is_error():
+            raise explain(self._template.grammar, self._matcher.get_error())
+
+
+def _in_bytes(text: str, vocabulary: Vocabulary) -> str:
+    """The same grammar over the byte vocabulary: references to special tokens by number change their number."""
+
+    def renumber(match: re.Match[str]) -> str:
+        token = int(match[1])
+        return f"<[{256 + vocabulary.marks.index(token)}]>" if token in vocabulary.marks else match[0]
+
+    return _TOKEN_ID.sub(renumber, text)

@@ -1,0 +1,192 @@
+"""From a `Grammar` to the text llguidance compiles. Pure functions; the library is only asked to wrap the text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from asyncengine.grammar.canonical import canonical_json, parse_json
+from asyncengine.grammar.lark import literal, regex
+from asyncengine.grammar.schemas import subschemas
+from asyncengine.grammar.spec import Grammar
+
+FLEXIBLE = r"( |\n[ \t]{0,40})"
+"""Whitespace between JSON tokens: once at most, so a model cannot run on in blanks. Nothing is always allowed too."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flexible": {"whitespace_pattern": FLEXIBLE},
+    "single_space": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "compact": {"whitespace_flexible": False},
+}
+"""llguidance's JSON options by `Grammar.whitespace`. Read only."""
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+_DAY = f"(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_ZONE = "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?{_ZONE}"
+DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+"""RFC 3339, years 1 to 9999. Read only."""
+_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":"date')
+"""Signs that a schema has something the functions below change."""
+_CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
+
+
+def to_llguidance(grammar: Grammar) -> str:
+    """What `LLMatcher` takes. Raises `GrammarTooLarge` for schemas that `check_limits` would have refused."""
+    from llguidance import LLMatcher
+
+    if grammar.kind == "json_schema":
+        lenient = grammar.unsupported != "error"
+        schema = _object(grammar.text, lenient)
+        options = {**OPTIONS[grammar.whitespace], **_escapes(schema)}
+        overrides = {"lenient": lenient}
+        try:
+            return str(
+                LLMatcher.grammar_from_json_schema(canonical_json(schema), defaults=options, overrides=overrides)
+            )
+        except ValueError as error:
+            from asyncengine.grammar.keywords import explain
+
+            raise explain(grammar, str(error)) from None
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.text))
+    return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n"))
+
+
+def fragment(grammar: Grammar) -> str:
+    """The grammar as an expression inside a Lark rule. Followed by text that could continue it, it takes its longest.
+
+    >>> fragment(Grammar.choice(["a", "ab"]))
+    '("a" | "ab")'
+    """
+    if grammar.kind == "json_schema":
+        return inline_json(grammar.text, grammar.whitespace, grammar.unsupported != "error")
+    if grammar.kind == "regex":
+        return regex(grammar.text)
+    if grammar.kind == "choice":
+        return "(" + " | ".join(literal(option) for option in parse_json(grammar.text)) + ")"
+    return "%lark {\n" + grammar.text.rstrip("\n") + "\n}"
+
+
+def inline_json(schema: Any, whitespace: str = "flexible", lenient: bool = False, **options: Any) -> str:
+    """`%json {...}` for use inside Lark, with the options written into it. `schema`: a dict, or its JSON text.
+
+    `options` are further llguidance options (`whitespace_pattern`). References (`#/$defs/...`) are relative to this
+    schema. A schema's own "x-guidance" wins over `whitespace`, never over `lenient`.
+    """
+    node = dict(_object(schema if isinstance(schema, str) else canonical_json(schema), lenient))
+    own = node.pop("x-guidance", None)
+    merged = {
+        **OPTIONS[whitespace],
+        **_escapes(node),
+        **options,
+        **(own if isinstance(own, dict) else {}),
+        "lenient": lenient,
+    }
+    return "%json " + canonical_json({"x-guidance": merged, **node})
+
+
+def _object(text: str, lenient: bool) -> dict[str, Any]:
+    """The schema as a dict, without keywords that say nothing; if lenient, without those no option makes it take."""
+    schema = json.loads(text) if isinstance(text, str) else text
+    if not isinstance(schema, dict):
+        return {} if schema is True else {"not": {}}
+    if lenient or any(sign in text for sign in _MENDED):
+        for _, node in subschemas(schema):
+            _without_effect(node)
+            _enforce_classes(node)
+            _enforce_dates(node)
+            if lenient:
+                _relax(node)
+    return schema
+
+
+def _escapes(schema: dict[str, Any]) -> dict[str, Any]:
+    """No `\\u` escapes where an object has both declared and free keys.
+
+    llguidance 1.9.1 takes a declared key spelled with escapes for a free one, and its value goes unchecked. What is
+    lost are control characters without a short escape, in such schemas only.
+    """
+    for _, node in subschemas(schema):
+        declared = node.get("properties") or node.get("patternProperties")
+        if declared and node.get("additionalProperties") is not False:
+            return {"json_allowed_escapes": '"\\bfnrt'}
+    return {}
+
+
+def _without_effect(node: dict[str, Any]) -> None:
+    """Drop `uniqueItems: false`, and `if` with nothing depending on it: the library refuses them unread."""
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if "then" not in node and "else" not in node:
+        node.pop("if", None)
+
+
+def _enforce_classes(node: dict[str, Any]) -> None:
+    """Exclude NUL from classes that exclude a quote or a backslash.
+
+    llguidance 1.9.1 lets both through, escaped, where a class such as `[^"]` excludes no control character as well (a
+    short cut in how it quotes patterns for JSON). NUL is the one nobody misses.
+    """
+    pattern = node.get("pattern")
+    if isinstance(pattern, str):
+        node["pattern"] = _with_nul(pattern)
+    named = node.get("patternProperties")
+    if isinstance(named, dict):
+        node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
+
+
+def _enforce_dates(node: dict[str, Any]) -> None:
+    """llguidance 1.9.1 takes 29 February for a day of every year; these patterns know better."""
+    pattern = DATES.get(node["format"]) if isinstance(node.get("format"), str) else None
+    if pattern is not None and "pattern" not in node:
+        node["pattern"] = pattern
+        del node["format"]
+
+
+def _with_nul(pattern: str) -> str:
+    def exclude(match: re.Match[str]) -> str:
+        inside = match["inside"]
+        if match["inside"] is None or not ('"' in inside or "\\\\" in inside):
+            return match[0]
+        return f"[^\\x00{inside}]"
+
+    return _CLASS.sub(exclude, pattern)
+
+
+def _all_required(node: dict[str, Any]) -> bool:
+    properties, required = node.get("properties"), node.get("required")
+    if not isinstance(properties, dict):
+        return True
+    return isinstance(required, list) and all(name in required for name in properties)
+
+
+def _asserts(schema: dict[str, Any]) -> bool:
+    """The library refuses this schema's patterns for what they say, not for how they are written."""
+    from llguidance import LLMatcher
+
+    complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(canonical_json(schema)))
+    return any(sign in complaint for sign in ("look-around", "lookarounds", "backreferences", "not disjoint"))
+
+
+def _relax(node: dict[str, Any]) -> None:
+    """Leave out what the library refuses even when lenient: patterns with assertions, other documents' schemas."""
+    pattern = node.get("pattern")
+    if isinstance(pattern, str) and _asserts({"type": "string", "pattern": pattern}):
+        del node["pattern"]
+    named = node.get("patternProperties")
+    if isinstance(named, dict) and _asserts({"type": "object", "patternProperties": {key: {} for key in named}}):
+        # What these keys allowed must stay allowed.
+        del node["patternProperties"]
+        node.pop("additionalProperties", None)
+    if not _all_required(node):
+        # Lenient, the library applies them to undeclared keys alone, which refuses valid objects.
+        node.pop("minProperties", None)
+        node.pop("maxProperties", None)
+    target = node.get("$ref")
+    if isinstance(target, str) and not target.startswith("#"):
+        del node["$ref"]

@@ -1,0 +1,65 @@
+"""One request's grammar, as the engine sees it: masks, what a sampled token becomes, and whether the output is over.
+
+Contract line 15: a constrained output that ends for lack of budget is complete. Beside the grammar's state walks a
+`Closing`, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
+of the budget is not taken; the first token of the way is, in its place. So the way always fits, and the output is
+complete when the budget is spent.
+"""
+
+from __future__ import annotations
+
+from asyncengine.errors import GrammarError
+from asyncengine.grammar.backend import Closing, Mask, State
+from asyncengine.sampling_params import OnBudget
+
+
+class Matcher:
+    """A `protocols.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
+
+    def __init__(self, state: State, closing: Closing | None, budget: int, on_budget: OnBudget) -> None:
+        """`budget`: output tokens at most. `closing`: only for `on_budget="close"`, at most `budget` tokens long."""
+        self._state = state
+        self._closing = closing
+        self._left = budget
+        self._on_budget = on_budget
+        self.steered = False
+
+    def fill_mask(self, mask: Mask) -> None:
+        self._state.fill(mask)
+
+    def accept(self, token: int, jump: bool = True) -> list[int]:
+        taken = self._take(token)
+        if taken is None:
+            taken = self._steer()
+        tokens = [taken]
+        if jump and not self._state.is_terminated():
+            for forced in self._state.forced():
+                if self._left <= 0 or self._take(forced) is None:
+                    break
+                tokens.append(forced)
+        return tokens
+
+    def _take(self, token: int) -> int | None:
+        """Move past `token`; None, unmoved, if the output could not be completed within the budget after it."""
+        if self._closing is not None and not self._closing.advance(token, self._left - 1):
+            return None
+        if not self._state.consume(token):
+            raise GrammarError("grammar", f"token {token} was sampled, but is not allowed here")
+        self._left -= 1
+        return token
+
+    def _steer(self) -> int:
+        assert self._closing is not None
+        self.steered = True
+        token = self._take(self._closing.first())
+        if token is None:
+            raise GrammarError("grammar", "no complete output fits the budget any more")
+        return token
+
+    def is_terminated(self) -> bool:
+        return self._state.is_terminated()
+
+    def overrun(self) -> str | None:
+        if self._on_budget == "error" and not self._state.is_accepting():
+            return "the budget (max_tokens or the context) ended before the constrained output was complete"
+        return None

@@ -1,0 +1,164 @@
+"""JSON schemas: from dicts, text and Python classes to canonical text, and a walk over their subschemas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, get_origin
+
+from asyncengine.errors import GrammarError, GrammarImpossible
+from asyncengine.grammar.canonical import canonical_json, parse_json
+
+ONE = (
+    "additionalProperties", "additionalItems", "items", "contains", "propertyNames", "not", "if", "then", "else",
+    "unevaluatedItems", "unevaluatedProperties", "contentSchema",
+)  # fmt: skip
+"""Keywords whose value is a schema (`items` may also be a list of them)."""
+MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+"""Keywords whose value is a list of schemas."""
+NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
+"""Keywords whose value maps names to schemas."""
+ACCEPTED = "a dict, JSON text, True, or a pydantic model, dataclass or TypedDict class"
+
+
+def schema_text(schema: Any) -> str:
+    """Canonical text of a schema given as a dict, JSON text, bool or class. Always a JSON object."""
+    if isinstance(schema, str):
+        schema = parse_json(schema)
+    elif isinstance(schema, type):
+        schema = class_schema(schema)
+    if schema is True:
+        return "{}"
+    if schema is False:
+        raise GrammarImpossible("grammar", "the schema `false` allows no output")
+    if not isinstance(schema, dict):
+        raise GrammarError("grammar", f"a JSON schema must be an object: pass {ACCEPTED}", schema)
+    return canonical_json(schema)
+
+
+def is_typed_dict(cls: Any) -> bool:
+    """A TypedDict class, of `typing` or of `typing_extensions` (which `typing.is_typeddict` does not know)."""
+    return isinstance(cls, type) and hasattr(cls, "__required_keys__") and hasattr(cls, "__total__")
+
+
+def class_schema(cls: Any) -> dict[str, Any]:
+    """The schema of a pydantic model (v1 or v2), dataclass or TypedDict, closed: no undeclared keys."""
+    if callable(getattr(cls, "model_json_schema", None)):
+        return closed(_asked(cls, cls.model_json_schema))
+    if hasattr(cls, "__fields__") and callable(getattr(cls, "schema", None)):
+        return closed(_asked(cls, cls.schema))
+    if dataclasses.is_dataclass(cls) or is_typed_dict(cls):
+        return annotation_schema(cls)
+    raise GrammarError("grammar", f"no JSON schema for this class: pass {ACCEPTED}", cls)
+
+
+def annotation_schema(annotation: Any) -> dict[str, Any]:
+    """The schema of any type pydantic understands, closed like `class_schema`."""
+    from pydantic import TypeAdapter
+
+    subject = _modern(annotation)
+    return closed(_asked(annotation, lambda: TypeAdapter(subject).json_schema()))
+
+
+def _asked(subject: Any, ask: Callable[[], Any]) -> dict[str, Any]:
+    """The library's schema; whatever it raises about the class becomes a `GrammarError` naming the class."""
+    try:
+        schema = ask()
+    except Exception as error:
+        name = getattr(subject, "__name__", subject)
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise GrammarError("grammar", f"no JSON schema for {str(name)[:80]}: {reason}") from error
+    if not isinstance(schema, dict):
+        raise GrammarError("grammar", "a class's JSON schema must be an object", schema)
+    return schema
+
+
+def _modern(annotation: Any) -> Any:
+    """`typing.TypedDict` in the form pydantic wants before Python 3.12 (the top one; nested ones it refuses itself)."""
+    import sys
+
+    if sys.version_info >= (3, 12) or not is_typed_dict(annotation):
+        return annotation
+    import typing
+
+    import typing_extensions
+
+    if type(annotation).__module__ == "typing_extensions" or get_origin(annotation) is not None:
+        return annotation
+    hints = typing.get_type_hints(annotation, include_extras=True)
+    required = annotation.__required_keys__
+    fields = {k: _modern(v) if k in required else typing_extensions.NotRequired[_modern(v)] for k, v in hints.items()}
+    return typing_extensions.TypedDict(annotation.__name__, fields)  # type: ignore[operator]
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """A class's schema as the class means it: no undeclared keys, and a union's discriminator is always written."""
+    for _, node in list(subschemas(schema)):
+        if isinstance(node.get("properties"), dict) or node.get("type") == "object":
+            node.setdefault("additionalProperties", False)
+        discriminator = node.get("discriminator")
+        if isinstance(discriminator, dict) and isinstance(node.get("oneOf"), list):
+            for member in node["oneOf"]:
+                _require(resolve(schema, member), discriminator.get("propertyName"))
+    return schema
+
+
+def _require(node: Any, name: Any) -> None:
+    if isinstance(node, dict) and name in (node.get("properties") or {}) and name not in node.get("required", []):
+        node["required"] = [*node.get("required", []), name]
+
+
+def resolve(root: Any, node: Any) -> Any:
+    """What a local `$ref` points at; `node` itself where there is none; None where the pointer leads nowhere."""
+    if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
+        return node
+    pointer = node["$ref"]
+    if pointer == "#":
+        return root
+    if not pointer.startswith("#/"):
+        return None
+    here = root
+    for part in pointer[2:].split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict):
+            here = here.get(name)
+        elif isinstance(here, list) and name.isdecimal() and int(name[:9]) < len(here):
+            here = here[int(name[:9])]
+        else:
+            return None
+    return here
+
+
+def escape(name: str) -> str:
+    """A key as a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def children(node: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(relative JSON pointer, subschema) of the schemas directly under `node`, in its key order. Booleans left out."""
+    for keyword, value in node.items():
+        if isinstance(value, dict):
+            if keyword in ONE:
+                yield f"/{keyword}", value
+            elif keyword in NAMED:
+                for name, child in value.items():
+                    if isinstance(child, dict):
+                        yield f"/{keyword}/{escape(name)}", child
+        elif isinstance(value, list) and keyword in MANY:
+            for index, child in enumerate(value):
+                if isinstance(child, dict):
+                    yield f"/{keyword}/{index}", child
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(JSON pointer, subschema) of `schema` and everything under it, each once, without recursion.
+
+    Values of `const`, `enum`, `default` and `examples` are data and not entered.
+    """
+    if not isinstance(schema, dict):
+        return
+    stack: list[tuple[str, dict[str, Any]]] = [("", schema)]
+    while stack:
+        pointer, node = stack.pop()
+        yield pointer, node
+        stack.extend(reversed([(pointer + step, child) for step, child in children(node)]))

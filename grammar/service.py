@@ -1,0 +1,250 @@
+"""The grammar queue's worker: compiles each grammar once, off the event loop, for everybody who waits for it.
+
+One shared job per grammar, no polling, no sleeping. Requests that wait for the same grammar share its job; the last
+one to leave cancels it if it has not begun. A job that takes too long fails those who wait, each by its own clock, and
+is left to finish into the cache: nothing is remembered about the timeout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
+from asyncengine.grammar.backend import Template
+from asyncengine.grammar.cache import TemplateCache
+from asyncengine.grammar.limits import check_limits
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.spec import Grammar
+from asyncengine.protocols import GrammarDone, GrammarMatcher, GrammarOrder
+from asyncengine.sampling_params import OnBudget
+
+STACK_BYTES = 64 << 20
+"""Of a compiling thread: llguidance recurses, and a chain of references as long as `check_limits` allows overflows the
+half megabyte that some systems give a thread. Only what is used takes memory."""
+
+
+class Backend(Protocol):
+    """Compiles grammars for one vocabulary, on any thread."""
+
+    @property
+    def name(self) -> str: ...
+
+    def compile(self, grammar: Grammar, timeout: float) -> Template:
+        """Blocking. Raises subclasses of `GrammarError`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Waiter:
+    order: GrammarOrder
+    done: GrammarDone
+    loop: asyncio.AbstractEventLoop
+    alarm: asyncio.TimerHandle
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One grammar being compiled, and the tickets that wait for it in order of arrival."""
+
+    key: str
+    waiters: dict[int, _Waiter] = field(default_factory=dict)
+    future: Future[None] | None = None
+
+
+class GrammarService:
+    """A `protocols.GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
+
+    def __init__(self, backends: Mapping[str, Callable[[], Backend]], config: EngineConfig) -> None:
+        """`backends`: how to make each backend, by name; made at first use. `config.grammar_backend` is the default."""
+        self._make = dict(backends)
+        self._config = config
+        self._backends: dict[str, Backend] = {}
+        assert isinstance(config.grammar_cache_memory, int)
+        self._cache = TemplateCache(config.grammar_cache_memory)
+        self._jobs: dict[str, _Job] = {}
+        self._job_of: dict[int, _Job] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self.compiled = 0
+        """Grammars compiled since the start."""
+
+    # ---------------------------------------------------------------- submit
+
+    def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Grammar:
+        spec = Grammar.of(grammar)
+        check_limits(spec, max_bytes=self._config.max_grammar_bytes, max_depth=self._config.max_grammar_depth)
+        key = self._key(spec)
+        with self._lock:
+            known = self._cache.get(key)
+            if known is None and key not in self._jobs and len(self._jobs) >= self._config.max_pending_grammars:
+                raise QueueFull("max_pending_grammars", self._config.max_pending_grammars)
+        if isinstance(known, GrammarError):
+            raise _again(known)
+        if known is not None:
+            _check_budget(known, budget, on_budget)
+        return spec
+
+    def _key(self, spec: Grammar) -> str:
+        return f"{self._backend_name(spec)}:{spec.key}"
+
+    def _backend_name(self, spec: Grammar) -> str:
+        return self._config.grammar_backend if spec.backend == "auto" else spec.backend
+
+    # ---------------------------------------------------------------- the queue
+
+    def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
+        spec: Grammar = order.grammar
+        key = self._key(spec)
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            outcome = self._cached(key, order)
+            if outcome is None:
+                self._wait(ticket, key, spec, order, done)
+        if outcome is not None:
+            done(ticket, outcome)
+
+    def _cached(self, key: str, order: GrammarOrder) -> GrammarMatcher | Exception | None:
+        """A matcher, or why there is none, if that is known without compiling. Holds the lock."""
+        known = self._cache.get(key)
+        if known is None or isinstance(known, GrammarError):
+            return known and _again(known)
+        try:
+            _check_budget(known, order.budget, order.on_budget)
+            return _new_matcher(known, order)
+        except BudgetTooSmall as error:
+            return error
+        except GrammarError:  # it broke under somebody's output: compile it again
+            self._cache.drop(key)
+            return None
+
+    def _wait(self, ticket: int, key: str, spec: Grammar, order: GrammarOrder, done: GrammarDone) -> None:
+        """Join or begin the job of `key`. Holds the lock."""
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(key)
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._config.grammar_workers, thread_name_prefix="asyncengine-grammar")
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                job.future = self._pool.submit(self._run, job, spec)  # may start a thread
+            finally:
+                threading.stack_size(usual)
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
+        job.waiters[ticket] = _Waiter(order, done, loop, alarm)
+        self._job_of[ticket] = job
+
+    def cancel(self, ticket: int) -> None:
+        self._leave(ticket)
+
+    def _leave(self, ticket: int) -> _Waiter | None:
+        """Take `ticket` out of its job; cancel a job that nobody waits for and that has not begun."""
+        with self._lock:
+            job = self._job_of.pop(ticket, None)
+            if job is None:
+                return None
+            waiter = job.waiters.pop(ticket)
+            if not job.waiters and job.future is not None and job.future.cancel():
+                self._jobs.pop(job.key, None)
+        waiter.alarm.cancel()
+        return waiter
+
+    def _time_out(self, ticket: int) -> None:
+        waiter = self._leave(ticket)
+        if waiter is not None:
+            limit = self._config.grammar_timeout
+            waiter.done(ticket, GrammarTimeout("grammar", f"took over grammar_timeout={limit:g} s to compile"))
+
+    # ---------------------------------------------------------------- on a worker thread
+
+    def _run(self, job: _Job, spec: Grammar) -> None:
+        outcome: Template | Exception
+        try:
+            outcome = self._backend(spec).compile(spec, self._config.grammar_timeout)
+        except Exception as error:  # a library's fault is the fault of those who use this grammar
+            outcome = (
+                error if isinstance(error, GrammarError) else GrammarError("grammar", f"did not compile: {error!r}")
+            )
+        with self._lock:
+            self._jobs.pop(job.key, None)
+            waiters, job.waiters = job.waiters, {}
+            for ticket in waiters:
+                self._job_of.pop(ticket, None)
+            self.compiled += 1
+            if not isinstance(outcome, Exception):
+                self._cache.put(job.key, outcome)
+            elif not isinstance(outcome, GrammarTimeout):
+                self._cache.put_error(job.key, outcome)
+        for ticket, waiter in waiters.items():
+            with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
+                waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
+            waiter.done(ticket, _outcome(outcome, waiter.order))
+
+    def _backend(self, spec: Grammar) -> Backend:
+        name = self._backend_name(spec)
+        with self._lock:
+            if name not in self._backends:
+                if name not in self._make:
+                    raise GrammarError("grammar", f"this engine has no grammar backend {name!r}")
+                self._backends[name] = self._make[name]()
+            return self._backends[name]
+
+    def close(self) -> None:
+        """Cancel what has not begun and let go of the rest. Idempotent."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+            backends = list(self._backends.values())
+            alarms = [waiter.alarm for job in self._jobs.values() for waiter in job.waiters.values()]
+            self._jobs.clear()
+            self._job_of.clear()
+        for alarm in alarms:
+            alarm.cancel()
+        for backend in backends:
+            backend.close()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
+    """What one of the waiters gets of a compilation."""
+    if isinstance(compiled, Exception):
+        return _again(compiled)
+    try:
+        _check_budget(compiled, order.budget, order.on_budget)
+        return _new_matcher(compiled, order)
+    except Exception as error:  # must reach the waiter, whatever it is
+        return error
+
+
+def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:
+    needed = template.min_tokens
+    if on_budget != "truncate" and budget < needed:
+        raise BudgetTooSmall(
+            "max_tokens",
+            f"the shortest output this grammar allows takes {needed} tokens, and {budget} are left for the output",
+        )
+
+
+def _new_matcher(template: Template, order: GrammarOrder) -> Matcher:
+    closing = template.new_closing() if order.on_budget == "close" else None
+    return Matcher(template.new_state(), closing, order.budget, order.on_budget)
+
+
+def _again(error: Exception) -> Exception:
+    """The same error as a new object: one that is raised twice would carry both callers' tracebacks."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    return copy

@@ -1,0 +1,221 @@
+"""`Grammar`: what an output must match, as plain frozen data. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from asyncengine.errors import GrammarError
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+Whitespace = Literal["flexible", "single_space", "compact"]
+Unsupported = Literal["error", "ignore", "validate"]
+Backend = Literal["auto", "llguidance", "outlines_core"]
+
+KEY_VERSION = 1
+"""Goes into `Grammar.key`; raise it when the same text comes to mean something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the whole output. Make one with a constructor below; equal grammars have equal `key`s.
+
+    >>> Grammar.json_schema({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}).kind
+    'json_schema'
+    >>> Grammar.regex(r"^[0-9]{4}$").text
+    '[0-9]{4}'
+    >>> Grammar.choice(["yes", "no"]).text
+    '["yes","no"]'
+
+    Raises `GrammarError` (field "grammar") for malformed input. Limits that the engine sets are checked at submit by
+    `check_limits`; whether the library can enforce the grammar is known when it is compiled.
+    """
+
+    kind: Kind
+    text: str
+    """Canonical: JSON without insignificant whitespace and with its key order kept; a pattern; a JSON list; Lark."""
+    whitespace: Whitespace = "flexible"
+    """Between JSON tokens. "flexible": nothing, one space, or one newline and at most 40 blanks of indentation;
+    "single_space": as `json.dumps` writes; "compact": nothing. Other kinds ignore it."""
+    unsupported: Unsupported = "error"
+    """What to do about schema keywords the library cannot enforce: refuse, leave them out, or leave them out and
+    check the finished text."""
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("kind", self.kind, get_args(Kind))
+        _one_of("whitespace", self.whitespace, get_args(Whitespace))
+        _one_of("unsupported", self.unsupported, get_args(Unsupported))
+        _one_of("backend", self.backend, get_args(Backend))
+        check_text(self.text)
+
+    @property
+    def key(self) -> str:
+        """SHA-256 (hex) of everything that decides the language. The order of JSON keys does: it is output order."""
+        parts = [KEY_VERSION, self.kind, self.text, self.whitespace, self.unsupported, self.backend]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @classmethod
+    def json_schema(
+        cls,
+        schema: Any,
+        *,
+        whitespace: Whitespace = "flexible",
+        unsupported: Unsupported = "error",
+        backend: Backend = "auto",
+    ) -> Grammar:
+        """JSON that is valid under `schema`: a dict, JSON text, `True` (any JSON), or a class.
+
+        A pydantic model (v1 or v2), dataclass or TypedDict is closed: keys it does not declare are not generated. A
+        dict or text means what JSON Schema says, so an object without `"additionalProperties": false` may get more
+        keys. Properties are generated in the order the schema lists them.
+
+        >>> Grammar.json_schema('{"type": "array", "items": {"type": "integer"}}', whitespace="compact").text
+        '{"type":"array","items":{"type":"integer"}}'
+        """
+        from asyncengine.grammar.schemas import schema_text
+
+        return cls("json_schema", schema_text(schema), whitespace, unsupported, backend)
+
+    @classmethod
+    def json_object(cls, *, whitespace: Whitespace = "flexible", backend: Backend = "auto") -> Grammar:
+        """Any JSON object."""
+        return cls("json_schema", '{"type":"object"}', whitespace, backend=backend)
+
+    @classmethod
+    def regex(cls, pattern: str, *, backend: Backend = "auto") -> Grammar:
+        """Text that `pattern` matches from end to end.
+
+        The dialect is that of Python's `re` without what no automaton has: look-around, back-references, atomic
+        groups, word boundaries. `^` and `$` are allowed where they say nothing new.
+
+        >>> Grammar.regex(r"[a-z]+@[a-z]+\\.com").kind
+        'regex'
+        """
+        from asyncengine.grammar.regexes import portable
+
+        return cls("regex", portable(pattern), backend=backend)
+
+    @classmethod
+    def choice(cls, options: Iterable[str], *, backend: Backend = "auto") -> Grammar:
+        """One of `options`, letter for letter. Repeated options count once.
+
+        >>> Grammar.choice(["not", "not enough information"]).text
+        '["not","not enough information"]'
+        """
+        from asyncengine.grammar.canonical import canonical_json
+
+        if isinstance(options, (str, bytes, Mapping)) or not isinstance(options, Iterable):
+            raise GrammarError("grammar", "a choice takes a list of str", options)
+        items = list(options)
+        for item in items:
+            if not isinstance(item, str):
+                raise GrammarError("grammar", "each option of a choice must be a str", item)
+        if not items:
+            raise GrammarError("grammar", "a choice needs at least one option")
+        return cls("choice", canonical_json(list(dict.fromkeys(str(item) for item in items))), backend=backend)
+
+    @classmethod
+    def ebnf(cls, text: str) -> Grammar:
+        """A context-free grammar, in llama.cpp's GBNF (`root ::= ...`) or in Lark (`start: ...`).
+
+        >>> Grammar.ebnf('root ::= "a" [0-9]+').text.endswith('start: "a" /[0-9]/+\\n')
+        True
+        """
+        from asyncengine.grammar.lark import ebnf_to_lark
+
+        return cls("lark", ebnf_to_lark(text))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A grammar in llguidance's variant of Lark, with a `start` rule. `%json {...}` embeds a JSON schema.
+
+        >>> Grammar.lark('start: "answer: " %json {"type": "integer"}').kind
+        'lark'
+        """
+        from asyncengine.grammar.lark import checked_lark
+
+        return cls("lark", checked_lark(text))
+
+    @classmethod
+    def structural_tags(
+        cls,
+        tags: Sequence[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        triggers: Sequence[str] | None = None,
+        at_least_one: bool = False,
+        stop_after_first: bool = False,
+    ) -> Grammar:
+        """Free text in which tagged parts are constrained; the free text contains no trigger.
+
+        Each tag is `{"begin": str, "schema": {...}, "end": str}`, or has a `"grammar"` (a `Grammar`) in place of the
+        schema. Where a trigger appears, one of the tags whose `begin` starts with it must follow. Without `triggers`
+        each `begin` is one. `{"structures": [...], "triggers": [...]}`, as other engines take it, is accepted.
+        Triggers are text: a special token of the tokenizer never spells one.
+
+        >>> tag = {"begin": "<n>", "schema": {"type": "integer"}, "end": "</n>"}
+        >>> Grammar.structural_tags([tag]).kind
+        'lark'
+        """
+        from asyncengine.grammar.structural import tags_to_lark
+
+        return cls("lark", tags_to_lark(tags, triggers, at_least_one, stop_after_first))
+
+    @classmethod
+    def tool_calls(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        tool_choice: str | Mapping[str, Any] = "required",
+        parallel: bool = True,
+        whitespace: Whitespace = "flexible",
+        unsupported: Unsupported = "error",
+    ) -> Grammar:
+        """The whole output is `{"name": ..., "arguments": {...}}`, or a non-empty list of them if `parallel`.
+
+        `tools` are OpenAI function tools or `{"name", "parameters"}`. `tool_choice` is "required", a name, or
+        `{"type": "function", "function": {"name": ...}}`.
+        """
+        from asyncengine.grammar.structural import tool_call_schema
+
+        schema = tool_call_schema(tools, tool_choice, parallel)
+        return cls.json_schema(schema, whitespace=whitespace, unsupported=unsupported)
+
+    @classmethod
+    def of(cls, spec: Any) -> Grammar:
+        """The grammar that `spec` stands for.
+
+        - a `Grammar` is itself; a dict is a JSON schema, or an OpenAI `response_format`;
+        - a pydantic model, dataclass, TypedDict, `list[...]`, `tuple[...]`, `dict[...]` is JSON;
+        - `int`, `float`, `bool`, `str`, dates, `Literal`, `Enum`, `None` are text as outlines writes them (`42`,
+          `True`, `"quoted"`, the bare value); a `Union` is any of its members;
+        - terms of `outlines.types` (`Regex`, `CFG`, `JsonSchema`, `Choice`, `either`, ...) mean what they mean there.
+
+        A plain str is refused: it could be a pattern, a schema or a grammar.
+
+        >>> Grammar.of({"type": "json_object"}) == Grammar.json_object()
+        True
+        """
+        from asyncengine.grammar.python_types import grammar_of
+
+        return grammar_of(spec)
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise GrammarError(name, f"must be one of {', '.join(map(repr, known))}", value)
+
+
+def check_text(text: object) -> None:
+    """Refuse what no tokenizer can spell or a C library may trip over: NUL, lone surrogates, anything but str."""
+    if not isinstance(text, str):
+        raise GrammarError("grammar", "must be text", text)
+    if "\0" in text:
+        raise GrammarError("grammar", "must not contain NUL characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise GrammarError("grammar", "must not contain lone surrogates (it cannot be encoded as UTF-8)") from None

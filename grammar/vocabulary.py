@@ -1,0 +1,165 @@
+"""One engine's tokens as grammars see them: bytes, special tokens, ends of sequence. Built once, off the event loop.
+
+llguidance wants a tokenizer of its own. Handing it our table of bytes takes a quarter of the time and three quarters
+of the memory of letting it read the tokenizer's file, with the same masks; it holds the interpreter lock for half a
+second at 150,000 tokens, so an engine does it while it loads and never while it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+import llguidance
+
+MAX_TOKEN_BYTES = 64
+"""Longer tokens (runs of spaces, mostly) are not looked for when a text is cut into few tokens."""
+ANCHOR = "\n"
+"""What a text is put behind where a tokenizer changes the beginning of what it encodes."""
+NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+
+
+class Vocabulary:
+    """Immutable; any number of threads may share it.
+
+    `token_bytes[i]` are the bytes token i adds to a text, those of its name for a special token, empty for an id
+    without a token. `vocab_size` is the width of the model's logits, which may exceed their number. `encode` is the
+    tokenizer's own encoding of a text without special tokens added; None: any cut into tokens will do.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        eos_ids: Sequence[int],
+        special_ids: Collection[int],
+        vocab_size: int,
+        encode: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        self.token_bytes = list(token_bytes)[:vocab_size]
+        self.eos_ids = tuple(dict.fromkeys(i for i in eos_ids if i < vocab_size))
+        self.special_ids = frozenset(special_ids) | frozenset(self.eos_ids)
+        self.vocab_size = vocab_size
+        self._encode = encode
+
+    @property
+    def mask_words(self) -> int:
+        """Length of a packed mask."""
+        return -(-self.vocab_size // 32)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens that spell exactly `text`, as the tokenizer itself would cut it wherever it can be asked to."""
+        wanted = text.encode("utf-8", "surrogatepass")
+        if self._encode is not None:
+            ids = self._encode(text)
+            if self._spell(ids) == wanted:
+                return ids
+            behind, anchor = self._encode(ANCHOR + text), self._encode(ANCHOR)
+            if behind[: len(anchor)] == anchor and self._spell(behind[len(anchor) :]) == wanted:
+                return behind[len(anchor) :]
+        return self._greedy(wanted)
+
+    def _spell(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.token_bytes[i] if i < len(self.token_bytes) else b"" for i in ids)
+
+    def _greedy(self, data: bytes) -> list[int]:
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            for end in range(min(len(data), at + self.longest), at, -1):
+                token = self.by_bytes.get(data[at:end])
+                if token is not None:
+                    ids.append(token)
+                    at = end
+                    break
+            else:
+                return ids  # bytes that no token spells: what there is, is a prefix
+        return ids
+
+    @cached_property
+    def by_bytes(self) -> dict[bytes, int]:
+        """Ordinary tokens by their bytes; the lowest id where several have the same."""
+        table: dict[bytes, int] = {}
+        for token, data in enumerate(self.token_bytes):
+            if data and token not in self.special_ids and len(data) <= MAX_TOKEN_BYTES:
+                table.setdefault(data, token)
+        return table
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token in `by_bytes`."""
+        return max(map(len, self.by_bytes), default=0)
+
+    @cached_property
+    def filler(self) -> int:
+        """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
+        runs = [data for data in self.by_bytes if 33 <= data[0] < 127 and data == data[:1] * len(data)]
+        runs = [data for data in runs if data[0] not in b'"\\']
+        return max(runs, key=lambda data: (len(data), data[0]))[0] if runs else ord("a")
+
+    @cached_property
+    def spells_bytes(self) -> bool:
+        """Every byte that UTF-8 uses is a token by itself."""
+        return all(bytes([byte]) in self.by_bytes for byte in range(256) if byte not in NEVER_IN_UTF8)
+
+    @cached_property
+    def ll_tokenizer(self) -> Any:
+        """llguidance's view of the whole vocabulary. Half a second at 150,000 tokens, holding the interpreter lock."""
+        padding = [b""] * (self.vocab_size - len(self.token_bytes))  # never allowed by any mask
+        source = _Source([*self.token_bytes, *padding], self.eos_ids, self.special_ids, self.tokenize)
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(source), eos_token=list(self.eos_ids))
+
+    @cached_property
+    def marks(self) -> tuple[int, ...]:
+        """Special tokens that a grammar may name, ascending; ends of sequence are not among them."""
+        ordinary = set(self.eos_ids)
+        return tuple(i for i in sorted(self.special_ids) if i not in ordinary and i < len(self.token_bytes))
+
+    @cached_property
+    def byte_tokenizer(self) -> Any:
+        """llguidance's view of a vocabulary of single bytes: symbol 0-255, then `marks`, then one end of sequence.
+
+        Walking a grammar byte by byte over it costs a microsecond a step, whatever the size of the real vocabulary.
+        """
+        tokens = [bytes([i]) for i in range(256)] + [self.token_bytes[i] for i in self.marks] + [b"<|end|>"]
+        special = range(256, len(tokens))
+        wrapper = llguidance.TokenizerWrapper(_Source(tokens, (len(tokens) - 1,), special, None))
+        return llguidance.LLTokenizer(wrapper, eos_token=len(tokens) - 1, slices=[])
+
+    def symbols(self, token: int) -> Sequence[int]:
+        """What a token is in the byte vocabulary."""
+        if token in self.special_ids:
+            return (256 + self.marks.index(token),)
+        return self.token_bytes[token] if token < len(self.token_bytes) else b""
+
+    def warm_up(self) -> None:
+        """Build now what would be built at first use."""
+        self.ll_tokenizer  # noqa: B018
+        self.byte_tokenizer  # noqa: B018
+        self.spells_bytes  # noqa: B018
+        self.filler  # noqa: B018
+        self.longest  # noqa: B018
+
+
+class _Source:
+    """What `llguidance.TokenizerWrapper` reads."""
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        eos_ids: Sequence[int],
+        special_ids: Collection[int],
+        tokenize: Callable[[str], list[int]] | None,
+    ) -> None:
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = None
+        self.tokens = list(tokens)
+        self.special_token_ids = sorted(i for i in special_ids if i < len(tokens))
+        self._tokenize = tokenize
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if self._tokenize is None:
+            return list(text.encode() if isinstance(text, str) else text)
+        if isinstance(text, bytes):
+            raise TypeError("this tokenizer encodes text")  # makes the wrapper hand over str
+        return self._tokenize(text)

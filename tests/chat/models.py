@@ -1,0 +1,115 @@
+"""Tokenizers of single bytes with the templates of several families, and an oracle for grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from asyncengine.grammar import Grammar
+from asyncengine.text import TextTokenizer
+
+HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\\n' if m.content or not loop.first else '' }}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+THINKING = HERMES.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n{% if enable_thinking is defined "
+    "and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}")  # fmt: skip
+LLAMA = """{% for m in messages %}<|start|>{{ m.role }}<|end|>
+
+{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call only') }}{% endif -%}
+{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}
+{%- else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{% if tools %}{% endif %}"""
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls -%}
+[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif -%}
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}
+{%- if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"""
+COMPACT = MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
+MARKED = """{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}
+{%- endfor %}</s>{% endif %}{% endfor %}"""
+JSON = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.tool_calls %}{% for c in m.tool_calls -%}
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}"""
+LISTED = JSON.replace("{% for c in m.tool_calls -%}", "<|calls|>[{% for c in m.tool_calls -%}").replace(
+    "}}}{% endfor %}", "}}}{% if not loop.last %}, {% endif %}{% endfor %}]"
+)
+SILENT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+TURNS = ("<|im_start|>", "<|im_end|>")
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+ADDRESS = {"name": "add_address", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}}
+ADD_SCHEMA = {**ADD["function"]["parameters"], "additionalProperties": False}  # type: ignore[index]
+
+
+def tokenizer(template: str | None, special: Sequence[str] = TURNS, added: Sequence[str] = ()) -> TextTokenizer:
+    """One token for each byte, `special` tokens, and `added` ones that are ordinary text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["</s>", *special])
+    raw.add_tokens([AddedToken(name, special=False, normalized=False) for name in added])
+    hf = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    hf.chat_template = template
+    return TextTokenizer(hf)
+
+
+class Oracle:
+    """Tells what a grammar accepts, one token after the other."""
+
+    def __init__(self, text: TextTokenizer) -> None:
+        table = text.table
+        self._encode = text.encode
+        self.eos_token_id = text.eos_token_id
+        self.bos_token_id = None
+        self.tokens = [table.token_bytes(i) for i in range(table.size)]
+        self.special_token_ids = sorted(table.special_ids)
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=[text.eos_token_id])
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError
+        return self._encode(text, False)
+
+    def matcher(self, grammar: Grammar) -> Any:
+        assert grammar.kind == "lark"
+        found = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar.text), log_level=0)
+        assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
+        return found
+
+    def refused_at(self, grammar: Grammar, text: str) -> str | None:
+        """What of `text` is not allowed; "" if it is allowed but may not end there; None if it is accepted."""
+        matcher = self.matcher(grammar)
+        ids = self(text)
+        for i, token in enumerate(ids):
+            if not matcher.consume_token(token):
+                return b"".join(self.tokens[rest] for rest in ids[i:]).decode("utf-8", "replace")
+        return None if matcher.is_accepting() else ""
+
+    def accepts(self, grammar: Grammar | None, text: str) -> bool:
+        return grammar is None or self.refused_at(grammar, text) is None
+
+    def forced(self, grammar: Grammar, text: str) -> str:
+        """What must follow `text`."""
+        matcher = self.matcher(grammar)
+        for token in self(text):
+            assert matcher.consume_token(token), text
+        return bytes(matcher.compute_ff_bytes()).decode("utf-8", "replace")

@@ -1,0 +1,115 @@
+"""Reasoning comes before the answer: grammars constrain what follows it, parsers take it off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chat.models import ADD, THINKING, TURNS, Oracle, tokenizer
+
+from asyncengine.chat import ChatPlan, ChatPlanner
+
+OPEN, CLOSED, UNDECIDED = "<think>\n", "<think>\n\n</think>\n\n", "<|im_start|>assistant\n"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+ANSWER = '{"n": 1}'
+FORMAT = {"properties": {"n": {"type": "integer"}}, "required": ["n"], "type": "object"}
+
+
+class Model:
+    def __init__(self, special: tuple[str, ...]) -> None:
+        text = tokenizer(THINKING, special)
+        self.planner, self.oracle = ChatPlanner(text), Oracle(text)
+
+    def judge(self, plan: ChatPlan, right: list[str], wrong: list[str]) -> None:
+        assert plan.grammar is not None
+        for text in right:
+            assert self.oracle.refused_at(plan.grammar, text) is None, text
+        for text in wrong:
+            assert self.oracle.refused_at(plan.grammar, text) is not None, text
+
+
+MODELS = {"text": Model(TURNS), "special": Model((*TURNS, "<think>", "</think>"))}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return MODELS[request.param]
+
+
+def read(plan: ChatPlan, text: str) -> tuple[str, str, list[str]]:
+    """(reasoning, content, arguments of the calls)."""
+    assert plan.make_parser is not None
+    parser = plan.make_parser()
+    parts = [*[parser.push(char) for char in text], parser.finish()]
+    reasoning, content = "".join(part.reasoning for part in parts), "".join(part.text for part in parts)
+    return reasoning, content, [call.arguments for call in parser.finished_calls()]
+
+
+def test_an_open_prompt_is_inside_the_reasoning(model: Model) -> None:
+    plan = model.planner.plan(OPEN, response_format=FORMAT)
+    right = [f"so </think>{ANSWER}", f"</think>\n{ANSWER}", f"a\nb {{</think>\n\n{ANSWER}"]
+    wrong = [ANSWER, "so", "so </think>", "so </think>\n\n\n" + ANSWER, "so </think>text", f"<think>so{ANSWER}"]
+    model.judge(plan, right, wrong)
+    assert read(plan, f"so\n</think>\n\n{ANSWER}") == ("so", ANSWER, [])
+
+
+def test_a_closed_prompt_is_the_answer(model: Model) -> None:
+    plan = model.planner.plan(CLOSED, response_format=FORMAT)
+    assert plan.grammar is not None
+    assert plan.grammar.kind == "json_schema"
+    assert plan.make_parser is None
+    assert plan.skip_special_tokens
+
+
+def test_an_undecided_prompt_allows_both(model: Model) -> None:
+    plan = model.planner.plan(UNDECIDED, response_format=FORMAT)
+    right = [ANSWER, f"<think>so</think>{ANSWER}", f"<think>\nso\n</think>\n\n{ANSWER}"]
+    model.judge(plan, right, ["", "<think>", "<think>so", "so</think>" + ANSWER, "text", f"\n{ANSWER}"])
+    assert read(plan, right[0]) == ("", ANSWER, [])
+    assert read(plan, right[2]) == ("so", ANSWER, [])
+
+
+def test_calls_after_reasoning(model: Model) -> None:
+    for tail, thought in ((OPEN, "so <tool_call> I call\n</think>"), (UNDECIDED, "<think>so <tool_call> I</think>")):
+        plan = model.planner.plan(tail, tools=[ADD])
+        right = [f"{thought}{CALL}", f"{thought}\n\ntext\n{CALL}", f"{thought}text", thought]
+        model.judge(plan, right, [f"{thought}<tool_call>", f"{thought}{CALL}text"])
+        assert read(plan, right[1])[1:] == ("text", ['{"a": 1, "b": 2}'])
+        required = model.planner.plan(tail, tools=[ADD], tool_choice="required")
+        model.judge(
+            required, [f"{thought}\n\n{CALL}", f"{thought}{CALL}"], [f"{thought}text", f"{thought}\n\n\n{CALL}"]
+        )
+        none = model.planner.plan(tail, tools=[ADD], tool_choice="none")
+        model.judge(none, [f"{thought}\n\ntext"], [f"{thought}\n\n{CALL}"])
+
+
+def test_an_undecided_answer_cannot_hide_reasoning_in_its_text(model: Model) -> None:
+    """What the parser would take for reasoning is reasoning for the grammar too."""
+    plan = model.planner.plan(UNDECIDED, tools=[ADD])
+    model.judge(plan, ["text", CALL, "<thin", ""], ["<think>so", " <think>so", f"<think>{CALL}"])
+
+
+def test_reasoning_alone_is_parsed_and_not_constrained(model: Model) -> None:
+    for settings in ({}, {"response_format": {"type": "text"}}, {"tools": []}, {"tool_choice": "none"}):
+        plan = model.planner.plan(UNDECIDED, **settings)  # type: ignore[arg-type]
+        assert plan.grammar is None
+        assert read(plan, "<think>a</think>\n\nb <tool_call>") == ("a", "b <tool_call>", [])
+        assert read(plan, "  b") == ("", "  b", [])
+        assert read(plan, "<thin") == ("", "<thin", [])
+
+
+def test_special_markers_must_be_visible() -> None:
+    for name, visible in (("text", True), ("special", False)):
+        assert MODELS[name].planner.plan(OPEN).skip_special_tokens is visible
+        assert MODELS[name].planner.plan(CLOSED).skip_special_tokens
+
+
+def test_where_the_reasoning_is() -> None:
+    plan = MODELS["text"].planner.plan(UNDECIDED)
+    assert plan.make_parser is not None
+    parser = plan.make_parser()
+    seen: list[Any] = []
+    for piece in ("<th", "ink>", "a", "</thi", "nk>", "\n", "b"):
+        parser.push(piece)
+        seen.append(parser.in_reasoning)
+    assert seen == [False, True, True, True, False, False, False]

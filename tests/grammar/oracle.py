@@ -1,0 +1,34 @@
+"""Which texts a grammar accepts, byte by byte, straight from the library: no engine, no vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.lower import to_llguidance
+
+from .bytes_tokenizer import END, Bytes
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=END + 1, eos_token=[END], slices=[])
+
+
+def matcher(grammar: Grammar) -> Any:
+    return LLMatcher(tokenizer(), to_llguidance(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def complaint(grammar: Grammar) -> str:
+    """What the library says about it; empty if it compiles."""
+    return str(matcher(grammar).get_error())
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    found = matcher(grammar)
+    assert not found.is_error(), found.get_error()
+    data = list(text.encode())
+    return bool(found.try_consume_tokens(data) == len(data) and found.is_accepting())

@@ -1,0 +1,135 @@
+"""Budget-aware closing: whatever the model samples, an output that runs out of budget is complete (contract 15)."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from support.grammar_walks import text_of, walk
+from support.small_vocabulary import EOS
+
+from asyncengine.errors import GrammarImpossible
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+
+
+def closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    wanted = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": wanted, "additionalProperties": False}
+
+
+PERSON = closed({"name": {"type": "string"}, "age": {"type": "integer"}})
+OPTIONAL = closed({"xx": {"type": "string"}, "yy": PERSON})
+OPTIONALS = closed({f"p{i}": {"anyOf": [OPTIONAL, {"type": "null"}]} for i in range(4)})
+NODE = {"$ref": "#/$defs/n"}
+OR_NULL = {"anyOf": [NODE, {"type": "null"}]}
+TREE = {"$defs": {"n": closed({"v": {"type": "integer"}, "c": {"type": "array", "items": NODE}})}, **NODE}
+PAIR = {"$defs": {"n": closed({"l": OR_NULL, "r": OR_NULL})}, **NODE}
+NUMBERS = closed({"a": {"type": "number", "minimum": 950, "maximum": 1050}, "b": {"type": "integer", "multipleOf": 7}})
+PAIRS = {"type": "array", "minItems": 2, "items": {"type": "boolean"}}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": PERSON,
+    "nullable objects": OPTIONALS,
+    "tree": TREE,
+    "pair": PAIR,
+    "any": {},
+    "object": {"type": "object"},
+    "long string": closed({"s": {"type": "string", "minLength": 40}}),
+    "numbers": NUMBERS,
+    "nested arrays": {"type": "array", "minItems": 2, "items": PAIRS},
+    "pattern": closed({"id": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}(-[a-z]+)?$"}}),
+    "formats": closed({"d": {"type": "string", "format": "date-time"}, "u": {"type": "string", "format": "uuid"}}),
+    "enum": {"enum": ["red", "日本", "a much longer thing", 17, None]},
+    "optional": closed({"a": {"type": "string"}, "b": PERSON, "c": {"type": "integer"}}, ["b"]),
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
+    backend = LlguidanceBackend(vocabulary)
+    return {name: backend.compile(Grammar.json_schema(schema), 10) for name, schema in SCHEMAS.items()}
+
+
+def matcher(template: LlgTemplate, budget: int) -> Matcher:
+    return Matcher(template.new_state(), template.new_closing(), budget, "close")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_budget_ends_in_a_valid_instance(
+    name: str, templates: dict[str, LlgTemplate], vocabulary: Vocabulary
+) -> None:
+    template, rng = templates[name], random.Random(name)
+    validator = jsonschema.Draft202012Validator(SCHEMAS[name])
+    least = template.min_tokens
+    steered = 0
+    for budget in [*range(least, least + 12), *(rng.randrange(least, least + 200) for _ in range(12))]:
+        output = matcher(template, budget)
+        tokens, _ = walk(vocabulary, output, budget, rng, jump=bool(budget % 2))
+        assert len(tokens) <= budget
+        validator.validate(json.loads(text_of(vocabulary, tokens)))
+        steered += output.steered
+    assert steered or name in ("enum", "numbers"), "some walk must have been cut short"
+
+
+def test_the_least_budget_is_the_number_of_tokens_of_the_shortest_output(templates: dict[str, LlgTemplate]) -> None:
+    assert templates["enum"].min_tokens == 2  # 17 in single digits
+    assert templates["any"].min_tokens == 1
+    assert templates["object"].min_tokens == 1  # {}
+    assert templates["tree"].min_tokens == len(['{"', "v", '":', "0", ",", '"', "c", '":', "[]", "}"])
+    assert templates["long string"].min_tokens < 40  # "the" and "name" take several letters at once
+
+
+def test_an_output_that_may_end_is_ended_by_an_end_of_sequence(vocabulary: Vocabulary) -> None:
+    """The sampled token would need more than is left; the output is complete as it is."""
+    template = LlguidanceBackend(vocabulary).compile(Grammar.regex("a(bbbbbbbb)?"), 10)
+    output = matcher(template, 2)
+    assert output.accept(ord("a")) == [ord("a")]
+    assert output.accept(ord("b")) == [EOS]
+    assert output.steered
+    assert output.is_terminated()
+
+
+def test_without_steering_an_output_is_what_was_sampled(
+    templates: dict[str, LlgTemplate], vocabulary: Vocabulary
+) -> None:
+    """A budget that never gets tight changes nothing: the same samples give the same output with and without."""
+    for name in ("person", "tree", "optional"):
+        template = templates[name]
+        outputs = []
+        for closing in (template.new_closing(), None):
+            output = Matcher(template.new_state(), closing, 3000, "close")
+            outputs.append(walk(vocabulary, output, 120, random.Random(5), jump=False))
+            assert not output.steered
+        assert outputs[0] == outputs[1]
+
+
+def test_a_grammar_without_any_output_is_impossible(vocabulary: Vocabulary) -> None:
+    backend = LlguidanceBackend(vocabulary)
+    endless = Grammar.lark('start: "a" start')
+    with pytest.raises(GrammarImpossible):
+        backend.compile(endless, 10)
+
+
+@pytest.mark.parametrize(
+    ("lark", "needed"),
+    [
+        ('start: TEXT "<t>" body "</t>"\nTEXT: /(?s:.*)/ & ~/(?s:.*<t>.*)/\nbody: %json {"type": "integer"}', 8),
+        ('start: TEXT <|mark|> "x"\nTEXT: /a*/', 2),
+        ('start: head body\nhead[lazy]: /(?s:.*)/ "</think>"\nbody: %json {"type": "null"}', 4),
+    ],
+)
+def test_free_text_ends_where_the_grammar_needs_it_to(vocabulary: Vocabulary, lark: str, needed: int) -> None:
+    template = LlguidanceBackend(vocabulary).compile(Grammar.lark(lark), 10)
+    assert template.min_tokens <= needed
+    rng = random.Random(1)
+    for budget in range(template.min_tokens, 30):
+        output = matcher(template, budget)
+        tokens, ended = walk(vocabulary, output, budget, rng)
+        assert ended
+        assert len(tokens) <= budget

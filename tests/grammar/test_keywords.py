@@ -1,0 +1,156 @@
+"""A library's complaint becomes a typed error that names the keyword and its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.keywords import explain, find_unsupported, summary
+
+from .oracle import complaint, matcher
+
+
+def explained(grammar: Grammar) -> GrammarError:
+    try:
+        message = complaint(grammar)
+    except GrammarError as error:
+        return error
+    assert message, "the library refuses it"
+    return explain(grammar, message)
+
+
+UNSUPPORTED: list[tuple[Any, list[tuple[str, str]]]] = [
+    ({"properties": {"a/b": {"not": {}}}}, [("not", "/properties/a~1b/not")]),
+    ({"if": {}, "then": {"type": "null"}}, [("if", "/if"), ("then", "/then")]),
+    ({"items": {"uniqueItems": True}}, [("uniqueItems", "/items/uniqueItems")]),
+    ({"type": "array", "contains": {}}, [("contains", "/contains")]),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, [("propertyNames", "/propertyNames")]),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, [("dependentRequired", "/dependentRequired")]),
+    ({"type": "object", "unevaluatedProperties": False}, [("unevaluatedProperties", "/unevaluatedProperties")]),
+    ({"$dynamicRef": "#a"}, [("$dynamicRef", "/$dynamicRef")]),
+    (
+        {"anyOf": [{"type": "null"}, {"oneOf": [{"type": "integer"}, {"type": "number"}]}]},
+        [("oneOf", "/anyOf/1/oneOf")],
+    ),
+    ({"properties": {"format": {"type": "string", "format": "no-such"}}}, [("format", "/properties/format/format")]),
+    ({"type": "string", "pattern": "(?=a)b"}, [("pattern", "/pattern")]),
+    ({"type": "string", "pattern": r"(a)\1"}, [("pattern", "/pattern")]),
+    ({"type": "string", "pattern": r"\bfoo"}, [("pattern", "/pattern")]),
+    ({"prefixItems": [{"type": "string", "pattern": "a$b"}]}, [("pattern", "/prefixItems/0/pattern")]),
+    ({"type": "object", "patternProperties": {"(?!a)": {}}}, [("patternProperties", "/patternProperties/(?!a)")]),
+    ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, [("patternProperties", "/patternProperties")]),
+    ({"$ref": "https://example.com/s.json"}, [("$ref", "/$ref")]),
+    ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, [("minProperties", "/minProperties")]),
+    ({"$ref": "#/$defs/x", "$defs": {"x": {"not": {}}}}, [("not", "/$defs/x/not")]),
+    (
+        {"properties": {"a": {"not": {}}, "b": {"uniqueItems": True}, "c": {"uniqueItems": False}}},
+        [("not", "/properties/a/not"), ("uniqueItems", "/properties/b/uniqueItems")],
+    ),
+    ({"type": "integer", "minimum": -(10**30), "maximum": 10**30}, [("minimum", "/minimum"), ("maximum", "/maximum")]),
+    (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}]}}},
+        [("$ref", "/$defs/a/allOf/0/$ref")],
+    ),
+    ({"properties": {"not": {"type": "integer"}}, "not": {"const": {"not": 1}}}, [("not", "/not")]),
+]
+
+
+@pytest.mark.parametrize(("schema", "features"), UNSUPPORTED, ids=[str(schema)[:60] for schema, _ in UNSUPPORTED])
+def test_unsupported_keywords_are_named_with_their_place(schema: Any, features: list[tuple[str, str]]) -> None:
+    error = explained(Grammar.json_schema(schema))
+    assert isinstance(error, GrammarUnsupported)
+    assert list(error.features) == features
+    for keyword, pointer in features:
+        assert f"{keyword!r} at {pointer}" in str(error)
+
+
+def test_schemas_inside_lark_are_searched_too() -> None:
+    error = explained(Grammar.lark('start: %json {"type": "integer"} | %json {"items": {"not": {}}}\n'))
+    assert isinstance(error, GrammarUnsupported)
+    assert error.features == (("not", "/items/not"),)
+    look = explained(Grammar("regex", "a(?=b)"))
+    assert isinstance(look, GrammarUnsupported)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 5, "maximum": 3},
+        {"allOf": [{"type": "integer"}, {"type": "string"}]},
+        {"enum": []},
+        {"type": "object", "additionalProperties": False, "required": ["a"]},
+        {"type": "string", "pattern": "^a{5}$", "maxLength": 3},
+    ],
+)
+def test_contradictions_are_impossible(schema: Any) -> None:
+    error = explained(Grammar.json_schema(schema))
+    assert isinstance(error, GrammarImpossible)
+    assert "And (" not in str(error)
+
+
+def test_a_loop_without_end_is_impossible() -> None:
+    """It compiles; the complaint comes with the first mask, and with a dump of the parser's state."""
+    grammar = Grammar.json_schema({"$ref": "#"})
+    found = matcher(grammar)
+    found.compute_bitmask()
+    error = explain(grammar, found.get_error())
+    assert isinstance(error, GrammarImpossible)
+    assert len(str(error)) < 300
+
+
+def test_too_large() -> None:
+    wide = [{"anyOf": [{"properties": {f"k{i}": {}}}, {"properties": {f"j{i}": {}}}]} for i in range(14)]
+    deep = '{"items":' * 150 + "{}" + "}" * 150
+    lark = "start: A\nA: " + " & ".join(f"/(?s:.*)a(?s:.{{{i}}})/" for i in range(20, 28)) + "\n"
+    for grammar in (
+        Grammar.json_schema({"type": "object", "allOf": wide}),
+        Grammar("json_schema", deep),
+        Grammar.lark(lark),
+        Grammar("regex", "(" * 300 + "a" + ")" * 300),
+    ):
+        error = explained(grammar)
+        assert isinstance(error, GrammarTooLarge)
+        assert len(str(error)) < 400
+    panic = (
+        "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10\n<backtrace>\n 0: ...\n</backtrace>"
+    )
+    error = explain(Grammar.json_object(), panic)
+    assert isinstance(error, GrammarTooLarge)
+    assert "backtrace" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"items": {"type": "string", "pattern": "("}}, "/items/pattern"),
+        ({"properties": {"a": {"type": "foo"}}}, "/properties/a/type"),
+        ({"$ref": "#/$defs/nowhere"}, "/$defs/nowhere"),
+        ({"type": "string", "minLength": -1}, "minLength"),
+        ({"type": "object", "properties": [1]}, "properties"),
+    ],
+)
+def test_malformed_schemas_are_plain_errors_that_say_where(schema: Any, said: str) -> None:
+    error = explained(Grammar.json_schema(schema))
+    assert type(error) is GrammarError
+    assert error.field == "grammar"
+    assert said in str(error)
+
+
+def test_messages_are_bounded_and_echo_no_schema() -> None:
+    many = {"properties": {f"key{i}": {"not": {}, "description": "SECRET" * 50} for i in range(500)}}
+    error = explained(Grammar.json_schema(many))
+    assert isinstance(error, GrammarUnsupported)
+    assert len(error.features) == 500
+    assert len(str(error)) < 1_000
+    assert "SECRET" not in str(error)
+    assert len(summary("x" * 10_000)) <= 240
+    assert summary("") == "no reason given"
+    assert summary("a\n<state>\nTokens: generated text") == "a"
+
+
+def test_a_message_about_something_else_finds_nothing() -> None:
+    assert find_unsupported({"not": {}}, "lexer error") == []
+    assert find_unsupported(True, 'Unimplemented keys: ["not"]') == []

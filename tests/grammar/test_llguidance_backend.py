@@ -1,0 +1,181 @@
+"""llguidance's states, and each of the library's traps."""
+
+from __future__ import annotations
+
+import random
+
+import llguidance
+import numpy as np
+import pytest
+from support.grammar_walks import allowed, text_of, walk
+from support.small_vocabulary import EOS, LOGITS, MARK, PIECES, SECOND_EOS
+
+from asyncengine.errors import GrammarError, GrammarUnsupported
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlgState, LlguidanceBackend
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def backend(vocabulary: Vocabulary) -> LlguidanceBackend:
+    return LlguidanceBackend(vocabulary)
+
+
+def ids(state: LlgState, vocabulary: Vocabulary) -> set[int]:
+    mask = np.full(vocabulary.mask_words, -1, dtype=np.int32)  # stale bits must be overwritten
+    state.fill(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def spell(state: LlgState, text: str) -> bool:
+    return all(state.consume(byte) for byte in text.encode())
+
+
+def test_masks_cover_the_padded_vocabulary_and_all_ends_of_sequence(
+    backend: LlguidanceBackend, vocabulary: Vocabulary
+) -> None:
+    state = backend.compile(Grammar.regex("(abc)?"), 10).new_state()
+    assert ids(state, vocabulary) == {ord("a"), 256 + PIECES.index("abc"), EOS, SECOND_EOS}
+    assert vocabulary.mask_words == -(-LOGITS // 32)
+
+
+def test_a_refused_token_changes_nothing(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    state = backend.compile(Grammar.regex("abc"), 10).new_state()
+    for token in (ord("x"), EOS, MARK, LOGITS - 1, 256 + PIECES.index("zz")):
+        assert not state.consume(token)
+    assert spell(state, "abc")
+    assert state.is_accepting()
+
+
+def test_rollback_counts_ends_of_sequence(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    """llguidance's own rollback does not count an end of sequence consumed after the grammar had stopped."""
+    state = backend.compile(Grammar.regex("a{2,3}b"), 10).new_state()
+    assert spell(state, "aab")
+    assert state.is_terminated()
+    assert ids(state, vocabulary) == {EOS, SECOND_EOS}
+    assert state.consume(EOS)
+    assert state.consume(SECOND_EOS)
+    state.rollback(1)
+    assert state.is_terminated()
+    state.rollback(1)
+    assert ids(state, vocabulary) == {EOS, SECOND_EOS}
+    state.rollback(2)
+    assert ids(state, vocabulary) == {ord("a")}
+    with pytest.raises(ValueError, match="roll back"):
+        state.rollback(9)
+
+
+def test_every_prefix_can_be_rolled_back(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    template = backend.compile(Grammar.json_schema({"type": "object", "additionalProperties": {"type": "integer"}}), 10)
+    state, masks = template.new_state(), []
+    tokens = list(b'{"a": 10, "b":2}')
+    for token in tokens:
+        masks.append(ids(state, vocabulary))
+        assert state.consume(token)
+    for mask in reversed(masks):
+        state.rollback(1)
+        assert ids(state, vocabulary) == mask
+
+
+def test_forced_tokens_are_the_tokenizers_own_cut(vocabulary: Vocabulary) -> None:
+    """`"name` is forced; of its spellings the one the tokenizer would use."""
+    calls: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        calls.append(text)
+        return Vocabulary._greedy(vocabulary, text.encode())
+
+    own = Vocabulary(vocabulary.token_bytes, vocabulary.eos_ids, [MARK], LOGITS, encode)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "the"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    state = LlguidanceBackend(own).compile(Grammar.json_schema(schema, whitespace="compact"), 10).new_state()
+    forced = state.forced()
+    assert calls
+    assert b"".join(own.token_bytes[t] for t in forced).startswith(b'{"name":')
+    assert forced[0] == 256 + PIECES.index('{"name')
+    for token in forced:
+        assert state.consume(token)
+
+
+def test_a_limit_is_an_error_and_never_a_silent_end(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    """In its error state the library allows the end of sequence only: an output would stop in the middle, unnoticed."""
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "string"}}), 10)
+    state = template.new_state()
+    assert spell(state, '["a')
+    broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
+    broken.consume_token(ord("z"))
+    assert broken.is_error()
+    state._matcher = broken
+    heard = state.consume(ord("b"))  # healed from its own tokens
+    assert heard
+    assert spell(state, '"]')
+    assert state.is_accepting()
+
+
+def test_a_state_that_cannot_heal_raises(
+    backend: LlguidanceBackend, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = backend.compile(Grammar.regex("a+"), 10).new_state()
+    broken = llguidance.LLMatcher(vocabulary.ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("a"), log_level=0)
+    broken.consume_token(ord("z"))
+    state._matcher = broken
+    monkeypatch.setattr(type(state._template), "fresh_matcher", lambda self: broken)
+    with pytest.raises(GrammarError):
+        ids(state, vocabulary)
+
+
+def test_error_texts_do_not_quote_the_output(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    text = backend.compile(Grammar.json_schema({"type": "string"}), 10).text
+    matcher = backend.matcher(Grammar.json_schema({"type": "string"}), text, vocabulary.ll_tokenizer)
+    for token in b'"SECRET':
+        matcher.consume_token(token)
+    matcher.consume_token(MARK)
+    assert matcher.is_error()
+    assert "SECRET" not in matcher.get_error()
+
+
+def test_special_tokens_match_by_name_and_by_number_only(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    for reference in ("<|mark|>", f"<[{MARK}]>"):
+        state = backend.compile(Grammar.lark(f'start: {reference} "x"'), 10).new_state()
+        assert ids(state, vocabulary) == {MARK}
+    text = backend.compile(Grammar.regex(r"<\|mark\|>"), 10).new_state()
+    assert MARK not in ids(text, vocabulary)
+
+
+def test_copies_share_nothing_but_the_lexer(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "integer"}}), 10)
+    rng = random.Random(3)
+    matchers = [Matcher(template.new_state(), template.new_closing(), 60, "close") for _ in range(12)]
+    outputs: list[list[int]] = [[] for _ in matchers]
+    for _ in range(60):  # interleaved
+        for index, matcher in enumerate(matchers):
+            if not matcher.is_terminated() and len(outputs[index]) < 60:
+                outputs[index] += matcher.accept(int(rng.choice(allowed(vocabulary, matcher).tolist())))
+    for tokens in outputs:
+        assert text_of(vocabulary, tokens).startswith("[")
+        assert text_of(vocabulary, tokens).endswith("]")
+
+
+def test_what_cannot_be_enforced_is_refused_by_name(backend: LlguidanceBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    with pytest.raises(GrammarUnsupported) as refused:
+        backend.compile(Grammar.json_schema(schema), 10)
+    assert ("not", "/properties/a/not") in refused.value.features or ("not", "/properties/a") in refused.value.features
+    backend.compile(Grammar.json_schema(schema, unsupported="ignore"), 10)
+
+
+def test_walks_match_the_pattern(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
+    import re
+
+    pattern = r"[a-z]+( [a-z]+)*\.(日本|é)?"
+    template, rng = backend.compile(Grammar.regex(pattern), 10), random.Random(2)
+    for budget in range(template.min_tokens, 40):
+        tokens, _ = walk(
+            vocabulary, Matcher(template.new_state(), template.new_closing(), budget, "close"), budget, rng
+        )
+        assert re.fullmatch(pattern, text_of(vocabulary, tokens))

@@ -1,0 +1,170 @@
+"""Lowering: whitespace, exact choices, embedded schemas, and what `unsupported` leaves out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import jsonschema
+import pytest
+
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.lower import fragment, inline_json, to_llguidance
+from asyncengine.grammar.spec import Whitespace
+
+from .oracle import accepts, complaint
+
+VALUE = {"a": 1, "b": [1, {"c": "x, y: z"}], "d": {}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "d": {"type": "object"}},
+    "required": ["a", "b", "d"],
+    "additionalProperties": False,
+}
+TEXTS = {
+    "default": json.dumps(VALUE),
+    "compact": json.dumps(VALUE, separators=(",", ":")),
+    "indented": json.dumps(VALUE, indent=2),
+    "tabs": json.dumps(VALUE, indent="\t"),
+    "indented deep": json.dumps(VALUE, indent=13),
+    "two spaces": json.dumps(VALUE).replace(": ", ":  "),
+    "blank line": json.dumps(VALUE, indent=2).replace("\n", "\n\n"),
+    "indented too deep": json.dumps(VALUE, indent=41),
+    "space, newline": json.dumps(VALUE).replace(", ", ", \n"),
+    "trailing": json.dumps(VALUE) + "\n",
+}
+ACCEPTED = {
+    "flexible": ["default", "compact", "indented", "tabs", "indented deep"],
+    "single_space": ["default"],
+    "compact": ["compact"],
+}
+
+
+@pytest.mark.parametrize("whitespace", get_args(Whitespace))
+def test_whitespace(whitespace: Any) -> None:
+    """`single_space` is what `json.dumps` writes, no more; nothing lets a model run on in blanks."""
+    grammar = Grammar.json_schema(SCHEMA, whitespace=whitespace)
+    assert [name for name, text in TEXTS.items() if accepts(grammar, text)] == ACCEPTED[whitespace]
+
+
+@pytest.mark.parametrize("whitespace", get_args(Whitespace))
+def test_inline_json_is_the_same_language(whitespace: Any) -> None:
+    inside = Grammar.lark(f'start: "<" {inline_json(SCHEMA, whitespace)} ">"\n')
+    found = [name for name, text in TEXTS.items() if accepts(inside, f"<{text}>")]
+    assert found == ACCEPTED[whitespace]
+
+
+def test_inline_json_takes_text_booleans_and_options() -> None:
+    assert inline_json('{"type":"integer"}') == inline_json({"type": "integer"})
+    assert accepts(Grammar.lark(f"start: {inline_json(True)}\n"), "[1]")
+    loose = inline_json({"type": "array"}, whitespace_pattern=" *")
+    assert accepts(Grammar.lark(f"start: {loose}\n"), "[     1]")
+    two = inline_json({"x-guidance": {"lenient": True, "whitespace_flexible": False}, "type": "array"}, "compact")
+    assert '"lenient":false' in two
+
+
+OPTIONS = ["not", "not enough", "", 'say "hi"\\', "日本\n", "/", "{a}", "%json", "é", "a|b", "\x7f\x01"]
+
+
+def test_choices_are_exact() -> None:
+    grammar = Grammar.choice(OPTIONS)
+    pieces = [option[:cut] for option in OPTIONS for cut in range(len(option) + 1)] + [o + "x" for o in OPTIONS]
+    wrong = [text for text in pieces if accepts(grammar, text) != (text in OPTIONS)]
+    assert wrong == []
+    assert accepts(Grammar.lark(f'start: "<" {fragment(grammar)} ">"\n'), "<not enough>")
+
+
+@pytest.mark.parametrize("text", ["/", "a/b", "\n", "\\", '"', "[/]", "{}", "é😀", "\r\n\t", "//", "# x"])
+def test_patterns_survive_the_way_into_lark(text: str) -> None:
+    from asyncengine.grammar.regexes import escaped
+
+    for grammar in (
+        Grammar.regex(escaped(text)),
+        Grammar.regex("[" + "".join("\\" + c for c in text if c in "/") + "a]|"),
+    ):
+        assert complaint(grammar) == ""
+    assert accepts(Grammar.regex(escaped(text)), text)
+    assert not accepts(Grammar.regex(escaped(text)), text + "x")
+    assert accepts(Grammar.lark(f'start: "<" {fragment(Grammar.regex(escaped(text)))} ">"'), f"<{text}>")
+
+
+def test_the_empty_pattern_and_a_newline_in_a_pattern() -> None:
+    assert accepts(Grammar.regex(""), "")
+    assert accepts(Grammar.regex("a\nb/c"), "a\nb/c")
+    assert accepts(Grammar.regex("[/]"), "/")
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "array", "uniqueItems": False}, [[1, 1], {}]),
+        ({"if": {"type": "string"}, "type": "integer"}, [1, "a"]),
+        ({"properties": {"a": {"items": {"uniqueItems": False}}}, "type": "object"}, [{"a": [[1]]}, []]),
+        ({"properties": {"uniqueItems": {"const": False}}, "type": "object", "required": ["uniqueItems"]},
+         [{"uniqueItems": False}, {"uniqueItems": True}, {}]),
+        ({"const": {"uniqueItems": False}}, [{"uniqueItems": False}, {}]),
+    ],
+)  # fmt: skip
+def test_keywords_without_effect_are_dropped_exactly(schema: dict[str, Any], values: list[Any]) -> None:
+    grammar = Grammar.json_schema(schema)
+    expected = [jsonschema.Draft202012Validator(schema).is_valid(value) for value in values]
+    assert [accepts(grammar, json.dumps(value)) for value in values] == expected
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"not": {"type": "integer"}}, 1),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 1),
+        ({"type": "string", "format": "path"}, "x"),
+        ({"type": "string", "pattern": "(?=a)b"}, "x"),
+        ({"type": "string", "pattern": r"\bfoo\b"}, "x"),
+        ({"type": "string", "pattern": "a$b"}, "x"),
+        ({"$ref": "https://example.com/x.json"}, 1),
+        ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}, "additionalProperties": False}, {"ab": 1}),
+        ({"type": "object", "patternProperties": {"(?!a)": {}}, "additionalProperties": False}, {"b": 1}),
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}, {"a": 1}),
+        ({"type": "array", "uniqueItems": True}, [1, 1]),
+    ],
+)
+@pytest.mark.parametrize("unsupported", ["ignore", "validate"])
+def test_ignore_leaves_out_what_error_refuses(schema: dict[str, Any], value: Any, unsupported: Any) -> None:
+    assert complaint(Grammar.json_schema(schema)) != ""
+    lenient = Grammar.json_schema(schema, unsupported=unsupported)
+    assert complaint(lenient) == ""
+    assert accepts(lenient, json.dumps(value))
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}}, "required": ["a"]},
+    {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 1, "maxItems": 2},
+    {"anyOf": [{"type": "string", "pattern": "^a+$"}, {"type": "number", "multipleOf": 0.5}]},
+    {"type": "object", "additionalProperties": {"type": "boolean"}},
+    {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},
+    {"const": {"b": 1, "a": [True, "é\n"]}},
+    {"type": ["string", "null"], "maxLength": 2},
+]
+VALUES: list[Any] = [
+    {"a": 3}, {"a": 2}, {}, {"a": True}, {"a": 5, "b": 1}, [], ["x"], [1, None], [1, 1, 1], [[]], [[[], []]], "aa",
+    "ab", "abc", "", 1, 1.5, 1.25, None, True, {"b": 1, "a": [True, "é\n"]}, {"x": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+def test_json_against_the_schema_validator(schema: dict[str, Any]) -> None:
+    """Properties come in the schema's order; each value above is written in it."""
+    grammar = Grammar.json_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    assert any(validator.is_valid(value) for value in VALUES)
+    texts = [(value, json.dumps(value, ensure_ascii=False)) for value in VALUES]
+    assert [text for value, text in texts if accepts(grammar, text) != validator.is_valid(value)] == []
+
+
+def test_lowering_is_deterministic() -> None:
+    for grammar in (
+        Grammar.json_schema(SCHEMA),
+        Grammar.choice(OPTIONS),
+        Grammar.regex("a"),
+        Grammar.lark("start: /a/"),
+    ):
+        assert to_llguidance(grammar) == to_llguidance(grammar)

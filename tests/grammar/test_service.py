@@ -1,0 +1,307 @@
+"""The compile service: once per grammar, never on the loop, and nobody pays for another's grammar."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncengine.config import EngineConfig
+from asyncengine.errors import (
+    BudgetTooSmall,
+    EngineClosed,
+    GrammarError,
+    GrammarTimeout,
+    GrammarTooLarge,
+    InvalidParameter,
+    QueueFull,
+)
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.service import GrammarService
+from asyncengine.protocols import GrammarOrder
+
+
+class State:
+    def fill(self, mask: np.ndarray) -> None:
+        mask[:] = -1
+
+    def consume(self, token: int) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def forced(self) -> list[int]:
+        return []
+
+    def is_accepting(self) -> bool:
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class Closing:
+    cost = 0
+
+    def first(self) -> int:
+        return 0
+
+    def advance(self, token: int, at_most: int) -> bool:
+        return True
+
+
+class Template:
+    def __init__(self, nbytes: int = 100, min_tokens: int = 3) -> None:
+        self.nbytes = nbytes
+        self.min_tokens = min_tokens
+        self.broken = False
+
+    def new_state(self) -> State:
+        if self.broken:
+            raise GrammarError("grammar", "its compiled form is broken")
+        return State()
+
+    def new_closing(self) -> Closing:
+        return Closing()
+
+
+class Backend:
+    """Compiles when told to; records the threads it compiled on."""
+
+    name = "llguidance"
+
+    def __init__(self) -> None:
+        self.compiled: list[str] = []
+        self.threads: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.begun = threading.Semaphore(0)
+        self.outcome: Callable[[Grammar], Any] = lambda grammar: Template()
+        self.closed = False
+
+    def compile(self, grammar: Grammar, timeout: float) -> Any:
+        self.compiled.append(grammar.text)
+        self.threads.append(threading.current_thread().name)
+        self.begun.release()
+        self.go.wait(10)
+        return self.outcome(grammar)
+
+    def close(self) -> None:
+        self.closed = True
+        self.go.set()
+
+
+class Desk:
+    """A service, and what it answered."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.backend = Backend()
+        self.service = GrammarService({"llguidance": lambda: self.backend}, EngineConfig(**settings))
+        self.answers: dict[int, asyncio.Future[Any]] = {}
+        self.order: list[int] = []
+        self.loop = asyncio.get_running_loop()
+
+    def start(self, ticket: int, grammar: Grammar, budget: int = 100, on_budget: Any = "close") -> asyncio.Future[Any]:
+        self.answers[ticket] = self.loop.create_future()
+        self.service.start(ticket, GrammarOrder(grammar, budget, on_budget), self._done)
+        return self.answers[ticket]
+
+    def _done(self, ticket: int, outcome: Any) -> None:
+        self.loop.call_soon_threadsafe(self._settle, ticket, outcome)
+
+    def _settle(self, ticket: int, outcome: Any) -> None:
+        assert not self.answers[ticket].done(), "answered twice"
+        self.order.append(ticket)
+        self.answers[ticket].set_result(outcome)
+
+    async def begun(self) -> None:
+        assert await asyncio.to_thread(self.backend.begun.acquire, True, 5)
+
+    async def __aenter__(self) -> Desk:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.service.close()
+        assert self.backend.closed or not self.backend.compiled
+        for thread in threading.enumerate():
+            if thread.name.startswith("asyncengine-grammar"):
+                await asyncio.to_thread(thread.join, 5)
+                assert not thread.is_alive(), "a worker is left"
+
+
+A, B, C = Grammar.regex("a+"), Grammar.regex("b+"), Grammar.regex("c+")
+
+
+async def test_equal_grammars_compile_once_and_off_the_loop():
+    async with Desk() as desk:
+        desk.backend.go.clear()
+        waiting = [desk.start(ticket, Grammar.regex("a+")) for ticket in range(50)]
+        await desk.begun()
+        desk.backend.go.set()
+        await asyncio.gather(*waiting)
+        assert desk.order == list(range(50)), "in order of arrival"
+        assert desk.backend.compiled == ["a+"]
+        assert desk.backend.threads[0].startswith("asyncengine-grammar")
+        assert len({id(answer.result()) for answer in waiting}) == 50, "each has a matcher of its own"
+        await desk.start(50, A)
+        assert desk.backend.compiled == ["a+"], "known"
+
+
+async def test_a_known_grammar_is_answered_at_once():
+    async with Desk() as desk:
+        await desk.start(1, A)
+        threads = threading.active_count()
+        answers: list[int] = []
+        desk.service.start(2, GrammarOrder(A, 9, "close"), lambda ticket, outcome: answers.append(ticket))
+        assert answers == [2]
+        assert threading.active_count() == threads
+
+
+async def test_one_who_leaves_cancels_what_has_not_begun():
+    async with Desk(grammar_workers=1) as desk:
+        desk.backend.go.clear()
+        first = desk.start(1, A)
+        await desk.begun()
+        desk.start(2, B)
+        desk.start(3, C)
+        both = desk.start(4, C)
+        desk.service.cancel(2)
+        desk.service.cancel(3)
+        desk.service.cancel(3)
+        desk.service.cancel(99)
+        desk.service.cancel(1)  # has begun: finishes into the cache
+        desk.backend.go.set()
+        await both
+        assert desk.backend.compiled == ["a+", "c+"]
+        await asyncio.sleep(0)
+        assert desk.order == [4]
+        assert not first.done()
+        await desk.start(5, A)
+        assert desk.backend.compiled == ["a+", "c+"], "what was left behind was kept"
+
+
+async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
+    async with Desk(grammar_timeout=0.05) as desk:
+        desk.backend.go.clear()
+        slow = desk.start(1, A)
+        outcome = await slow
+        assert isinstance(outcome, GrammarTimeout)
+        assert outcome.field == "grammar"
+        assert "grammar_timeout=0.05" in str(outcome)
+        again = desk.start(2, A)  # joins what still runs
+        desk.backend.go.set()
+        assert not isinstance(await again, Exception)
+        assert desk.backend.compiled == ["a+"]
+        assert desk.service.check(A, 10, "close") == A
+
+
+async def test_errors_that_will_not_go_away_are_remembered():
+    async with Desk() as desk:
+
+        def refuse(grammar: Grammar) -> Any:
+            raise GrammarError("grammar", "cannot be")
+
+        desk.backend.outcome = refuse
+        first, second = await asyncio.gather(desk.start(1, A), desk.start(2, A))
+        assert isinstance(first, GrammarError)
+        assert first is not second, "each caller raises its own"
+        assert str(first) == str(second) == "grammar: cannot be"
+        assert isinstance(await desk.start(3, A), GrammarError)
+        with pytest.raises(GrammarError, match="cannot be"):
+            desk.service.check(A, 10, "close")
+        assert desk.backend.compiled == ["a+"]
+
+
+async def test_a_library_that_raises_anything_fails_those_who_use_that_grammar():
+    async with Desk() as desk:
+        desk.backend.outcome = lambda grammar: 1 // 0 if grammar == A else Template()
+        bad, good = await asyncio.gather(desk.start(1, A), desk.start(2, B))
+        assert isinstance(bad, GrammarError)
+        assert "ZeroDivisionError" in str(bad)
+        assert not isinstance(good, Exception)
+
+
+async def test_a_budget_below_the_shortest_output_is_refused_with_the_number_needed():
+    async with Desk() as desk:
+        desk.backend.outcome = lambda grammar: Template(min_tokens=7)
+        late = await desk.start(1, A, budget=6)
+        assert isinstance(late, BudgetTooSmall)
+        assert late.field == "max_tokens"
+        assert "takes 7 tokens" in str(late)
+        with pytest.raises(BudgetTooSmall, match="takes 7 tokens, and 6 are left"):
+            desk.service.check(A, 6, "error")
+        assert desk.service.check(A, 7, "close") == A
+        assert desk.service.check(A, 6, "truncate") == A
+        assert not isinstance(await desk.start(2, A, budget=6, on_budget="truncate"), Exception)
+
+
+async def test_a_broken_template_is_compiled_again():
+    made: list[Template] = []
+
+    def compile_(grammar: Grammar) -> Template:
+        made.append(Template())
+        return made[-1]
+
+    async with Desk() as desk:
+        desk.backend.outcome = compile_
+        await desk.start(1, A)
+        made[0].broken = True
+        assert not isinstance(await desk.start(2, A), Exception)
+        assert len(made) == 2
+        assert not isinstance(await desk.start(3, A), Exception)
+        assert len(made) == 2
+
+
+async def test_the_cache_is_bounded_in_bytes():
+    async with Desk(grammar_cache_memory=1000) as desk:
+        desk.backend.outcome = lambda grammar: Template(nbytes=2000 if grammar == C else 400)
+        for ticket, grammar in enumerate([A, B, A, Grammar.regex("d+"), A, B, C, C]):
+            await desk.start(ticket, grammar)
+        assert desk.backend.compiled == ["a+", "b+", "d+", "b+", "c+", "c+"], "least recently used first; C never fits"
+        assert desk.service._cache.nbytes <= 1000
+
+
+async def test_too_many_pending_grammars_are_refused_at_submit():
+    async with Desk(max_pending_grammars=2, grammar_workers=1) as desk:
+        desk.backend.go.clear()
+        waiting = [desk.start(1, A), desk.start(2, B)]
+        with pytest.raises(QueueFull, match="max_pending_grammars=2"):
+            desk.service.check(C, 10, "close")
+        assert desk.service.check(B, 10, "close") == B, "no further compilation"
+        desk.backend.go.set()
+        await asyncio.gather(*waiting)
+        assert desk.service.check(C, 10, "close") == C
+
+
+@pytest.mark.parametrize(
+    ("grammar", "error"),
+    [("a+", GrammarError), (7, InvalidParameter), ({"type": "string", "x": "y" * 2_000_000}, GrammarTooLarge)],
+)
+async def test_what_is_no_grammar_is_refused_at_submit(grammar: Any, error: type[Exception]):
+    async with Desk() as desk:
+        with pytest.raises(error):
+            desk.service.check(grammar, 10, "close")
+        assert not desk.backend.compiled
+
+
+async def test_closing_answers_nobody_and_leaves_no_thread():
+    async with Desk() as desk:
+        desk.backend.go.clear()
+        desk.start(1, A)
+        await desk.begun()
+        desk.start(2, B)
+        desk.service.close()
+        desk.service.close()
+        with pytest.raises(EngineClosed):
+            desk.start(3, A)
+
+
+async def test_an_unknown_backend_is_an_error_of_the_request():
+    async with Desk() as desk:
+        outcome = await desk.start(1, Grammar.regex("a+", backend="outlines_core"))
+        assert isinstance(outcome, GrammarError)
+        assert "outlines_core" in str(outcome)

@@ -1,0 +1,44 @@
+"""Random walks through grammars: what a model with random logits would write."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+
+
+def allowed(vocabulary: Vocabulary, matcher: Matcher) -> np.ndarray:
+    """Ids the matcher's mask allows."""
+    mask = np.zeros(vocabulary.mask_words, dtype=np.int32)
+    matcher.fill_mask(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert not bits[vocabulary.vocab_size :].any(), "bits beyond the vocabulary"
+    return np.flatnonzero(bits)
+
+
+def walk(
+    vocabulary: Vocabulary, matcher: Matcher, budget: int, rng: random.Random, *, jump: bool = True
+) -> tuple[list[int], bool]:
+    """Sample uniformly among what is allowed until the output ends or the budget is spent.
+
+    Returns the tokens and whether the output ended by itself (end of sequence, or nothing may follow).
+    """
+    tokens: list[int] = []
+    while len(tokens) < budget:
+        choices = allowed(vocabulary, matcher)
+        assert len(choices), "a dead end"
+        taken = matcher.accept(int(rng.choice(choices.tolist())), jump)
+        tokens += taken
+        if matcher.is_terminated():
+            return tokens, True
+    return tokens, False
+
+
+def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> str:
+    """The text of an output, ends of sequence left out. Raises `UnicodeDecodeError` for half a character."""
+    data = b"".join(vocabulary.token_bytes[token] for token in tokens if token not in vocabulary.eos_ids)
+    return data.decode()

@@ -25,8 +25,11 @@ from asyncengine.grammar.vocabulary import Vocabulary
 
 EFFORT = 30_000
 """Symbols one search may step over, about 60 ms; a grammar with no completion found by then is refused."""
-PATIENCE = 48
-"""How often a walk takes the same choice in the same-looking place before it takes the next one."""
+PATIENCE = 256
+"""How often a walk takes the same choice in the same-looking place before it takes the next one. Places deep inside
+nested values look alike, so it must not be impatient."""
+LOOK_AGAIN = 48
+"""Steps in one place after which what leads out of it is looked for again."""
 MAX_ALTERNATIVES = 16
 """Choices tried at one place when looking for the shortest way."""
 FREE_LETTERS = 40
@@ -124,7 +127,7 @@ class Search:
             return ()
         turn = place.visits // PATIENCE  # coming back and back, it is going round in a circle
         if stays or (free and self._ways_out):
-            if place.exits or place.visits % PATIENCE <= 1 or not place.tried:
+            if place.exits or place.visits % LOOK_AGAIN <= 1 or not place.tried:
                 place.tried = True
                 place.exits = self._exits(matcher, mask, place.choices)
             if place.exits:

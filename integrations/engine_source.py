@@ -74,6 +74,16 @@ class EngineSource:
         engine = self._engine
         return engine.get().info if isinstance(engine, EngineHandle) else engine.info
 
+    def known_context(self) -> int | None:
+        """Most tokens of prompt and output together, if the model is loaded already."""
+        engine = self._engine
+        try:
+            if isinstance(engine, EngineHandle):
+                return engine.get().info.max_model_len if engine.loaded else None
+            return engine.info.max_model_len
+        except EngineClosed:  # not started yet, or closed by its owner
+            return None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineSource:
         return self
 

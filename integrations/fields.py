@@ -11,16 +11,14 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, fi
 
 from asyncengine import SamplingParams
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar import Grammar
 from asyncengine.integrations.engine_source import AnyEngine, EngineSource
 
 SAMPLING_FIELDS = (
     "temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "grammar",
 )  # fmt: skip
 """Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
-
-NOT_YET = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-"""Per-call keywords that frameworks pass for features this version does not have."""
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -39,10 +37,18 @@ class TextArguments(EngineKeywords):
     params: SamplingParams
 
 
-class ChatArguments(TextArguments):
-    """Arguments of the engine's `chat` and `stream_chat`, sync or async, but for the messages."""
+class ChatExtras(TypedDict, total=False):
+    """What only a chat may ask for; see `asyncengine.requests.ChatRequest`."""
 
-    template_kwargs: dict[str, Any] | None
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    response_format: Any
+    template_kwargs: Mapping[str, Any]
+
+
+class ChatArguments(TextArguments, ChatExtras):
+    """Arguments of the engine's `chat` and `stream_chat`, sync or async, but for the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +57,18 @@ class Call:
 
     params: SamplingParams
     keywords: EngineKeywords
-    template_kwargs: dict[str, Any] | None
-    """Extra variables of the chat template."""
+    extras: ChatExtras
     model_name: str
     """What the answer reports: the adapter's name where one is used."""
 
     def for_text(self) -> TextArguments:
-        """Raises `InvalidParameter` where the call has variables for a chat template."""
-        if self.template_kwargs:
-            raise InvalidParameter("template_kwargs", "text completion uses no chat template")
+        """Raises `InvalidParameter` for the first keyword that only a chat may have."""
+        for name, value in self.extras.items():
+            raise InvalidParameter(name, "is for chats: text completion uses no chat template", value)
         return TextArguments(params=self.params, **self.keywords)
 
     def for_chat(self) -> ChatArguments:
-        return ChatArguments(params=self.params, template_kwargs=self.template_kwargs, **self.keywords)
+        return ChatArguments(params=self.params, **self.extras, **self.keywords)
 
 
 class EngineFields(BaseModel):
@@ -104,6 +109,8 @@ class EngineFields(BaseModel):
     logit_bias: dict[int, float] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    grammar: Any = None
+    """What every answer must match: a `Grammar` or anything `Grammar.of` takes (a pydantic class, a JSON schema)."""
     timeout: float | None = None
     """Seconds from submit to the end of the answer; then the call raises with the partial text."""
     priority: int | None = None
@@ -111,7 +118,7 @@ class EngineFields(BaseModel):
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, validation_alias=AliasChoices("model_kwargs", "additional_kwargs")
     )
-    """Further keywords of every request: any `SamplingParams` field, `cache_salt`, `template_kwargs`."""
+    """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatExtras`."""
 
     _source: EngineSource | None = PrivateAttr(default=None)
 
@@ -157,9 +164,6 @@ class EngineFields(BaseModel):
         if stop is not None:
             given["stop"] = stop
         given = {name: value for name, value in given.items() if value is not None}
-        for name in NOT_YET:
-            if given.pop(name, None):
-                raise InvalidParameter(name, "tool calling and structured output are not in this version")
         base = self._engines().name
         model = given.pop("model", None)
         if model is not None:
@@ -170,9 +174,11 @@ class EngineFields(BaseModel):
         for name in EngineKeywords.__annotations__:
             if name in given:
                 keywords[name] = given.pop(name)  # type: ignore[literal-required]
-        template_kwargs = given.pop("template_kwargs", None)
+        extras = _chat_extras(given)
+        if "grammar" in given:
+            given["grammar"] = Grammar.of(given["grammar"])
         params = SamplingParams.from_dict(given)
-        return Call(params, keywords, template_kwargs, keywords.get("adapter", base))
+        return Call(params, keywords, extras, keywords.get("adapter", base))
 
     def __getstate__(self) -> dict[Any, Any]:
         if self.engine is not None:
@@ -183,3 +189,14 @@ class EngineFields(BaseModel):
         memo = {} if memo is None else memo
         memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
         return super().__deepcopy__(memo)
+
+
+def _chat_extras(given: dict[str, Any]) -> ChatExtras:
+    """Take them out of `given`. Frameworks pass empty `tools` and `template_kwargs` where there are none."""
+    extras: ChatExtras = {}
+    for name in ChatExtras.__annotations__:
+        value = given.pop(name, None)
+        if value is None or (name in ("tools", "template_kwargs") and not value):
+            continue
+        extras[name] = value  # type: ignore[literal-required]
+    return extras

@@ -6,7 +6,7 @@ any thread, join the same batch.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -14,17 +14,19 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput, Mo
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import ContextThreadPoolExecutor, get_config_list
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import ConfigDict
 
+from asyncengine.integrations.langchain import structured
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangChainFields
 from asyncengine.integrations.langchain.messages import to_openai
 from asyncengine.integrations.langchain.outputs import chat_chunk, chat_result, total_usage
-from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
+from asyncengine.integrations.langchain.profile import model_profile
+from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
+from asyncengine.integrations.results import CallPieces, checked, raise_if_timed_out, worth_sending
 
 
 class ChatAsyncEngine(LangChainFields, BaseChatModel):
@@ -54,8 +56,11 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with mapped_errors():
-            call, prompt = self._request(stop, kwargs), to_openai(messages)
-            return chat_result(checked(self._engines().sync().chat(prompt, **call.for_chat())), call.model_name)
+            call, prompt, pieces = self._request(stop, kwargs), to_openai(messages), CallPieces()
+            with self._engines().sync().stream_chat(prompt, **call.for_chat()) as stream:
+                for chunk in stream:
+                    pieces.take(chunk)
+                return chat_result(checked(stream.result()), pieces, call.model_name)
 
     async def _agenerate(
         self,
@@ -65,9 +70,12 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with mapped_errors():
-            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            call, prompt, pieces = self._request(stop, kwargs), to_openai(messages), CallPieces()
             engine = await self._engines().aio()
-            return chat_result(checked(await engine.chat(prompt, **call.for_chat())), call.model_name)
+            async with engine.stream_chat(prompt, **call.for_chat()) as stream:
+                async for chunk in stream:
+                    pieces.take(chunk)
+                return chat_result(checked(await stream.result()), pieces, call.model_name)
 
     def _stream(
         self,
@@ -107,6 +115,67 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
                     raise_if_timed_out(chunk.finish_reason, text)
             finally:
                 stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again
+
+    # -- tools and structured output
+
+    def bind_tools(
+        self,
+        tools: Sequence[AnyTool],
+        *,
+        tool_choice: Mapping[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        response_format: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A model that may call `tools`. Arguments of its calls are always valid against the tools' schemas.
+
+        `tool_choice`: a tool's name, "auto", "none", "any" (also "required", True), or a dict as OpenAI or Anthropic
+        have it. An answer may hold several calls; where a call is forced, only with `parallel_tool_calls=True`.
+        `strict=False` leaves the schemas open and out of them what the grammar library cannot enforce.
+        `response_format` is what an answer that is no call must be: OpenAI's dict, a pydantic class, a TypedDict or a
+        JSON schema. `kwargs` are further keywords of each call. Raises `InvalidParameter` naming what is wrong.
+        """
+        with mapped_errors():
+            offered = openai_tools(tools, strict)
+            choice = openai_choice(tool_choice, offered)
+            answer = None if response_format is None else structured.response_format(response_format, strict)
+        bound = {
+            "tools": offered or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": several_calls(parallel_tool_calls, tool_choice, choice),
+            "response_format": answer,
+        }
+        return self.bind(**{name: value for name, value in bound.items() if value is not None}, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: Any = None,
+        *,
+        method: structured.Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """A model whose answers are objects of `schema`: a pydantic class (v1 or v2), a TypedDict, a JSON schema or an
+        OpenAI tool. Classes of pydantic give instances, the others dicts.
+
+        With "json_schema" and "json_mode" the answer's text is the object; "json_mode" may go without a schema and
+        then gives any JSON object. With "function_calling" the model calls a tool made of the schema, which it is told
+        of in the prompt. `strict` as in `bind_tools`; `kwargs` are further keywords of each call.
+        """
+        with mapped_errors():
+            structured.check_method(method, schema)
+            traced = structured.traced_format(schema, method)
+            if method != "function_calling":
+                answer = structured.response_format(schema, strict)
+                writer = self.bind(response_format=answer, ls_structured_output_format=traced, **kwargs)
+                return structured.parsed(writer, structured.text_parser(schema), include_raw)
+            tool = structured.as_tool(schema, strict)
+        name = tool["function"]["name"]
+        kwargs = {"parallel_tool_calls": False, "ls_structured_output_format": traced, **kwargs}
+        caller = self.bind_tools([tool], tool_choice=name, **kwargs)
+        return structured.parsed(caller, structured.call_parser(schema, name), include_raw)
 
     # -- many requests from one thread: all of them wait in the engine, not in a pool of six threads
 
@@ -175,7 +244,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
     ) -> int:
         """Prompt tokens that these messages become, chat template included. Loads the model."""
         with mapped_errors():
-            offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+            offered = openai_tools(tools) if tools else None
             return self._engines().sync().count_tokens(to_openai(messages), tools=offered)
 
     # -- who am I
@@ -194,25 +263,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return {"token_usage": total_usage(usages), "model_name": self._name()} if usages else {}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        """What is known without loading the model."""
-        profile = ModelProfile(
-            name=self._name(),
-            open_weights=True,
-            text_inputs=True,
-            text_outputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            pdf_inputs=False,
-            reasoning_output=False,
-            tool_calling=False,
-            structured_output=False,
-            temperature=True,
-        )
-        limit = self.engine_config.get("max_model_len")
-        if isinstance(limit, int):
-            profile["max_input_tokens"] = limit
-        return profile
+        return model_profile(self._name(), self.engine_config, self._engines().known_context())
 
 
 def _widened(

@@ -15,6 +15,10 @@ from asyncengine import errors
 _THEIRS: dict[type[errors.EngineError], str] = {
     errors.InvalidParameter: "ModelInvalidRequestError",
     errors.GrammarError: "ModelInvalidRequestError",
+    errors.GrammarUnsupported: "ModelInvalidRequestError",
+    errors.GrammarTooLarge: "ModelInvalidRequestError",
+    errors.GrammarImpossible: "ModelInvalidRequestError",
+    errors.GrammarTimeout: "ModelTimeoutError",
     errors.BudgetTooSmall: "ModelInvalidRequestError",
     errors.ContextLengthExceeded: "ContextOverflowError",
     errors.AdapterNotFound: "ModelNotFoundError",
@@ -27,7 +31,7 @@ _THEIRS: dict[type[errors.EngineError], str] = {
     errors.EngineClosed: "ModelConnectionError",
     errors.EngineDead: "ModelConnectionError",
 }
-"""`WrongLoop` is absent: it is a mistake in the program, not a failure of the model."""
+"""`WrongLoop` and `InvariantViolation` are absent: they are mistakes in a program, not failures of the model."""
 
 
 def _both(kind: type[errors.EngineError], name: str) -> type[errors.EngineError]:

@@ -9,6 +9,7 @@ from langchain_core.language_models.base import LangSmithParams
 from pydantic import Field, SecretStr
 
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar import Grammar
 from asyncengine.integrations.fields import Call, EngineFields
 from asyncengine.integrations.langchain.outputs import PROVIDER
 
@@ -34,6 +35,8 @@ class LangChainFields(EngineFields):
         params = {"model": self._name(), **self._defaults()}
         if self.engine_config:
             params["engine_config"] = self.engine_config
+        if "grammar" in params:  # a class does not say what is in it
+            params["grammar"] = Grammar.of(params["grammar"])
         if "stop" in params:  # the base classes put the call's own `stop`, mostly None, under that name
             params["stop_sequences"] = params.pop("stop")
         return params

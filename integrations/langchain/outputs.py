@@ -6,11 +6,13 @@ stream's last chunk only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.outputs import (
     ChatGeneration,
     ChatGenerationChunk,
@@ -20,8 +22,9 @@ from langchain_core.outputs import (
     LLMResult,
 )
 
-from asyncengine import Chunk, Completion, LogprobEntry, Usage
-from asyncengine.integrations.results import openai_logprobs, openai_usage
+from asyncengine import Chunk, Completion, LogprobEntry, ToolCallDelta, Usage
+from asyncengine import ToolCall as EngineCall
+from asyncengine.integrations.results import CallPieces, openai_logprobs, openai_usage
 
 PROVIDER = "asyncengine"
 
@@ -32,6 +35,7 @@ def usage_metadata(usage: Usage) -> UsageMetadata:
         output_tokens=usage.completion_tokens,
         total_tokens=usage.total_tokens,
         input_token_details=InputTokenDetails(cache_read=usage.cached_tokens),
+        output_token_details=OutputTokenDetails(reasoning=usage.reasoning_tokens),
     )
 
 
@@ -49,14 +53,40 @@ def _answer(model_name: str) -> dict[str, Any]:
     return {"model_name": model_name, "model_provider": PROVIDER}
 
 
-def chat_result(completion: Completion, model_name: str) -> ChatResult:
+def _reasoning(text: str) -> dict[str, Any]:
+    """Where LangChain's content blocks look for it."""
+    return {"reasoning_content": text} if text else {}
+
+
+def split_calls(calls: Sequence[EngineCall]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """Those whose arguments are a JSON object, and the others as they were written."""
+    valid: list[ToolCall] = []
+    invalid: list[InvalidToolCall] = []
+    for call in calls:
+        try:
+            arguments = json.loads(call.arguments)
+            error = None if isinstance(arguments, dict) else "the arguments are no JSON object"
+        except (ValueError, RecursionError) as problem:
+            error = f"the arguments are no JSON: {problem}"
+        if error is None:
+            valid.append(tool_call(name=call.name, args=arguments, id=call.id))
+        else:
+            invalid.append(invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=error))
+    return valid, invalid
+
+
+def chat_result(completion: Completion, pieces: CallPieces, model_name: str) -> ChatResult:
     """One generation per sample. The request's usage is on the first one, where LangChain's counters look, and on
     no other, so that adding up over all generations counts each token once."""
     generations = []
     for index, sample in enumerate(completion.samples):
         info = _info(sample.finish_reason, sample.logprobs)
+        valid, invalid = split_calls(pieces.of(index))
         answer = AIMessage(
             content=sample.text,
+            tool_calls=valid,
+            invalid_tool_calls=invalid,
+            additional_kwargs=_reasoning(sample.reasoning),
             response_metadata={**_answer(model_name), **info},
             usage_metadata=None if index else usage_metadata(completion.usage),
         )
@@ -65,11 +95,24 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
     return ChatResult(generations=generations, llm_output=output)
 
 
+def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
+    """One for each call: LangChain joins pieces of a call that come in different chunks, but not in the same one."""
+    joined: dict[int, ToolCallChunk] = {}
+    for delta in deltas:
+        known = joined.setdefault(delta.index, tool_call_chunk(index=delta.index, args=""))
+        known["name"] = known["name"] or delta.name
+        known["id"] = known["id"] or delta.id
+        known["args"] = (known["args"] or "") + delta.arguments
+    return list(joined.values())
+
+
 def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:
     last = chunk.finish_reason is not None
     info = _info(chunk.finish_reason, chunk.logprobs)
     part = AIMessageChunk(
         content=chunk.text,
+        tool_call_chunks=_call_chunks(chunk.tool_calls or ()),
+        additional_kwargs=_reasoning(chunk.reasoning),
         response_metadata={**(_answer(model_name) if last else {}), **info},
         usage_metadata=usage_metadata(chunk.usage) if chunk.usage else None,
         chunk_position="last" if last else None,

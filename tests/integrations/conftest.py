@@ -85,6 +85,17 @@ def handle(model_path: str) -> Iterator[EngineHandle]:
     held.close()
 
 
+@pytest.fixture(scope="session")
+def demo() -> Iterator[EngineHandle]:
+    """Keeps the bundled model loaded: it calls tools and answers in JSON."""
+    held = shared_engine("demo")
+    held.get()
+    yield held
+    if held.loaded:
+        held.get().close()
+    held.close()
+
+
 @pytest.fixture
 def make_chat(model_path: str, handle: EngineHandle) -> Callable[..., ChatAsyncEngine]:
     def make(**fields: Any) -> ChatAsyncEngine:

@@ -16,12 +16,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from asyncengine import shared_engine
 from asyncengine.integrations import langchain, llama_index
 
 from .conftest import Watch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.usefixtures("demo")  # it stays loaded from one example to the next
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,15 +39,6 @@ def conventional_names() -> Iterator[None]:
     yield
     for name in added:
         del sys.modules[name]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def demo_stays_loaded() -> Iterator[None]:
-    handle = shared_engine("demo")
-    yield
-    if handle.loaded:
-        handle.get().close()
-    handle.close()
 
 
 def load(name: str) -> Any:
@@ -77,6 +68,19 @@ async def test_langchain_chain(capsys: pytest.CaptureFixture[str]) -> None:
     assert streamed.replace("|", "") == answers[0].replace("\n", "").replace("|", "")
 
 
+async def test_langchain_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Right answers, both tools used: this one shows what the demo model was trained for."""
+    answers, person = await load("langchain_agent").main()
+    assert answers == [
+        "The weather in Oslo is -3 degrees and snowy. 12 times 7 is 84.",
+        "The weather in Lyon is 21 degrees and sunny. 6 times 9 is 54.",
+    ]
+    assert person.model_dump() == {"name": "Marta", "age": 41, "city": "Lyon"}
+    calls = [line for line in capsys.readouterr().out.splitlines() if line.startswith("calls")]
+    assert [line.count("('get_weather'") for line in calls].count(1) == 2
+    assert [line.count("('multiply'") for line in calls].count(1) == 2
+
+
 async def test_langgraph_node() -> None:
     results = await load("langgraph_node").main()
     assert [set(result) for result in results] == [{"animal", "story", "joke"}] * 3
@@ -88,6 +92,18 @@ async def test_llama_index_query_engine(capsys: pytest.CaptureFixture[str]) -> N
     assert len(answers) == len(example.QUESTIONS)
     for fact, line in zip([example.FACTS[i] for i in (0, 1, 3, 4)], capsys.readouterr().out.splitlines(), strict=False):
         assert f"(from: {fact!r})" in line
+
+
+async def test_llama_index_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both tools are used in each run, and the answers are right."""
+    answers, people = await load("llama_index_agent").main()
+    assert answers == [
+        "The weather in Oslo is 4 degrees and rainy. 17 plus 25 is 42.",
+        "The weather in Lisbon is 27 degrees and sunny. 31 plus 11 is 42.",
+    ]
+    assert people[-1].model_dump() == {"name": "Ada Brandt", "age": 34, "city": "Fenwick"}
+    printed = capsys.readouterr().out
+    assert (printed.count("get_weather({"), printed.count("add({")) == (2, 2)
 
 
 async def test_fastapi_app() -> None:

@@ -20,7 +20,7 @@ from langchain_core.outputs import LLMResult
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidParameter, RequestTimeout
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
-from .conftest import LONG, Watch
+from .conftest import CONTEXT, LONG, Watch
 
 Make = Callable[..., ChatAsyncEngine]
 
@@ -128,7 +128,8 @@ def test_per_call_keywords_override_the_fields(make_chat: Make) -> None:
         ("top_p", 2.0),
         ("max_tokens", 0),
         ("tools", [{"name": "f"}]),
-        ("response_format", {"type": "json"}),
+        ("response_format", {"type": "json_schema"}),
+        ("grammar", "a string"),
     ],
 )
 async def test_a_keyword_that_cannot_be_honoured_is_refused_by_name(
@@ -278,11 +279,19 @@ def test_langsmith_parameters(make_chat: Make) -> None:
     assert params["ls_stop"] == ["a"]
 
 
-def test_profile_says_what_is_not_there_yet(make_chat: Make) -> None:
+def test_profile(make_chat: Make, model_path: str) -> None:
     profile = make_chat().profile
     assert profile is not None
-    assert profile["tool_calling"] is False
-    assert profile["structured_output"] is False
+    for ability in ("tool_calling", "tool_choice", "tool_call_streaming", "structured_output", "text_inputs"):
+        assert profile[ability] is True  # type: ignore[literal-required]
     assert profile["image_inputs"] is False
-    with pytest.raises(NotImplementedError):
-        make_chat().bind_tools([])
+    assert profile["max_input_tokens"] == CONTEXT
+    unloaded = ChatAsyncEngine(
+        model=model_path, engine_config={"max_model_len": 512, "grammar_backend": "none"}
+    ).profile
+    assert unloaded is not None
+    assert unloaded["max_input_tokens"] == 512
+    assert (unloaded["tool_calling"], unloaded["structured_output"]) == (False, False)
+    unknown = ChatAsyncEngine(model="a-model").profile
+    assert unknown is not None
+    assert "max_input_tokens" not in unknown

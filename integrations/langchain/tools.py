@@ -1,0 +1,128 @@
+"""LangChain's tools, tool choices and response formats -> OpenAI's, which the engine takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from asyncengine.errors import InvalidParameter
+
+AnyTool = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
+"""A LangChain tool, a function, a pydantic class (v1 or v2), a TypedDict, or a dict of OpenAI's, Anthropic's or
+Bedrock's shape or a JSON schema with a title."""
+OpenAITool = dict[str, Any]
+REFERENCE = re.compile(r'"\$ref": "#/(?:\$defs|definitions)/([^"]+)"')
+
+
+def openai_tools(tools: Sequence[AnyTool], strict: bool | None = None) -> list[OpenAITool]:
+    """In OpenAI's shape, keys in LangChain's order. `strict` given wins over what a tool says itself.
+
+    Raises `InvalidParameter` naming the tool for one that is no function, such as a provider's web search.
+    """
+    return [_openai_tool(f"tools[{position}]", tool, strict) for position, tool in enumerate(tools)]
+
+
+def _openai_tool(where: str, tool: AnyTool, strict: bool | None) -> OpenAITool:
+    try:
+        converted = convert_to_openai_tool(tool)
+    except (ValueError, TypeError) as error:
+        raise InvalidParameter(where, f"cannot be read as a tool: {error}") from error
+    if converted.get("type", "function") != "function":
+        raise InvalidParameter(f"{where}.type", "must be 'function': nobody else runs tools here", converted["type"])
+    function = dict(converted.get("function", converted))
+    function.pop("type", None)
+    whole = _own_schema(tool)
+    if _refers_to_itself(whole):
+        function["parameters"] = {key: value for key, value in whole.items() if key not in ("title", "description")}
+    if strict is not None:
+        function["strict"] = strict
+    # Strict is what the engine does anyway; models were trained on tools that do not say it.
+    if function.get("strict") is not False:
+        function.pop("strict", None)
+    return {"type": "function", "function": function}
+
+
+def is_model(kind: Any) -> bool:
+    """A pydantic class, of version 1 or 2."""
+    return isinstance(kind, type) and is_basemodel_subclass(kind)
+
+
+def model_schema(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a pydantic class, as pydantic writes it."""
+    return dict(kind.model_json_schema() if hasattr(kind, "model_json_schema") else kind.schema())
+
+
+def _own_schema(tool: AnyTool) -> dict[str, Any]:
+    """Of the arguments of a LangChain tool or a pydantic class, before LangChain resolves the references in it."""
+    kind: Any = tool.tool_call_schema if isinstance(tool, BaseTool) else tool
+    if is_model(kind):
+        return model_schema(kind)
+    return kind if isinstance(tool, BaseTool) and isinstance(kind, dict) else {}
+
+
+def _refers_to_itself(schema: Mapping[str, Any]) -> bool:
+    """LangChain cuts such a schema short: anything would be valid below the cut."""
+    parts = {**schema.get("definitions", {}), **schema.get("$defs", {})}
+    inside = {name: REFERENCE.findall(json.dumps(part)) for name, part in parts.items()}
+    return any(name in _reached(names, inside) for name, names in inside.items())
+
+
+def _reached(names: Sequence[str], inside: Mapping[str, Sequence[str]]) -> list[str]:
+    found: list[str] = []
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            waiting += inside.get(name, ())
+    return found
+
+
+def openai_choice(tool_choice: object, tools: Sequence[OpenAITool]) -> str | dict[str, Any] | None:
+    """What the engine takes for any form that LangChain's users know; None: the default, which is "auto".
+
+    The forms: a tool's name; "auto"; "none"; "any", "required" or True; OpenAI's and Anthropic's dicts; None or False.
+    Raises `InvalidParameter` naming the tools there are.
+    """
+    names = [tool["function"].get("name") for tool in tools]
+    name = tool_choice
+    match tool_choice:
+        case None | False:
+            return None
+        case str() if tool_choice in names:
+            pass  # a tool may have any name, even "auto"
+        case "auto" | "none":
+            return str(tool_choice)
+        case {"type": "auto" | "none" as kind}:
+            return str(kind)
+        case True | "any" | "required" | {"type": "any" | "required"}:
+            if not names:
+                raise InvalidParameter("tool_choice", "asks for a call, and there are no tools", tool_choice)
+            return "required"
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function" | "tool", "name": str(name)}:
+            pass
+    if not isinstance(name, str) or name not in names:
+        known = ", ".join(map(repr, names)) or "none"
+        forms = "must be 'auto', 'none', 'any', True, a tool's name or a dict that names one"
+        raise InvalidParameter("tool_choice", f"{forms}; the tools are: {known}", tool_choice)
+    return {"type": "function", "function": {"name": name}}
+
+
+def several_calls(parallel: bool | None, tool_choice: object, choice: object) -> bool | None:
+    """Whether one answer may hold several calls; None: the engine's default, which is yes.
+
+    Where the caller leaves it open and forces a call, it is one call: a model that would not have called by itself
+    does not know when to stop either, and LangChain's agents take a second structured answer for an error.
+    `tool_choice` is what the caller wrote and `choice` what became of it; Anthropic's dicts may say it themselves.
+    """
+    if parallel is None and isinstance(tool_choice, Mapping) and "disable_parallel_tool_use" in tool_choice:
+        return not tool_choice["disable_parallel_tool_use"]
+    if parallel is None and (choice == "required" or isinstance(choice, dict)):
+        return False
+    return parallel

@@ -1,0 +1,153 @@
+"""`create_agent` on the bundled model: with and without tools, with every strategy for the response's format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from pydantic import BaseModel
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
+
+from asyncengine import EngineHandle
+from asyncengine.integrations.langchain import ChatAsyncEngine
+
+from .conftest import Watch
+
+REQUEST = "Extract name, age and job as JSON.\n\nText: Marta is a baker. Marta is 41 years old."
+MARTA: dict[str, Any] = {"name": "Marta", "age": 41, "job": "baker"}
+WEATHER = "What is the weather in Oslo?"
+
+
+def get_weather(city: str) -> str:
+    """Get the current weather for a city."""
+    return f"7 degrees and rainy in {city}"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class Person(BaseModel):
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str
+
+
+@dataclass
+class PersonData:
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str
+
+
+class PersonDict(TypedDict):
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str
+
+
+class Animal(BaseModel):
+    """Information about an animal."""
+
+    species: str
+
+
+def make(**fields: Any) -> ChatAsyncEngine:
+    return ChatAsyncEngine(**{"model": "demo", "temperature": 0, "max_tokens": 80, **fields})
+
+
+@pytest.fixture
+def chat(demo: EngineHandle) -> ChatAsyncEngine:
+    return make()
+
+
+def agent(model: ChatAsyncEngine, tools: Any = (), response_format: Any = None) -> Any:
+    return create_agent(model, list(tools), response_format=response_format).with_config(recursion_limit=8)
+
+
+async def test_an_agent_uses_two_tools_one_after_the_other_and_answers(chat: ChatAsyncEngine) -> None:
+    question = {"messages": [("user", "First: What is the weather in Oslo? Then: What is 12 plus 30?")]}
+    ran = agent(chat, [get_weather, add])
+    for messages in (ran.invoke(question)["messages"], (await ran.ainvoke(question))["messages"]):
+        calls = [call for m in messages if isinstance(m, AIMessage) for call in m.tool_calls]
+        assert [(c["name"], c["args"]) for c in calls] == [
+            ("get_weather", {"city": "Oslo"}),
+            ("add", {"a": 12, "b": 30}),
+        ]
+        assert [m.content for m in messages if isinstance(m, ToolMessage)] == ["7 degrees and rainy in Oslo", "42"]
+        assert "42" in messages[-1].text
+        assert "7 degrees" in messages[-1].text
+
+
+@pytest.mark.parametrize("profile", [None, {"structured_output": False}], ids=["with profile", "without"])
+@pytest.mark.parametrize("tools", [[], [add]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("schema", [Person, PersonData, PersonDict, Person.model_json_schema()])
+async def test_a_response_format(demo: EngineHandle, profile: Any, tools: Any, schema: Any) -> None:
+    """With the profile the model's answer is the object; without it LangChain has the model call a tool."""
+    result = await agent(make(profile=profile), tools, schema).ainvoke({"messages": [("user", REQUEST)]})
+    answer = result["structured_response"]
+    as_dict = dict(answer) if isinstance(answer, (dict, BaseModel)) else asdict(answer)
+    assert as_dict == MARTA
+    assert isinstance(answer, dict if isinstance(schema, dict) or schema is PersonDict else schema)
+    first = result["messages"][1]
+    assert bool(first.tool_calls) is (profile is not None)
+
+
+@pytest.mark.parametrize("strategy", [ToolStrategy, ProviderStrategy])
+@pytest.mark.parametrize("tools", [[], [add]], ids=["no tools", "tools"])
+def test_a_chosen_strategy(chat: ChatAsyncEngine, strategy: Any, tools: Any) -> None:
+    result = agent(chat, tools, strategy(Person)).invoke({"messages": [("user", REQUEST)]})
+    assert result["structured_response"] == Person(**MARTA)
+
+
+def test_one_of_several_schemas(chat: ChatAsyncEngine) -> None:
+    result = agent(chat, (), ToolStrategy(Person | Animal)).invoke({"messages": [("user", REQUEST)]})
+    assert result["structured_response"] == Person(**MARTA)
+
+
+def test_tools_with_a_response_format_give_a_call_or_the_object(chat: ChatAsyncEngine) -> None:
+    model = chat.bind_tools([get_weather], response_format=Person)
+    call = model.invoke(WEATHER)
+    assert [(c["name"], c["args"]) for c in call.tool_calls] == [("get_weather", {"city": "Oslo"})]
+    answer = model.invoke(REQUEST)
+    assert answer.tool_calls == []
+    assert json.loads(answer.text) == MARTA
+    for text in ("Hello", "Tell me a story."):
+        other = model.invoke(text, max_tokens=60)
+        assert len(other.tool_calls) > 0 or Person.model_validate_json(other.text)
+
+
+async def test_an_agents_messages_are_streamed(chat: ChatAsyncEngine) -> None:
+    parts = []
+    async for message, info in agent(chat, [add]).astream(
+        {"messages": [("user", "Add 12 and 30.")]}, stream_mode="messages"
+    ):
+        if info["langgraph_node"] == "model" and isinstance(message, AIMessageChunk):
+            parts.append(message)
+    pieces = [piece for part in parts for piece in part.tool_call_chunks]
+    assert json.loads("".join(piece["args"] or "" for piece in pieces)) == {"a": 12, "b": 30}
+    assert "".join(part.text for part in parts) == "12 plus 30 is 42."
+
+
+async def test_cancelling_an_agents_run_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
+    watch = Watch(demo.get().aengine)
+    slow = agent(make(max_tokens=900, min_tokens=600, model_kwargs={"ignore_eos": True}), [add])
+    run = asyncio.ensure_future(slow.ainvoke({"messages": [("user", "Hello")]}))
+    await watch.until_running()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    await watch.assert_aborted()

@@ -1,0 +1,131 @@
+"""The engine's chunks and completions as LangChain's messages, made by hand: no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk
+
+from asyncengine import Chunk, Completion, Usage
+from asyncengine import errors as engine_errors
+from asyncengine.errors import EngineError
+from asyncengine.integrations.langchain.errors import mapped_errors
+from asyncengine.integrations.langchain.outputs import chat_chunk, chat_result, split_calls
+from asyncengine.integrations.results import CallPieces, openai_usage, worth_sending
+from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
+
+USAGE = Usage(prompt_tokens=20, completion_tokens=9, cached_tokens=16, reasoning_tokens=4)
+
+
+def delta(index: int, name: str | None, arguments: str) -> ToolCallDelta:
+    return ToolCallDelta(index, f"id{index}" if name else None, name, arguments)
+
+
+STREAM = [
+    Chunk("", [1, 2], reasoning="Let me "),
+    Chunk("", [3, 4], reasoning="think."),
+    Chunk("So: ", [5]),
+    Chunk(
+        "", [6, 7], tool_calls=[delta(0, "f", ""), delta(0, None, '{"a'), delta(0, None, '": 1}'), delta(1, "g", "")]
+    ),
+    Chunk("", [8], tool_calls=[delta(1, None, "{"), delta(1, None, "}")]),
+    Chunk("", [9], "tool_calls", usage=USAGE),
+]
+CALLS = [ToolCall("id0", "f", '{"a": 1}'), ToolCall("id1", "g", "{}")]
+
+
+def completion(**changes: Any) -> Completion:
+    sample = Sample("So: ", list(range(9)), "tool_calls", reasoning="Let me think.", tool_calls=CALLS)
+    values: dict[str, Any] = {"text": sample.text, "token_ids": sample.token_ids, "finish_reason": "tool_calls"}
+    return Completion(
+        **values, usage=USAGE, timings=Timings(None, None, 1.0), request_id="r", samples=[sample], **changes
+    )
+
+
+def pieces() -> CallPieces:
+    collected = CallPieces()
+    for chunk in STREAM:
+        collected.take(chunk)
+    return collected
+
+
+def streamed() -> AIMessageChunk:
+    parts = [chat_chunk(chunk, "m").message for chunk in STREAM if worth_sending(chunk)]
+    assert len(parts) == len(STREAM)
+    full = parts[0]
+    for part in parts[1:]:
+        full = full + part
+    assert isinstance(full, AIMessageChunk)
+    return full
+
+
+def test_a_stream_adds_up_to_the_whole_answer() -> None:
+    whole = chat_result(completion(), pieces(), "m").generations[0].message
+    full = streamed()
+    assert isinstance(whole, AIMessage)
+    assert whole.content == full.content == "So: "
+    assert whole.tool_calls == full.tool_calls
+    assert [(call["name"], call["args"], call["id"]) for call in whole.tool_calls] == [
+        ("f", {"a": 1}, "id0"),
+        ("g", {}, "id1"),
+    ]
+    assert whole.additional_kwargs == full.additional_kwargs == {"reasoning_content": "Let me think."}
+    assert whole.usage_metadata == full.usage_metadata
+    assert whole.response_metadata["finish_reason"] == full.response_metadata["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_is_a_content_block_and_is_counted() -> None:
+    for message in (streamed(), chat_result(completion(), pieces(), "m").generations[0].message):
+        assert [block["type"] for block in message.content_blocks][:2] == ["reasoning", "text"]
+        assert message.content_blocks[0]["reasoning"] == "Let me think."  # type: ignore[typeddict-item]
+        assert isinstance(message, AIMessage)
+        assert message.usage_metadata is not None
+        assert message.usage_metadata["output_token_details"] == {"reasoning": 4}
+        assert message.usage_metadata["input_token_details"] == {"cache_read": 16}
+        assert message.usage_metadata["total_tokens"] == 29
+    assert openai_usage(USAGE)["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_no_reasoning_leaves_no_trace() -> None:
+    assert chat_chunk(Chunk("a", [1]), "m").message.additional_kwargs == {}
+
+
+def test_the_pieces_of_one_chunk_are_one_tool_call_chunk_each() -> None:
+    """LangChain joins pieces across chunks only."""
+    message = chat_chunk(STREAM[3], "m").message
+    assert isinstance(message, AIMessageChunk)
+    first, second = message.tool_call_chunks
+    assert (first["name"], first["id"], first["args"], first["index"]) == ("f", "id0", '{"a": 1}', 0)
+    assert (second["name"], second["id"], second["args"], second["index"]) == ("g", "id1", "", 1)
+    later = chat_chunk(STREAM[4], "m").message.tool_call_chunks[0]  # type: ignore[attr-defined]
+    assert (later["name"], later["id"], later["args"]) == (None, None, "{}")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "7", "", '{"a": 1} x', "[" * 100_000])
+def test_arguments_that_are_no_object_make_the_call_invalid(arguments: str) -> None:
+    valid, invalid = split_calls([CALLS[0], ToolCall("id1", "g", arguments)])
+    assert [call["name"] for call in valid] == ["f"]
+    assert (invalid[0]["name"], invalid[0]["args"], invalid[0]["id"]) == ("g", arguments, "id1")
+    assert "JSON" in str(invalid[0]["error"])
+
+
+def test_calls_of_several_samples_stay_apart() -> None:
+    collected = CallPieces()
+    collected.take(Chunk("", [1], index=1, tool_calls=[delta(0, "f", "{")]))
+    collected.take(Chunk("", [1], index=0, tool_calls=[delta(0, "g", "{}")]))
+    collected.take(Chunk("", [1], index=1, tool_calls=[delta(0, None, "}")]))
+    assert collected.of(0) == [ToolCall("id0", "g", "{}")]
+    assert collected.of(1) == [ToolCall("id0", "f", "{}")]
+    assert collected.of(2) == []
+
+
+def test_every_error_of_the_engine_has_a_langchain_twin() -> None:
+    """A new error class must be given one, or be a mistake in the program."""
+    kinds = [kind for kind in vars(engine_errors).values() if isinstance(kind, type) and issubclass(kind, EngineError)]
+    ours = {EngineError, engine_errors.WrongLoop, engine_errors.InvariantViolation}
+    for kind in kinds:
+        error = kind.__new__(kind)
+        with pytest.raises(kind) as caught, mapped_errors():
+            raise error
+        assert (type(caught.value) is kind) is (kind in ours), kind

@@ -1,0 +1,224 @@
+"""`with_structured_output`: every method, every kind of schema, on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import pydantic.v1
+import pytest
+from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
+from langchain_core.messages import AIMessage
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from pydantic import BaseModel, Field
+
+from asyncengine import EngineHandle
+from asyncengine.errors import BudgetTooSmall, GrammarUnsupported, InvalidParameter
+from asyncengine.grammar import Grammar
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain.structured import as_tool, converted, json_schema, response_format
+
+METHODS = ("json_schema", "function_calling", "json_mode")
+TEXT = "Extract name, age and job as JSON.\n\nText: Marta is a baker. Marta is 41 years old."
+MARTA: dict[str, Any] = {"name": "Marta", "age": 41, "job": "baker"}
+
+
+class Person(BaseModel):
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str = Field(description="What the person works as.")
+
+
+class PersonV1(pydantic.v1.BaseModel):
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str
+
+
+class PersonDict(TypedDict):
+    """Information about a person."""
+
+    name: Annotated[str, ..., "The name."]
+    age: int
+    job: str
+
+
+AS_TOOL = convert_to_openai_tool(Person)
+SCHEMAS = {
+    "pydantic": (Person, Person(**MARTA)),
+    "pydantic v1": (PersonV1, PersonV1(**MARTA)),
+    "TypedDict": (PersonDict, MARTA),
+    "JSON schema": (Person.model_json_schema(), MARTA),
+    "nameless JSON schema": ({"type": "object", "properties": Person.model_json_schema()["properties"]}, MARTA),
+    "OpenAI tool": (AS_TOOL, MARTA),
+    "OpenAI function": (AS_TOOL["function"], MARTA),
+}
+
+
+@pytest.fixture
+def chat(demo: EngineHandle) -> ChatAsyncEngine:
+    return ChatAsyncEngine(model="demo", temperature=0, max_tokens=80)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", SCHEMAS)
+async def test_the_answer_is_right_and_of_the_schemas_kind(chat: ChatAsyncEngine, method: Any, kind: str) -> None:
+    schema, expected = SCHEMAS[kind]
+    if kind == "nameless JSON schema":
+        schema = {**schema, "required": ["name", "age", "job"]}
+    model = chat.with_structured_output(schema, method=method)
+    answer = model.invoke(TEXT)
+    assert answer == expected
+    assert type(answer) is type(expected)
+    assert await model.ainvoke(TEXT) == expected
+    *_, last = model.stream(TEXT)
+    assert last == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_partial_objects_are_streamed(chat: ChatAsyncEngine, method: Any) -> None:
+    seen = list(chat.with_structured_output(PersonDict, method=method).stream(TEXT))
+    assert len(seen) > 4
+    assert seen[-1] == MARTA
+    keys = [list(part) for part in seen]
+    assert all(key == ["name", "age", "job"][: len(key)] for key in keys)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("schema", [Person, PersonDict], ids=["pydantic", "TypedDict"])
+def test_include_raw(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
+    result = chat.with_structured_output(schema, method=method, include_raw=True).invoke(TEXT)
+    assert set(result) == {"raw", "parsed", "parsing_error"}
+    assert isinstance(result["raw"], AIMessage)
+    assert bool(result["raw"].tool_calls) is (method == "function_calling")
+    assert dict(result["parsed"]) == MARTA
+    assert result["parsing_error"] is None
+
+
+def test_include_raw_keeps_what_cannot_be_parsed(chat: ChatAsyncEngine) -> None:
+    cut: dict[str, Any] = {"max_tokens": 8, "model_kwargs": {"on_budget": "truncate"}}
+    chat = ChatAsyncEngine(model="demo", temperature=0, **cut)
+    result = chat.with_structured_output(Person, include_raw=True).invoke(TEXT)
+    assert result["raw"].content.startswith('{"name"')
+    assert result["raw"].response_metadata["finish_reason"] == "length"
+    assert result["parsed"] is None
+    assert isinstance(result["parsing_error"], OutputParserException)
+    with pytest.raises(OutputParserException):
+        chat.with_structured_output(Person).invoke(TEXT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_optional_fields(chat: ChatAsyncEngine, method: Any) -> None:
+    class Optional(BaseModel):
+        """A person."""
+
+        name: str
+        age: int | None = None
+        city: str | None = None
+
+    class OptionalDict(TypedDict):
+        """A person."""
+
+        name: str
+        age: Annotated[int | None, None, "The age."]
+        city: NotRequired[str]
+
+    answer = chat.with_structured_output(Optional, method=method).invoke(TEXT, max_tokens=60)
+    assert isinstance(answer, Optional)
+    as_dict = chat.with_structured_output(OptionalDict, method=method).invoke(TEXT, max_tokens=60)
+    assert "name" in as_dict
+    assert set(as_dict) <= {"name", "age", "city"}
+
+
+class Node(BaseModel):
+    """A tree."""
+
+    value: Literal["a", "b"]
+    children: list[Node] = Field(max_length=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_recursive_class_is_valid_to_the_bottom(demo: EngineHandle, method: Any) -> None:
+    hot = ChatAsyncEngine(model="demo", temperature=3.0, max_tokens=60)
+    for seed in range(4):
+        assert isinstance(hot.with_structured_output(Node, method=method, seed=seed).invoke("A tree."), Node)
+
+
+def test_what_a_list_is_made_of(chat: ChatAsyncEngine) -> None:
+    """The root need not be an object where the answer is text; a tool's arguments must be."""
+    numbers = {"title": "Numbers", "type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}
+    answer = chat.with_structured_output(numbers).invoke("Count from 1 to 3.")
+    assert 1 <= len(answer) <= 3
+    assert {type(item) for item in answer} == {int}
+    with pytest.raises(InvalidParameter, match=r"tools\[0\]"):
+        chat.with_structured_output(numbers, method="function_calling").invoke("Count from 1 to 3.")
+
+
+def test_json_mode_without_a_schema_is_any_object(chat: ChatAsyncEngine) -> None:
+    assert isinstance(chat.with_structured_output(None, method="json_mode").invoke(TEXT), dict)
+
+
+def test_strict_false_opens_the_schema_and_leaves_out_what_cannot_be_enforced(chat: ChatAsyncEngine) -> None:
+    schema = {"title": "T", "type": "object", "properties": {"n": {"type": "integer", "not": {"const": 3}}}}
+    for method in METHODS:
+        with pytest.raises(GrammarUnsupported):
+            chat.with_structured_output(schema, method=method).invoke("n")  # type: ignore[arg-type]
+        loose = chat.with_structured_output(schema, method=method, strict=False)  # type: ignore[arg-type]
+        assert isinstance(loose.invoke("n", max_tokens=30), dict)
+    assert response_format(Person, False)["json_schema"]["strict"] is False
+    assert "strict" not in response_format(Person, None)["json_schema"]
+    assert as_tool(Person, False)["function"]["strict"] is False
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("schema", [Person, PersonV1, PersonDict, Person.model_json_schema()])
+def test_tracers_are_told_the_schema(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
+    bound: Any = chat.with_structured_output(schema, method=method).first  # type: ignore[attr-defined]
+    told = bound.kwargs["ls_structured_output_format"]
+    assert told == {"kwargs": {"method": method}, "schema": convert_to_json_schema(schema)}
+    assert convert_to_json_schema(told["schema"]) == told["schema"]
+
+
+def test_schemas_keep_their_order_and_parts() -> None:
+    nested = {"title": "T", "$defs": {"N": {"type": "object"}}, "anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}
+    assert json_schema(nested) == nested
+    assert list(json_schema(PersonV1)["properties"]) == ["name", "age", "job"]
+    assert json_schema(Node)["$defs"]
+    assert converted({"type": "object"})["title"] == "response"
+    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    assert response_format(given, None) == given
+
+
+def test_further_keywords_are_the_calls_own(chat: ChatAsyncEngine) -> None:
+    small = chat.with_structured_output(Person, max_tokens=20, include_raw=True).invoke(TEXT)
+    assert small["raw"].usage_metadata["output_tokens"] <= 20
+    with pytest.raises(ModelInvalidRequestError, match="maks_tokens"):
+        chat.with_structured_output(Person, maks_tokens=20).invoke(TEXT)
+
+
+@pytest.mark.parametrize(("schema", "method"), [(Person, "xml"), (None, "json_schema"), (None, "function_calling")])
+def test_what_cannot_be_bound_is_refused_at_once(chat: ChatAsyncEngine, schema: Any, method: Any) -> None:
+    with pytest.raises(ModelInvalidRequestError, match=r"method|schema"):
+        chat.with_structured_output(schema, method=method)
+
+
+async def test_a_budget_below_the_shortest_answer_is_refused(chat: ChatAsyncEngine) -> None:
+    for error in (BudgetTooSmall, ModelInvalidRequestError):
+        with pytest.raises(error, match="max_tokens"):
+            await chat.with_structured_output(Person).ainvoke(TEXT, max_tokens=3)
+
+
+def test_a_grammar_is_a_sampling_keyword_of_both_models(chat: ChatAsyncEngine) -> None:
+    answer = Grammar.choice(["yes", "no"])
+    assert chat.invoke("Is it raining?", grammar=answer).content in ("yes", "no")
+    assert ChatAsyncEngine(model="demo", temperature=0, grammar=answer).invoke("Is it?").content in ("yes", "no")
+    llm = AsyncEngineLLM(model="demo", temperature=0, max_tokens=40)
+    assert set(json.loads(llm.invoke("A person: ", grammar=Person))) == {"name", "age", "job"}
+    keyed = [ChatAsyncEngine(model="demo", grammar=g)._identifying_params for g in (Person, Grammar.of(Person), answer)]
+    assert keyed[0] == keyed[1] != keyed[2]
+    with pytest.raises(ValueError, match="grammar"):
+        ChatAsyncEngine(model="demo", grammar="a string")

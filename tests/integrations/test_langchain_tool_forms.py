@@ -1,0 +1,181 @@
+"""What may be given to `bind_tools`: every kind of tool and every form of tool choice becomes OpenAI's. No model."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import pydantic.v1
+import pytest
+from langchain_core.exceptions import ModelInvalidRequestError
+from langchain_core.tools import tool
+from pydantic import BaseModel
+
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.langchain import ChatAsyncEngine
+from asyncengine.integrations.langchain.tools import openai_choice, openai_tools, several_calls
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Get the current weather for a city."""
+    return f"rain in {city}"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class multiply(BaseModel):  # noqa: N801  # the class's name is the tool's
+    """Multiply two numbers."""
+
+    a: int
+    b: int
+
+
+TOOLS = openai_tools([get_weather, add, multiply])
+
+
+@pytest.fixture
+def chat() -> ChatAsyncEngine:
+    return ChatAsyncEngine(model="never-loaded")
+
+
+class _V1(pydantic.v1.BaseModel):
+    """A v1 class."""
+
+    n: int
+
+
+class _Typed(TypedDict):
+    """A typed dict."""
+
+    n: int
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (get_weather, "get_weather"),
+        (add, "add"),
+        (multiply, "multiply"),
+        (_V1, "_V1"),
+        (_Typed, "_Typed"),
+        ({"title": "t", "description": "d", "type": "object", "properties": {"n": {"type": "integer"}}}, "t"),
+        ({"name": "t", "description": "d", "parameters": {"type": "object", "properties": {}}}, "t"),
+        ({"type": "function", "function": {"name": "t", "parameters": {}}}, "t"),
+        ({"type": "function", "name": "t", "parameters": {}}, "t"),  # OpenAI's newer API
+        ({"name": "t", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}, "t"),
+    ],
+)
+def test_every_kind_of_tool_becomes_openais(given: Any, name: str) -> None:
+    converted = openai_tools([given])[0]
+    assert set(converted) == {"type", "function"}
+    assert set(converted["function"]) <= {"name", "description", "parameters"}
+    assert converted["function"]["name"] == name
+
+
+def test_only_strict_false_is_told_to_the_engine() -> None:
+    loose = {"type": "function", "function": {"name": "t", "parameters": {}, "strict": False}}
+    firm = {"type": "function", "function": {"name": "t", "parameters": {}, "strict": True}}
+    assert [t["function"].get("strict") for t in openai_tools([add, loose, firm])] == [None, False, None]
+    assert [t["function"].get("strict") for t in openai_tools([add, loose, firm], True)] == [None, None, None]
+    assert [t["function"].get("strict") for t in openai_tools([add, loose, firm], False)] == [False, False, False]
+    assert loose["function"]["strict"] is False  # type: ignore[index]
+
+
+@pytest.mark.parametrize("bad", [{"type": "web_search"}, {"type": "object", "properties": {}}, 7, "add"])
+def test_what_is_no_function_is_refused_by_place(chat: ChatAsyncEngine, bad: Any) -> None:
+    for error in (InvalidParameter, ModelInvalidRequestError):
+        with pytest.raises(error, match=r"tools\[1\]"):
+            chat.bind_tools([add, bad])
+
+
+class Folder(BaseModel):
+    """A folder."""
+
+    name: str
+    inside: list[Folder]
+
+
+class Shelf(BaseModel):
+    """A shelf."""
+
+    first: multiply
+    second: multiply
+
+
+@tool
+def store(folder: Folder) -> None:
+    """Store a folder."""
+
+
+def test_a_schema_that_refers_to_itself_is_not_cut_short() -> None:
+    for given in (Folder, store):
+        function = openai_tools([given])[0]["function"]
+        assert function["parameters"]["$defs"]["Folder"]["properties"]["inside"]["items"] == {"$ref": "#/$defs/Folder"}
+        assert "description" in function
+    resolved = openai_tools([Shelf])[0]["function"]["parameters"]
+    assert "$defs" not in resolved
+    assert resolved["properties"]["second"]["properties"]["b"] == {"type": "integer"}
+
+
+CALL_ADD = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (False, None),
+        ("auto", "auto"),
+        ({"type": "auto"}, "auto"),
+        ("none", "none"),
+        ({"type": "none"}, "none"),
+        ("any", "required"),
+        ("required", "required"),
+        (True, "required"),
+        ({"type": "any"}, "required"),
+        ("add", CALL_ADD),
+        (CALL_ADD, CALL_ADD),
+        ({"type": "function", "name": "add"}, CALL_ADD),
+        ({"type": "tool", "name": "add"}, CALL_ADD),
+        ({"type": "tool", "name": "add", "disable_parallel_tool_use": True}, CALL_ADD),
+    ],
+)
+def test_every_form_of_tool_choice(given: Any, expected: Any) -> None:
+    assert openai_choice(given, TOOLS) == expected
+
+
+def test_a_tool_may_be_called_like_a_keyword() -> None:
+    def auto() -> None:
+        """Drive."""
+
+    assert openai_choice("auto", openai_tools([auto])) == {"type": "function", "function": {"name": "auto"}}
+
+
+@pytest.mark.parametrize("bad", ["subtract", {"type": "tool", "name": "subtract"}, {"name": "add"}, 3, {"type": "x"}])
+def test_an_unknown_tool_choice_is_refused_when_bound_and_names_the_tools(chat: ChatAsyncEngine, bad: Any) -> None:
+    with pytest.raises(ModelInvalidRequestError, match=r"tool_choice: .*'get_weather', 'add'"):
+        chat.bind_tools([get_weather, add], tool_choice=bad)
+
+
+def test_a_call_cannot_be_forced_without_tools(chat: ChatAsyncEngine) -> None:
+    with pytest.raises(InvalidParameter, match="tool_choice"):
+        chat.bind_tools([], tool_choice="any")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "given", "expected"),
+    [
+        (None, None, None),
+        (None, "any", False),
+        (None, "add", False),
+        (True, "any", True),
+        (False, None, False),
+        (None, {"type": "auto", "disable_parallel_tool_use": True}, False),
+        (None, {"type": "any", "disable_parallel_tool_use": False}, True),
+    ],
+)
+def test_a_forced_answer_is_one_call_unless_said_otherwise(parallel: Any, given: Any, expected: Any) -> None:
+    assert several_calls(parallel, given, openai_choice(given, TOOLS)) is expected

@@ -1,0 +1,236 @@
+"""Tools with `ChatAsyncEngine`, on the bundled model: which call is asked for, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from asyncengine import EngineHandle
+from asyncengine.errors import GrammarUnsupported, InvalidParameter
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain.tools import openai_tools
+
+from .conftest import Watch
+
+WEATHER = "What is the weather in Oslo?"
+BOTH = "What is 12 plus 30, and what is 6 times 7?"
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Get the current weather for a city."""
+    return f"rain in {city}"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class multiply(BaseModel):  # noqa: N801  # the class's name is the tool's
+    """Multiply two numbers."""
+
+    a: int
+    b: int
+
+
+TOOLS = openai_tools([get_weather, add, multiply])
+
+
+@pytest.fixture
+def chat(demo: EngineHandle) -> ChatAsyncEngine:
+    return ChatAsyncEngine(model="demo", temperature=0, max_tokens=80)
+
+
+def made(message: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(call["name"], call["args"]) for call in message.tool_calls]
+
+
+def added(chunks: list[Any]) -> AIMessageChunk:
+    full = chunks[0]
+    for chunk in chunks[1:]:
+        full = full + chunk
+    assert isinstance(full, AIMessageChunk)
+    return full
+
+
+# -- calls
+
+
+async def test_every_way_to_ask_gives_the_same_call(chat: ChatAsyncEngine) -> None:
+    model = chat.bind_tools([get_weather, add])
+    whole = model.invoke(WEATHER)
+    assert made(whole) == [("get_weather", {"city": "Oslo"})]
+    assert whole.content == ""
+    assert whole.invalid_tool_calls == []
+    assert whole.response_metadata["finish_reason"] == "tool_calls"
+    others = [
+        await model.ainvoke(WEATHER),
+        model.batch([WEATHER, "Hello"])[0],
+        (await model.abatch(["Hello", WEATHER]))[1],
+        added(list(model.stream(WEATHER))),
+        added([chunk async for chunk in model.astream(WEATHER)]),
+    ]
+    assert [made(other) for other in others] == [made(whole)] * 5
+    assert len({message.tool_calls[0]["id"] for message in [whole, *others]}) == 6
+
+
+def test_streamed_pieces_name_the_call_once_and_are_json_together(chat: ChatAsyncEngine) -> None:
+    chunks = list(chat.bind_tools([add, multiply]).stream(BOTH))
+    pieces = [piece for chunk in chunks for piece in chunk.tool_call_chunks]  # type: ignore[attr-defined]
+    for index, name, arguments in ((0, "add", {"a": 12, "b": 30}), (1, "multiply", {"a": 6, "b": 7})):
+        mine = [piece for piece in pieces if piece["index"] == index]
+        assert [piece["name"] for piece in mine] == [name] + [None] * (len(mine) - 1)
+        assert mine[0]["id"]
+        assert not any(piece["id"] for piece in mine[1:])
+        assert json.loads("".join(piece["args"] or "" for piece in mine)) == arguments
+        assert len(mine) > 3
+    assert made(added(chunks)) == [("add", {"a": 12, "b": 30}), ("multiply", {"a": 6, "b": 7})]
+
+
+def test_parallel_calls_and_their_results(chat: ChatAsyncEngine) -> None:
+    model = chat.bind_tools([add, multiply])
+    question = HumanMessage(BOTH)
+    calls = model.invoke([question])
+    assert made(calls) == [("add", {"a": 12, "b": 30}), ("multiply", {"a": 6, "b": 7})]
+    results = [ToolMessage(str(42), tool_call_id=call["id"]) for call in calls.tool_calls]
+    assert model.invoke([question, calls, *results]).content == "12 plus 30 is 42. 6 times 7 is 42."
+    assert len(made(chat.bind_tools([add, multiply], parallel_tool_calls=False).invoke(BOTH))) == 1
+    both = chat.bind_tools([add, multiply], parallel_tool_calls=True, tool_choice="any").invoke(BOTH)
+    assert len(made(both)) == 2
+
+
+def test_choices_decide_whatever_the_model_would_do(chat: ChatAsyncEngine) -> None:
+    tools: list[Any] = [get_weather, add]
+    assert made(chat.bind_tools(tools, tool_choice="none").invoke(WEATHER)) == []
+    assert len(made(chat.bind_tools(tools, tool_choice="any").invoke("Hello"))) == 1
+    forced = made(chat.bind_tools(tools, tool_choice="add").invoke(WEATHER))
+    assert [name for name, _ in forced] == ["add"]
+    assert {type(value) for value in forced[0][1].values()} == {int}
+    assert made(chat.bind_tools([]).invoke("Hello")) == []
+
+
+def test_a_tight_budget_still_gives_a_whole_call(chat: ChatAsyncEngine) -> None:
+    class Note(BaseModel):
+        """Save a note."""
+
+        text: str
+        tags: list[str] = Field(min_length=1)
+
+    answer = chat.bind_tools([Note], tool_choice="any").invoke("Note: buy bread and milk", max_tokens=24)
+    assert len(answer.tool_calls) == 1
+    Note(**answer.tool_calls[0]["args"])
+
+
+def test_strict(chat: ChatAsyncEngine) -> None:
+    """What the library cannot enforce is refused, or left out; the schemas are open only where asked."""
+    odd = {"title": "odd", "type": "object", "properties": {"n": {"type": "integer", "not": {"const": 3}}}}
+    for strict in (None, True):
+        with pytest.raises(GrammarUnsupported):
+            chat.bind_tools([odd], tool_choice="odd", strict=strict).invoke("odd")
+    assert made(chat.bind_tools([odd], tool_choice="odd", strict=False).invoke("odd"))[0][0] == "odd"
+
+
+def test_a_call_that_a_stop_string_cuts_is_invalid(chat: ChatAsyncEngine) -> None:
+    answer = chat.bind_tools([add]).invoke("What is 12 plus 30?", stop=['"b"'])
+    assert answer.tool_calls == []
+    [cut] = answer.invalid_tool_calls
+    assert cut["name"] == "add"
+    assert cut["args"] is not None
+    assert cut["args"].startswith('{"a": 12')
+    assert cut["error"] is not None
+    assert "JSON" in cut["error"]
+    assert answer.response_metadata["finish_reason"] == "stop"
+    streamed = added(list(chat.bind_tools([add]).stream("What is 12 plus 30?", stop=['"b"'])))
+    assert made(streamed) == [("add", {"a": 12})]  # LangChain's reading of an open object
+    assert streamed.response_metadata["finish_reason"] == "stop"
+
+
+async def test_leaving_a_streamed_call_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
+    watch = Watch(demo.get().aengine)
+    model = chat.bind_tools([get_weather], tool_choice="any", max_tokens=900, min_tokens=600)
+    async for chunk in model.astream("Hello"):
+        if chunk.tool_call_chunks:  # type: ignore[attr-defined]
+            break
+    await watch.assert_aborted()
+    task = asyncio.ensure_future(model.ainvoke("Hello"))
+    await watch.until_running()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await watch.assert_aborted(2)
+
+
+# -- events and content blocks
+
+
+@pytest.mark.filterwarnings("ignore:astream_events version='v1'")
+@pytest.mark.parametrize("version", ["v1", "v2"])
+async def test_events_carry_the_call(chat: ChatAsyncEngine, version: Any) -> None:
+    events = [event async for event in chat.bind_tools([add]).astream_events("Add 12 and 30.", version=version)]
+    streamed = [event["data"]["chunk"] for event in events if event["event"] == "on_chat_model_stream"]
+    assert made(added(streamed)) == [("add", {"a": 12, "b": 30})]
+    [end] = [event["data"]["output"] for event in events if event["event"] == "on_chat_model_end"]
+    message = end if isinstance(end, AIMessage) else end["generations"][0][0]["message"]
+    assert made(message) == [("add", {"a": 12, "b": 30})]
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
+async def test_v3_events_carry_the_call(chat: ChatAsyncEngine) -> None:
+    stream: Any = await chat.bind_tools([add]).astream_events("Add 12 and 30.", version="v3")
+    events = [event async for event in stream]
+    finished = [event["content"] for event in events if event["event"] == "content-block-finish"]
+    assert [(block["type"], block["name"], block["args"]) for block in finished] == [
+        ("tool_call", "add", {"a": 12, "b": 30})
+    ]
+    message = await stream.output
+    assert made(message) == [("add", {"a": 12, "b": 30})]
+    assert message.response_metadata["finish_reason"] == "tool_calls"
+    sync: Any = chat.bind_tools([add]).stream_events("Add 12 and 30.", version="v3")
+    assert [event["event"] for event in sync] == [event["event"] for event in events]
+
+
+@pytest.mark.parametrize("output_version", [None, "v1"])
+def test_content_blocks(demo: EngineHandle, output_version: str | None) -> None:
+    chat = ChatAsyncEngine(model="demo", temperature=0, max_tokens=80, output_version=output_version)
+    model = chat.bind_tools([add])
+    for message in (model.invoke("Add 12 and 30."), added(list(model.stream("Add 12 and 30.")))):
+        [block] = message.content_blocks
+        assert block["type"] == "tool_call"
+        assert (block["name"], block["args"]) == ("add", {"a": 12, "b": 30})
+        back = model.invoke([HumanMessage("Add 12 and 30."), message, ToolMessage("42", tool_call_id=block["id"])])
+        assert back.text == "12 plus 30 is 42."
+
+
+# -- the rest
+
+
+def test_counting_tokens_with_tools(chat: ChatAsyncEngine) -> None:
+    messages: list[BaseMessage] = [HumanMessage(WEATHER)]
+    counted = chat.get_num_tokens_from_messages(messages, tools=[get_weather, add])
+    usage = chat.bind_tools([get_weather, add]).invoke(messages).usage_metadata
+    assert usage is not None
+    assert counted == usage["input_tokens"]
+    assert counted > chat.get_num_tokens_from_messages(messages) + 50
+    assert usage["output_token_details"] == {"reasoning": 0}
+
+
+def test_disable_streaming_for_tools_only(demo: EngineHandle) -> None:
+    chat = ChatAsyncEngine(model="demo", temperature=0, max_tokens=80, disable_streaming="tool_calling")
+    [chunk] = chat.bind_tools([add]).stream("Add 12 and 30.")
+    assert made(chunk) == [("add", {"a": 12, "b": 30})]
+    assert len(list(chat.stream("Hello"))) > 1
+
+
+@pytest.mark.parametrize("keyword", ["tools", "tool_choice", "parallel_tool_calls", "response_format"])
+def test_text_completion_refuses_what_is_for_chats(make_llm: Callable[..., AsyncEngineLLM], keyword: str) -> None:
+    value: Any = {"tools": TOOLS, "parallel_tool_calls": True}.get(keyword, "auto")
+    with pytest.raises(InvalidParameter, match=f"^{keyword}: "):
+        make_llm().invoke("Hello", **{keyword: value})

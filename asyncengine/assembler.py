@@ -102,7 +102,7 @@ class Assembler:
             error=last.error,
             tool_calls=[] if self._reader is None else self._reader.calls(index),
             reasoning="".join(chunk.reasoning for chunk in chunks),
-            schema_error=self._schema_error(text),
+            schema_error=None if last.finish_reason == "tool_calls" else self._schema_error(text),
         )
 
     def _schema_error(self, text: str) -> str | None:

@@ -14,7 +14,7 @@ from asyncengine.engine import EngineLoop
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
-from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs
+from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats, Summary
 from asyncengine.submit import Acceptance, Accepted, ModelInfo
@@ -71,7 +71,7 @@ class EngineCore:
         """Length in tokens of a prompt, or of a chat as the model would see it."""
         if isinstance(text, str):
             return len(self.encode(text))
-        return len(self._tokenizer("messages").apply_chat_template(text, tools))
+        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools) if tools else None))
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -89,7 +89,8 @@ class EngineCore:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
         self.check_open()
         tokenizer = self._tokenizer("messages")
-        text = tokenizer.render_chat(chat.messages, chat.tools or None, **(chat.template_kwargs or {}))
+        tools = template_tools(chat.tools) if chat.tools else None
+        text = tokenizer.render_chat(chat.messages, tools, **(chat.template_kwargs or {}))
         prompt = tokenizer.encode(text, add_special_tokens=False)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidParameter("params", "must be a SamplingParams", params)
@@ -101,6 +102,7 @@ class EngineCore:
         planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
         accepted = self.acceptance.accept(prompt, planned, options)
         accepted.make_parser = plan.make_parser
+        accepted.check_text = self.acceptance.text_check(plan.final)
         return accepted
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:

@@ -92,6 +92,11 @@ class GrammarCompiler(Protocol):
         """
         ...
 
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        """What finds the fault of a finished text, where compiling `grammar` (as `check` returned it) enforces only a
+        part; None where it enforces all."""
+        ...
+
     def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
         """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
         ...

@@ -81,6 +81,21 @@ class ChatRequest:
         return size
 
 
+def template_tools(tools: ToolSpecs) -> ToolSpecs:
+    """The tools as the model is to see them: without `strict`, which is said to the engine."""
+    if not isinstance(tools, (list, tuple)):
+        return tools  # refused by name where tools are checked
+    return [_without_strict(tool) if isinstance(tool, Mapping) else tool for tool in tools]
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in tool.items() if name != "strict"}
+    function = shown.get("function")
+    if isinstance(function, Mapping):
+        shown["function"] = {name: value for name, value in function.items() if name != "strict"}
+    return shown
+
+
 def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[ChatRequest, RequestOptions]:
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]

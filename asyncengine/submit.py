@@ -106,6 +106,7 @@ class Acceptance:
         arrival = self.clock.now()
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         accepted = Accepted(label, [], Mailbox(), arrival, tokens, params)
+        accepted.check_text = self.text_check(params.grammar)
         stops = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):
             accepted.submissions.append(self._submission(index, accepted, max_total, options, stops))
@@ -230,6 +231,10 @@ class Acceptance:
             for token in ids:
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
+
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        """See `GrammarCompiler.text_check`."""
+        return None if grammar is None or self.grammars is None else self.grammars.text_check(grammar)
 
     def _check_grammar(self, params: SamplingParams, budget: int) -> Any:
         if self.grammars is None:

@@ -22,6 +22,7 @@ from asyncengine.grammar.cache import TemplateCache
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.validation import text_check
 from asyncengine.protocols import GrammarDone, GrammarMatcher, GrammarOrder
 from asyncengine.sampling_params import OnBudget
 
@@ -93,6 +94,9 @@ class GrammarService:
         if known is not None:
             _check_budget(known, budget, on_budget)
         return spec
+
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        return text_check(grammar)
 
     def _key(self, spec: Grammar) -> str:
         return f"{self._backend_name(spec)}:{spec.key}"

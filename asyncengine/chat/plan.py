@@ -26,6 +26,8 @@ class ChatPlan:
     """One parser for each sample. None: the output is the content as it stands."""
     skip_special_tokens: bool
     """False where a marker is a special token, which the parser has to see."""
+    final: Grammar | None = None
+    """Of the content alone, where the content is to match something."""
 
 
 class ChatPlanner:
@@ -73,7 +75,7 @@ class ChatPlanner:
         state = reasoning_state(prompt_tail, self.reasoning, tuple(self._markers.special))
         callable_tools = _callable(checked, choice)
         grammar = self._grammar(checked, callable_tools, choice, parallel_tool_calls is not False, final, state)
-        return ChatPlan(grammar, *self._reading(callable_tools, final, state))
+        return ChatPlan(grammar, *self._reading(callable_tools, final, state), final)
 
     def _grammar(
         self,

@@ -11,6 +11,7 @@ from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 
 FIELD = "response_format"
+JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
 def response_grammar(response_format: object) -> Grammar | None:
@@ -38,7 +39,7 @@ def response_grammar(response_format: object) -> Grammar | None:
         return Grammar.json_object()
     if kind == "json_schema":
         return _named_schema(response_format.get("json_schema"))
-    if not response_format:
+    if not response_format or (isinstance(kind, str) and kind not in JSON_TYPES):
         shape = "must say its type: 'text', 'json_object' or 'json_schema', or be a JSON schema"
         raise InvalidParameter(FIELD, shape, response_format)
     return _schema_grammar(FIELD, response_format, strict=True)

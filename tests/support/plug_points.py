@@ -55,6 +55,9 @@ class Compiler:
             raise self.refuse
         return grammar
 
+    def text_check(self, grammar: Any) -> None:
+        return None
+
     def start(self, ticket: int, order: GrammarOrder, done: Callable[[int, Any], None]) -> None:
         self.started.append(ticket)
         self.pending[ticket] = order.grammar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.clock import MonotonicClock
@@ -137,13 +138,13 @@ def wire(
         from asyncengine.chat import ChatPlanner
 
         planner = ChatPlanner(tokenizer, config.tool_format)
+        form = planner.tool_format
+        info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
     return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info, planner)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:
     """No request may be longer than the model's context, the configured limit, or the whole KV cache."""
-    from dataclasses import replace
-
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise InvalidParameter(
             "max_model_len", f"the KV cache holds {capacity} tokens; raise kv_cache_memory", config.max_model_len

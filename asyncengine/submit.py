@@ -44,6 +44,10 @@ class ModelInfo:
     page_size: int
     has_tokenizer: bool = True
     has_chat_template: bool = False
+    tool_format: str | None = None
+    """How the model writes tool calls ("hermes", "llama3", "mistral", "json"); None: chats with tools are refused."""
+    reasons: bool = False
+    """The chat template marks reasoning before the answer."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_cache_bytes: int = 0

@@ -242,8 +242,7 @@ def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:
 
 
 def _new_matcher(template: Template, order: GrammarOrder) -> Matcher:
-    closing = template.new_closing() if order.on_budget == "close" else None
-    return Matcher(template.new_state(), closing, order.budget, order.on_budget)
+    return Matcher(template, order.budget, order.on_budget)
 
 
 def _again(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ await the engine natively and never touch its sync twin.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import (
@@ -25,14 +25,19 @@ from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.prompts.base import PromptTemplate
 from llama_index.core.tools.types import BaseTool
+from llama_index.core.types import Model, PydanticProgramMode
 from pydantic import ConfigDict
 
 from asyncengine import ModelInfo
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.fields import Call, EngineFields
+from asyncengine.integrations.llama_index import structured
 from asyncengine.integrations.llama_index.messages import to_openai
 from asyncengine.integrations.llama_index.outputs import Answer
+from asyncengine.integrations.llama_index.structured import Keywords
+from asyncengine.integrations.llama_index.tools import chat_keywords, selections
 from asyncengine.integrations.openai_shape import Message, message
 from asyncengine.integrations.results import worth_sending
 
@@ -44,9 +49,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     Constructing is cheap: the model loads at the first call (or read of `metadata`), once per process for equal
     (model, engine_config). Every `SamplingParams` field but `n` is also a keyword of each call, as are `model` (a LoRA
-    adapter's name), `adapter`, `timeout`, `priority`, `cache_salt` and `template_kwargs`; anything else is refused by
-    name. Errors are the engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the
-    partial text.
+    adapter's name), `adapter`, `timeout`, `priority`, `cache_salt`, and of chats `template_kwargs`, `tools`,
+    `tool_choice`, `parallel_tool_calls` and `response_format`; anything else is refused by name. Errors are the
+    engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the partial text.
 
     Example:
         llm = AsyncEngineLLM(model="demo", temperature=0, max_tokens=64)
@@ -59,6 +64,11 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     """Tokens of prompt and answer that LlamaIndex may plan with; None takes the model's."""
     is_chat_model: bool | None = None
     """Whether prompts go through the model's chat template; None: where the model has one."""
+    is_function_calling_model: bool | None = None
+    """Whether LlamaIndex may offer a chat model tools; None: where its template writes tool calls. Where not,
+    LlamaIndex's agents describe tools in words."""
+    schema_in_prompt: bool = True
+    """Whether `structured_predict` tells the model the schema; False where your prompts do. It is enforced anyway."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -75,16 +85,17 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Loads the model where `context_window` or `is_chat_model` is left to it."""
-        window, chat = self.context_window, self.is_chat_model
-        if window is None or chat is None:
+        """Loads the model where one of the three fields above is left to it."""
+        window, chat, calls = self.context_window, self.is_chat_model, self.is_function_calling_model
+        if window is None or chat is None or calls is None:
             info = self._engines().info()
             window, chat = window or info.max_model_len, self._chats(info)
+            calls = info.tool_format is not None if calls is None else calls
         return LLMMetadata(
             context_window=window,
             num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),
             is_chat_model=chat,
-            is_function_calling_model=False,
+            is_function_calling_model=chat and calls,
             model_name=self._name(),
             system_role=MessageRole.SYSTEM,
         )
@@ -231,15 +242,49 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         verbose: bool = False,
         allow_parallel_tool_calls: bool = False,
         tool_required: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        _no_tools()
+        """`tool_choice` is "auto", "none", "required", a tool's name, or OpenAI's dict for one."""
+        asked = chat_keywords(tools, user_msg, chat_history, allow_parallel_tool_calls, tool_required, tool_choice)
+        return {**kwargs, **asked}
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        _no_tools()
+        """Works on every response of a stream too; the newest call's arguments are then what is there so far."""
+        return selections(response, error_on_no_tool_call)
 
+    # -- structured output: held to the schema by a grammar; other modes are LlamaIndex's own programs
 
-def _no_tools() -> NoReturn:
-    raise NotImplementedError("asyncengine 0.1 does not call tools yet (metadata.is_function_calling_model is False)")
+    def structured_predict(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
+    ) -> Model:
+        if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
+            made: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return made
+        return structured.predict(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+
+    async def astructured_predict(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
+    ) -> Model:
+        if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
+            made: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+            return made
+        return await structured.apredict(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+
+    def _structured_stream_call(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
+    ) -> Generator[Any, None, None]:
+        """What `stream_structured_predict` reads."""
+        if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
+            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        return structured.stream(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+
+    async def _structured_astream_call(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
+    ) -> AsyncGenerator[Any, None]:
+        """What `astream_structured_predict` reads."""
+        if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
+            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        return structured.astream(self, output_cls, prompt, llm_kwargs or {}, prompt_args)

@@ -43,7 +43,7 @@ def _convert(item: ChatMessage, where: str) -> Message:
     text = "\n".join(_texts(item.blocks, f"{where}.content"))
     name = item.additional_kwargs.get("name")
     if role == "assistant":
-        return assistant_message(text, _tool_calls(item), name)
+        return assistant_message(text, tool_calls(item), name)
     if role == "tool":
         return tool_message(text, item.additional_kwargs.get("tool_call_id"), name)
     return message(role, text, name)
@@ -58,14 +58,17 @@ def _texts(blocks: Sequence[Any], where: str) -> list[str]:
             texts += _texts(block.content, where)
         elif isinstance(block, CitationBlock):
             texts += _texts([block.cited_content], where)
-        # Calls are read by `_tool_calls`; thoughts stay out of the history; cache points need no marking here.
+        # Calls are read by `tool_calls`; thoughts stay out of the history; cache points need no marking here.
         elif not isinstance(block, (ToolCallBlock, ThinkingBlock, CachePoint)):
             raise refuse_block(where, getattr(block, "block_type", type(block).__name__))
     return texts
 
 
-def _tool_calls(item: ChatMessage) -> list[Message]:
-    """From the blocks, else from `additional_kwargs["tool_calls"]` (OpenAI's dicts or objects), which repeat them."""
+def tool_calls(item: ChatMessage) -> list[Message]:
+    """The calls of an assistant's message, in OpenAI's shape.
+
+    From the blocks, else from `additional_kwargs["tool_calls"]` (OpenAI's dicts or objects), which repeat them.
+    """
     blocks = [block for block in item.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [tool_call(block.tool_call_id, block.tool_name, block.tool_kwargs) for block in blocks]

@@ -57,7 +57,7 @@ def templates(vocabulary: Vocabulary) -> dict[str, LlgTemplate]:
 
 
 def matcher(template: LlgTemplate, budget: int) -> Matcher:
-    return Matcher(template.new_state(), template.new_closing(), budget, "close")
+    return Matcher(template, budget, "close")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -102,8 +102,8 @@ def test_without_steering_an_output_is_what_was_sampled(
     for name in ("person", "tree", "optional"):
         template = templates[name]
         outputs = []
-        for closing in (template.new_closing(), None):
-            output = Matcher(template.new_state(), closing, 3000, "close")
+        for on_budget in ("close", "truncate"):
+            output = Matcher(template, 3000, on_budget)
             outputs.append(walk(vocabulary, output, 120, random.Random(5), jump=False))
             assert not output.steered
         assert outputs[0] == outputs[1]

@@ -150,7 +150,7 @@ def test_special_tokens_match_by_name_and_by_number_only(backend: LlguidanceBack
 def test_copies_share_nothing_but_the_lexer(backend: LlguidanceBackend, vocabulary: Vocabulary) -> None:
     template = backend.compile(Grammar.json_schema({"type": "array", "items": {"type": "integer"}}), 10)
     rng = random.Random(3)
-    matchers = [Matcher(template.new_state(), template.new_closing(), 60, "close") for _ in range(12)]
+    matchers = [Matcher(template, 60, "close") for _ in range(12)]
     outputs: list[list[int]] = [[] for _ in matchers]
     for _ in range(60):  # interleaved
         for index, matcher in enumerate(matchers):
@@ -175,7 +175,5 @@ def test_walks_match_the_pattern(backend: LlguidanceBackend, vocabulary: Vocabul
     pattern = r"[a-z]+( [a-z]+)*\.(日本|é)?"
     template, rng = backend.compile(Grammar.regex(pattern), 10), random.Random(2)
     for budget in range(template.min_tokens, 40):
-        tokens, _ = walk(
-            vocabulary, Matcher(template.new_state(), template.new_closing(), budget, "close"), budget, rng
-        )
+        tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, rng)
         assert re.fullmatch(pattern, text_of(vocabulary, tokens))

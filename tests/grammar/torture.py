@@ -66,7 +66,7 @@ def one(vocabulary: Vocabulary, template: LlgTemplate, case: Case, seed: int, ta
     """What is wrong with one walk's output, if something is."""
     rng = random.Random(f"{case.name} {seed}")
     budget = template.min_tokens + int(rng.expovariate(4 / MOST))
-    matcher = Matcher(template.new_state(), template.new_closing(), budget, "close")
+    matcher = Matcher(template, budget, "close")
     tokens, _ = walk(vocabulary, matcher, budget, rng, jump=bool(seed % 2))
     tally.walks += 1
     tally.steered += matcher.steered

@@ -13,9 +13,7 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
-from llama_index.core.tools import FunctionTool
 from pydantic import Field
 
 from asyncengine import EngineHandle, SamplingParams
@@ -131,7 +129,6 @@ def test_metadata(make: Make) -> None:
     assert metadata.context_window == CONTEXT
     assert metadata.num_output == 33
     assert metadata.is_chat_model
-    assert not metadata.is_function_calling_model
     assert make(context_window=99).metadata.context_window == 99
     assert make(max_tokens=None).metadata.num_output == 256
     assert metadata.model_name == make().model
@@ -239,12 +236,3 @@ def test_serialization_leaves_the_engine_out(make: Make, handle: EngineHandle) -
         assert twin.complete("Hello").text == llm.complete("Hello").text
     with pytest.raises(TypeError, match="explicit engine"):
         pickle.dumps(AsyncEngineLLM(engine=handle))
-
-
-def test_tools_are_declared_absent(llm: AsyncEngineLLM) -> None:
-    assert isinstance(llm, FunctionCallingLLM)
-    tool = FunctionTool.from_defaults(fn=lambda a: a, name="echo", description="Echo.")
-    with pytest.raises(NotImplementedError, match=r"0\.1"):
-        llm.chat_with_tools([tool], "Hello")
-    with pytest.raises(NotImplementedError, match=r"0\.1"):
-        llm.get_tool_calls_from_response(llm.chat(HELLO))

@@ -35,6 +35,9 @@ class AllowOnly:
     def accept(self, token_id: int, jump: bool = True) -> list[int]:
         return [token_id]
 
+    def fresh(self) -> AllowOnly:
+        return type(self)(self.allowed)
+
     def overrun(self) -> str | None:
         return None
 

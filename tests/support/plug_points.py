@@ -32,6 +32,11 @@ class Letters:
         self.advanced.append(token_id)
         return [token_id]
 
+    def fresh(self) -> Letters:
+        equal = Letters(self.allowed, self.length)
+        equal.fail_at = self.fail_at
+        return equal
+
     def overrun(self) -> str | None:
         return None
 

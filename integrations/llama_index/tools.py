@@ -1,0 +1,69 @@
+"""LlamaIndex's tools -> keywords of a chat, and its answer -> the calls to make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.tools.types import BaseTool
+
+from asyncengine.integrations.llama_index.messages import tool_calls
+from asyncengine.integrations.llama_index.outputs import partial_object
+from asyncengine.integrations.openai_shape import Message
+
+
+def openai_tool(tool: BaseTool) -> Message:
+    """OpenAI's {"type": "function", ...}.
+
+    The name is the tool's own, for LlamaIndex finds the tool by it; `to_openai_tool` would put underscores in.
+    """
+    made: Message = tool.metadata.to_openai_tool(skip_length_check=True)
+    function = {**made["function"], "name": tool.metadata.get_name()}
+    return {**made, "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def chat_keywords(
+    tools: Sequence[BaseTool],
+    user_msg: str | ChatMessage | None,
+    chat_history: Sequence[ChatMessage] | None,
+    allow_parallel_tool_calls: bool,
+    tool_required: bool,
+    tool_choice: str | Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What `chat` is called with. `tool_choice` says more than `tool_required`; without tools neither asks for one,
+    unless a call is required, which the engine then refuses."""
+    messages = list(chat_history or ())
+    if user_msg is not None:
+        messages.append(user_msg if isinstance(user_msg, ChatMessage) else ChatMessage(user_msg, role=MessageRole.USER))
+    keywords: dict[str, Any] = {"messages": messages}
+    choice = tool_choice or ("required" if tool_required else None)
+    if tools:
+        keywords["tools"] = [openai_tool(tool) for tool in tools]
+        keywords["parallel_tool_calls"] = allow_parallel_tool_calls
+    if choice is not None and (tools or choice not in ("auto", "none")):
+        keywords["tool_choice"] = choice
+    return keywords
+
+
+def selections(response: ChatResponse, error_on_no_tool_call: bool) -> list[ToolSelection]:
+    """The calls of an answer, or of as much of it as there is: then the newest one's arguments may be partial.
+
+    Raises `ValueError` where there is none and there must be one.
+    """
+    calls = tool_calls(response.message)
+    if not calls and error_on_no_tool_call:
+        raw = response.raw if isinstance(response.raw, Mapping) else {}
+        raise ValueError(
+            "Expected at least one tool call, but got 0 tool calls "
+            f"(finish_reason {raw.get('finish_reason')!r}, content {response.message.content!r})"
+        )
+    return [
+        ToolSelection(
+            tool_id=call["id"],
+            tool_name=call["function"]["name"],
+            tool_kwargs=partial_object(call["function"]["arguments"]),
+        )
+        for call in calls
+    ]

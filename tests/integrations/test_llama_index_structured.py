@@ -1,0 +1,274 @@
+"""Structured output through LlamaIndex: the four `structured_predict` forms, `as_structured_llm`, query engines."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+import pytest
+from llama_index.core import Document, MockEmbedding, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.base import BaseEvent
+from llama_index.core.program import FunctionCallingProgram
+from llama_index.core.program.utils import FlexibleModel
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.types import PydanticProgramMode
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from asyncengine import EngineHandle
+from asyncengine.errors import BudgetTooSmall, InvalidParameter
+from asyncengine.integrations.llama_index import AsyncEngineLLM
+from asyncengine.integrations.llama_index.structured import Growing, told
+
+from .conftest import Watch
+from .llama_demo import demo_llm
+
+pytestmark = pytest.mark.usefixtures("demo")
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str
+    age: int
+    city: str
+
+
+class Notes(BaseModel):
+    title: str
+    pages: list[int]
+    open: bool
+
+
+TEXT = "Ada Brandt is 34 years old. She lives in Fenwick."
+ADA = Person(name="Ada Brandt", age=34, city="Fenwick")
+PROMPT = PromptTemplate("Extract the data.\n\n{text}")
+
+
+@pytest.fixture
+def watch(demo: EngineHandle) -> Watch:
+    return Watch(demo.get().aengine)
+
+
+@pytest.fixture(scope="module")
+def llm(demo: EngineHandle) -> AsyncEngineLLM:
+    return demo_llm()
+
+
+async def four_forms(llm: AsyncEngineLLM, output_cls: type[BaseModel], prompt: Any = PROMPT, **args: Any) -> list[Any]:
+    """What the two whole forms give, and all that the two streams give."""
+    return [
+        [llm.structured_predict(output_cls, prompt, **args)],
+        [await llm.astructured_predict(output_cls, prompt, **args)],
+        list(llm.stream_structured_predict(output_cls, prompt, **args)),
+        [part async for part in await llm.astream_structured_predict(output_cls, prompt, **args)],
+    ]
+
+
+async def test_four_forms_give_one_object(llm: AsyncEngineLLM) -> None:
+    for parts in await four_forms(llm, Person, text=TEXT):
+        assert parts[-1] == ADA
+        assert type(parts[-1]) is Person
+
+
+async def test_a_stream_gives_the_object_as_far_as_it_is_written(llm: AsyncEngineLLM) -> None:
+    *_, parts, aparts = await four_forms(llm, Person, text=TEXT)
+    for stream in (parts, aparts):
+        assert len(stream) > 2
+        assert all(isinstance(part, FlexibleModel) for part in stream[:-1])
+        assert (stream[0].age, stream[0].city) == (None, None)
+        assert all(ADA.name.startswith(part.name or "") for part in stream)
+
+
+def test_an_object_out_of_growing_text() -> None:
+    """Cut anywhere, also inside escapes, numbers, lists and literals."""
+    whole = Notes(title='a "b" \\ ü', pages=[12, 3], open=True)
+    text, growing, parts = whole.model_dump_json(indent=1), Growing(Notes), []
+    for end in range(len(text) + 1):
+        if (part := growing.read(text[:end])) is not None:
+            parts.append(part)
+    assert parts[-1].model_dump() == whole.model_dump()
+    assert all(later != earlier for earlier, later in itertools.pairwise(part.model_dump() for part in parts))
+    assert [part.title for part in parts if len(part.title or "") == 4] == ['a "b']
+    assert [part.pages for part in parts if part.pages is not None][:4] == [[], [1], [12], [12, 3]]
+
+
+async def test_values_in_other_scripts(llm: AsyncEngineLLM) -> None:
+    for parts in await four_forms(llm, Person, text="Łukasz is 51 years old. He lives in Zürich."):
+        assert parts[-1] == Person(name="Łukasz", age=51, city="Zürich")
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
+async def test_as_structured_llm(llm: AsyncEngineLLM) -> None:
+    structured = llm.as_structured_llm(Person)
+    messages = [ChatMessage(TEXT)]
+    whole = structured.chat(messages)
+    assert whole.raw == ADA
+    assert Person.model_validate_json(whole.message.content or "") == ADA
+    assert (await structured.achat(messages)).raw == ADA
+    assert list(structured.stream_chat(messages))[-1].raw == ADA
+    assert [part async for part in await structured.astream_chat(messages)][-1].raw == ADA
+    assert structured.complete(TEXT).raw == ADA
+    assert (await structured.acomplete(TEXT)).raw == ADA
+    braces = [ChatMessage('The values are {"city": "Fenwick"}. ' + TEXT)]
+    assert isinstance(structured.chat(braces).raw, Person)
+
+
+class Line(BaseModel):
+    item: str = Field(max_length=12)
+    count: int = Field(ge=1, le=9)
+
+
+class Order(BaseModel):
+    status: Literal["open", "paid"]
+    lines: list[Line] = Field(min_length=1, max_length=2)
+    note: str | None = Field(max_length=20)
+
+
+@pytest.mark.parametrize("schema_in_prompt", [True, False])
+async def test_the_schema_is_kept_whatever_the_prompt(schema_in_prompt: bool) -> None:
+    llm = demo_llm(schema_in_prompt=schema_in_prompt, temperature=1.0, seed=3)
+    for parts in await four_forms(llm, Order, PromptTemplate("Hello!")):
+        assert type(parts[-1]) is Order
+
+
+async def test_the_schema_is_kept_by_a_text_model() -> None:
+    for parts in await four_forms(demo_llm(is_chat_model=False), Order, text=TEXT):
+        assert type(parts[-1]) is Order
+
+
+async def test_it_closes_within_the_budget(llm: AsyncEngineLLM) -> None:
+    for parts in await four_forms(llm, Order, PromptTemplate("Hello!"), llm_kwargs={"max_tokens": 40}):
+        assert type(parts[-1]) is Order
+    with pytest.raises(BudgetTooSmall):
+        await llm.astructured_predict(Order, PROMPT, text=TEXT, llm_kwargs={"max_tokens": 8})
+    with pytest.raises(InvalidParameter, match="max_tokns"):
+        llm.structured_predict(Order, PROMPT, text=TEXT, llm_kwargs={"max_tokns": 8})
+
+
+class Minor(BaseModel):
+    age: int
+
+    @field_validator("age")
+    @classmethod
+    def _young(cls, value: int) -> int:
+        if value >= 18:
+            raise ValueError("not a minor")
+        return value
+
+
+async def test_what_only_the_class_can_check_is_checked(llm: AsyncEngineLLM) -> None:
+    args = {"text": TEXT}
+    with pytest.raises(ValidationError, match="not a minor"):
+        llm.structured_predict(Minor, PROMPT, **args)
+    with pytest.raises(ValidationError, match="not a minor"):
+        await llm.astructured_predict(Minor, PROMPT, **args)
+    with pytest.raises(ValidationError, match="not a minor"):
+        list(llm.stream_structured_predict(Minor, PROMPT, **args))
+    stream = await llm.astream_structured_predict(Minor, PROMPT, **args)
+    with pytest.raises(ValidationError, match="not a minor"):
+        [part async for part in stream]
+
+
+@pytest.mark.parametrize("mode", [PydanticProgramMode.FUNCTION, PydanticProgramMode.LLM])
+async def test_other_modes_are_llama_index_own_programs(mode: PydanticProgramMode) -> None:
+    llm = demo_llm(pydantic_program_mode=mode, system_prompt="You extract data.")
+    whole, awhole, parts, aparts = await four_forms(llm, Person, text=TEXT)
+    assert whole[-1] == awhole[-1] == parts[-1] == aparts[-1] == ADA
+
+
+def test_a_function_calling_program(llm: AsyncEngineLLM) -> None:
+    """The schema as a tool; its stream reads `additional_kwargs["tool_calls"]`."""
+    program = FunctionCallingProgram.from_defaults(Person, prompt=PROMPT, llm=llm)
+    assert program(text=TEXT) == ADA
+    parts = list(program.stream_call(text=TEXT))
+    assert parts[-1] == ADA
+    assert any(part.name == "Ada Brandt" and part.city is None for part in parts)  # type: ignore[union-attr]
+
+
+def test_where_the_schema_is_told() -> None:
+    user, system = ChatMessage("U"), ChatMessage("S", role=MessageRole.SYSTEM)
+    answered = ChatMessage("A", role=MessageRole.ASSISTANT)
+    [alone] = told([user], Person)
+    assert (alone.content or "").startswith("U\n\nHere's a JSON schema to follow:\n{")
+    assert '"title": "Person"' in (alone.content or "")
+    first, last = told([system, user], Person)
+    assert (first.content or "").startswith("S\n\nHere's")
+    assert last.content == "U"
+    assert [message.role for message in told([user, answered], Person)] == [user.role, answered.role, user.role]
+    assert told([], Person)[0].role is MessageRole.USER
+    assert (user.content, system.content) == ("U", "S")
+
+
+class Heard(BaseEventHandler):
+    names: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "Heard"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        if "Structured" in type(event).__name__:
+            self.names.append(type(event).__name__.removeprefix("LLMStructuredPredict"))
+
+
+async def test_instrumentation_events(llm: AsyncEngineLLM) -> None:
+    heard, dispatcher = Heard(), get_dispatcher()
+    dispatcher.add_event_handler(heard)
+    try:
+        llm.structured_predict(Person, PROMPT, text=TEXT)
+        await llm.astructured_predict(Person, PROMPT, text=TEXT)
+        assert heard.names == ["StartEvent", "EndEvent"] * 2
+        heard.names.clear()
+        parts = list(llm.stream_structured_predict(Person, PROMPT, text=TEXT))
+        assert heard.names == ["StartEvent", *["InProgressEvent"] * len(parts), "EndEvent"]
+    finally:
+        dispatcher.event_handlers.remove(heard)
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")
+async def test_leaving_a_stream_frees_its_pages(llm: AsyncEngineLLM, watch: Watch) -> None:
+    class Long(BaseModel):
+        name: str
+        story: str = Field(min_length=1500)
+
+    args = {"text": TEXT, "llm_kwargs": {"max_tokens": 3000}}
+    stream = await llm.astream_structured_predict(Long, PROMPT, **args)
+    assert await anext(stream)
+    await stream.aclose()
+    await watch.assert_aborted(1)
+    async for part in await llm.as_structured_llm(Long).astream_chat([ChatMessage(TEXT)], max_tokens=3000):
+        assert part.raw is not None
+        break
+    await watch.assert_aborted(2)
+    parts = llm.stream_structured_predict(Long, PROMPT, **args)
+    next(parts)
+    parts.close()
+    await watch.assert_aborted(3)
+
+
+MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_query_engines(llm: AsyncEngineLLM, mode: str) -> None:
+    """What the demo model answers to two tasks at once is not the point: that it is the class is."""
+    texts = [TEXT, "Tom is 51 years old. He lives in Oslo."]
+    index = VectorStoreIndex.from_documents([Document(text=text) for text in texts], embed_model=MockEmbedding(8))
+    engine = index.as_query_engine(llm=llm, output_cls=Person, response_mode=mode, similarity_top_k=2)
+    for response in (engine.query("How old is Ada Brandt?"), await engine.aquery("How old is Ada Brandt?")):
+        answer = response.response
+        assert isinstance(answer, str if "accumulate" in mode else Person), answer
+
+
+async def test_a_query_engine_finds_the_record(llm: AsyncEngineLLM) -> None:
+    index = VectorStoreIndex.from_documents([Document(text=TEXT)], embed_model=MockEmbedding(8))
+    template = ChatPromptTemplate(
+        [
+            ChatMessage("{context_str}"),
+        ]
+    )
+    engine = index.as_query_engine(llm=llm, output_cls=Person, text_qa_template=template)
+    assert (await engine.aquery("Who lives in Fenwick?")).response == ADA

@@ -1,0 +1,54 @@
+"""What a constrained request must answer: a plain loop of model, mask and matcher, without any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from support.grammar_walks import allowed
+
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.testing import FakeModel
+
+Choose = Callable[[list[int], np.ndarray], int]
+"""The model: one of the allowed ids (ascending) to follow the tokens so far."""
+
+
+def constrained_reference(
+    choose: Choose,
+    vocabulary: Vocabulary,
+    prompt: Sequence[int],
+    matcher: Matcher,
+    budget: int,
+    *,
+    jump: bool = True,
+    stop_ids: Collection[int] = (),
+) -> tuple[list[int], str]:
+    """The one right output of a fresh `matcher`, and the reason it ends with."""
+    tokens = list(prompt)
+    while True:
+        *before, last = matcher.accept(choose(tokens, allowed(vocabulary, matcher)), jump)
+        for token in before:
+            tokens.append(token)
+            if token in stop_ids:
+                return tokens[len(prompt) :], "stop"
+        tokens.append(last)
+        output = tokens[len(prompt) :]
+        assert len(output) <= budget
+        if matcher.is_terminated():
+            return output, "length" if matcher.steered else "stop"
+        if last in stop_ids:
+            return output, "stop"
+        if len(output) == budget:
+            return output, "length" if matcher.overrun() is None else "error"
+
+
+def fake_choice(model: FakeModel, seed: int = 0) -> Choose:
+    """How the fake runner chooses: the first allowed id from the model's own token upwards, in a circle."""
+
+    def choose(tokens: list[int], ids: np.ndarray) -> int:
+        assert len(ids), "a dead end"
+        return int(ids[np.searchsorted(ids, model.next_token(tokens, seed)) % len(ids)])
+
+    return choose

@@ -229,6 +229,7 @@ class EngineCore:
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
+            forced_tokens=counters.forced_tokens,
             computed_tokens=counters.computed_tokens,
             preemptions=counters.preemptions,
             steps=counters.steps,

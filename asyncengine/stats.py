@@ -49,6 +49,8 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    forced_tokens: int
+    """Of `generated_tokens`, not sampled but forced by a grammar: each saved a step."""
     computed_tokens: int
     preemptions: int
     steps: int

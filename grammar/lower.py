@@ -30,7 +30,8 @@ _ZONE = "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?{_ZONE}"
 DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 """RFC 3339, years 1 to 9999. Read only."""
-_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":"date')
+MAX_HOSTNAME = 253
+_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":"date', '"format":"hostname"')
 """Signs that a schema has something the functions below change."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
@@ -99,7 +100,7 @@ def _object(text: str, lenient: bool) -> dict[str, Any]:
         for _, node in subschemas(schema):
             _without_effect(node)
             _enforce_classes(node)
-            _enforce_dates(node)
+            _enforce_formats(node)
             if lenient:
                 _relax(node)
     return schema
@@ -140,8 +141,11 @@ def _enforce_classes(node: dict[str, Any]) -> None:
         node["patternProperties"] = {_with_nul(key): value for key, value in named.items()}
 
 
-def _enforce_dates(node: dict[str, Any]) -> None:
-    """llguidance 1.9.1 takes 29 February for a day of every year; these patterns know better."""
+def _enforce_formats(node: dict[str, Any]) -> None:
+    """llguidance 1.9.1 takes 29 February for a day of every year, and host names of any length."""
+    if node.get("format") == "hostname":
+        longest = node.get("maxLength")
+        node["maxLength"] = min(longest, MAX_HOSTNAME) if isinstance(longest, int) else MAX_HOSTNAME
     pattern = DATES.get(node["format"]) if isinstance(node.get("format"), str) else None
     if pattern is not None and "pattern" not in node:
         node["pattern"] = pattern

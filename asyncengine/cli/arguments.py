@@ -48,7 +48,11 @@ def add_generate(commands: Commands) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message (implies --chat)")
     parser.add_argument("--json", action="store_true", help="print the whole Completion as JSON at the end")
     parser.add_argument("--stats", action="store_true", help="print token counts and times to stderr at the end")
-    _add_sampling_flags(parser, "n", "logprobs", "top_logprobs")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--schema", type=Path, metavar="FILE", help="the output is JSON that this JSON schema allows")
+    forms.add_argument("--regex", metavar="PATTERN", help="the output is what this pattern matches")
+    forms.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these (repeat the flag)")
+    _add_sampling_flags(parser, "n", "logprobs", "top_logprobs", "on_budget")
     _add_engine_flags(parser)
 
 

@@ -10,13 +10,16 @@ from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, given, sampling_params
 from asyncengine.cli.text import as_json, write
+from asyncengine.grammar import Grammar
 from asyncengine.outputs import Completion
 from asyncengine.stream import SyncTokenStream
 from asyncengine.sync_engine import Engine
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args).replace(**given(args, ("n", "logprobs", "top_logprobs")))
+    params = sampling_params(args).replace(
+        grammar=_grammar(args), **given(args, ("n", "logprobs", "top_logprobs", "on_budget"))
+    )
     config = engine_config(args, max_num_seqs=max(16, params.n), show_progress=not args.json)
     prompt = _prompt(args.prompt)
     with open_engine(args.model, config) as engine:
@@ -45,6 +48,18 @@ def _prompt(text: str) -> str:
     if not text:
         raise CliError("prompt: must not be empty")
     return text
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    """Raises `GrammarError`, or `CliError` for a file that cannot be read."""
+    if args.schema is not None:
+        try:
+            return Grammar.json_schema(args.schema.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise CliError(f"schema: cannot read {args.schema}: {error}") from error
+    if args.regex is not None:
+        return Grammar.regex(args.regex)
+    return None if args.choice is None else Grammar.choice(args.choice)
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -64,6 +64,34 @@ def test_a_request_that_cannot_fit_is_refused_by_name(capsys: pytest.CaptureFixt
     assert captured.err.count("\n") == 1
 
 
+def test_generate_holds_the_output_to_a_form(run: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "integer"}, "maxItems": 3}', encoding="utf-8")
+    shown, _ = run("generate", "demo", "Numbers: ", "--schema", str(schema), *GREEDY)
+    assert all(isinstance(item, int) for item in json.loads(shown))
+    shown, _ = run("generate", "demo", "Year: ", "--regex", "[0-9]{4}", *GREEDY)
+    assert re.fullmatch(r"[0-9]{4}\n", shown)
+    shown, _ = run("generate", "demo", "Well? ", "--choice", "yes", "--choice", "no", *GREEDY)
+    assert shown in ("yes\n", "no\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (("--regex", "(a"), "grammar"),
+        (("--schema", "no/such/file"), "schema"),
+        (("--regex", "a{30}", "--max-tokens", "3"), "max_tokens"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], field: str
+) -> None:
+    assert main(["generate", "demo", "hi", *flags, *SMALL]) == 2
+    captured = capsys.readouterr()
+    assert f"{field}: " in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_a_missed_deadline_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["generate", "demo", "hi", "--request-timeout", "0.000001", *SMALL])
     assert code == 1

@@ -24,6 +24,7 @@ from asyncengine.requests import (
     RequestKeywords,
     RequestOptions,
     ToolSpecs,
+    rough_size,
     split_chat,
 )
 from asyncengine.sampling_params import SamplingParams
@@ -184,7 +185,9 @@ class AsyncEngine:
         core = self.core
 
         async def start() -> Assembler:
-            work = size + sum(len(stop) for stop in params.stop) if isinstance(params, SamplingParams) else size
+            work = size
+            if isinstance(params, SamplingParams):
+                work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
             accepted = prepare() if work <= INLINE_CHARS else await anyio.to_thread.run_sync(prepare)
             await core.enter(accepted)
             return core.post(accepted)

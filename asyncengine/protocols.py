@@ -77,6 +77,11 @@ class GrammarMatcher(Protocol):
         """True: the output is complete and nothing may follow."""
         ...
 
+    def fresh(self) -> GrammarMatcher:
+        """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
+        thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
+        ...
+
     def overrun(self) -> str | None:
         """Asked when the budget is spent: why that is an error, or None if the output may end there."""
         ...

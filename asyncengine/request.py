@@ -44,9 +44,9 @@ class Request:
 
     __slots__ = (
         "adapter", "adapter_slot", "arrival", "cached_tokens", "deadline", "epoch", "first_step_at", "group",
-        "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed", "num_launched",
-        "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority", "prompt_len", "salt", "slot",
-        "spec", "state", "table", "ticket", "tokens", "waiting_deadline",
+        "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed", "num_kept",
+        "num_launched", "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority", "prompt_len",
+        "salt", "slot", "spec", "state", "table", "ticket", "tokens", "waiting_deadline",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +91,8 @@ class Request:
         self.num_computed = 0
         self.num_launched = 0
         self.num_pending = 0
+        self.num_kept = 0
+        """Tokens it had, or was to get from launched steps, when it was last preempted."""
         self.epoch = 0
         """Counts admissions; a result of an earlier epoch says nothing about the pages of this one."""
         self.last_step = 0

@@ -75,10 +75,27 @@ class ChatRequest:
     def size(self) -> int:
         """Rough number of characters, to decide where to tokenize it. Malformed chats fail later, by name."""
         size = 1024 * len(self.tools) if isinstance(self.tools, (list, tuple)) else 0
+        size += rough_size(self.response_format)
         if isinstance(self.messages, (list, tuple)):
             for message in self.messages:
                 size += len(str(message.get("content", ""))) + 64 if isinstance(message, Mapping) else 0
         return size
+
+
+def rough_size(grammar: Any, most: int = 1 << 16) -> int:
+    """Rough number of characters of a grammar as the caller wrote it; counting ends beyond `most`, circles included."""
+    text = getattr(grammar, "text", None)
+    if isinstance(text, str):
+        return len(text)
+    size, stack = 0, [grammar]
+    while stack and size <= most:
+        item = stack.pop()
+        size += len(item) if isinstance(item, str) else 4
+        if isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            stack += item
+    return size
 
 
 def template_tools(tools: ToolSpecs) -> ToolSpecs:

@@ -23,7 +23,7 @@ UNIMPLEMENTED = (
 _TOO_LARGE = (
     "too large", "too big", "too many", "too deeply nested", "fuel exhausted", "recursion limit exceeded",
     "maximum number of nested", "limit for this grammar", "grammar.symbols.len()", "exceeds limit", "too complex",
-    "unable to determine if regex is empty", "(limit ",
+    "unable to determine if regex is empty", "(limit ", "; max is ",
 )  # fmt: skip
 _IMPOSSIBLE = ("unsatisfiable", "noextension", "regex is empty", "empty language", "no valid output")
 _NO_AUTOMATON = ("look-around", "lookarounds not supported", "backreferences are not supported")

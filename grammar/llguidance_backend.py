@@ -19,7 +19,7 @@ from typing import Any
 
 import llguidance
 
-from asyncengine.errors import GrammarError, GrammarImpossible
+from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Cuts
 from asyncengine.grammar.keywords import explain
@@ -71,9 +71,10 @@ class LlgTemplate:
         self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
         self._bytes = backend.matcher(grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
         self._search = Search(vocabulary, ways_out(grammar, self.text))
-        path = self._search.shortest(self._bytes.deep_copy())
+        probe = self._bytes.deep_copy()
+        path = self._search.shortest(probe)
         if path is None:
-            raise GrammarImpossible("grammar", "allows no complete output, or none was found within the search's limit")
+            raise _no_output(grammar, probe)
         self._path = path
         self.min_tokens = Cuts(path, vocabulary).cost(0)
         if self.min_tokens >= UNREACHABLE:
@@ -176,11 +177,20 @@ class LlgState:
             raise explain(self._template.grammar, self._matcher.get_error())
 
 
+def _no_output(grammar: Grammar, probe: Any) -> GrammarError:
+    """Why the search, done with `probe`, found no complete output."""
+    if probe.is_error():
+        error = explain(grammar, probe.get_error())
+        if isinstance(error, GrammarTooLarge):  # there may be one, but the library could not follow it
+            return error
+    return GrammarImpossible("grammar", "allows no complete output, or none was found within the search's limit")
+
+
 def _in_bytes(text: str, vocabulary: Vocabulary) -> str:
     """The same grammar over the byte vocabulary: references to special tokens by number change their number."""
 
     def renumber(match: re.Match[str]) -> str:
         token = int(match[1])
-        return f"<[{256 + vocabulary.marks.index(token)}]>" if token in vocabulary.marks else match[0]
+        return f"<[{vocabulary.symbols(token)[0]}]>" if token in vocabulary.special_ids else match[0]
 
     return _TOKEN_ID.sub(renumber, text)

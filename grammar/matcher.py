@@ -9,20 +9,28 @@ complete when the budget is spent.
 from __future__ import annotations
 
 from asyncengine.errors import GrammarError
-from asyncengine.grammar.backend import Closing, Mask, State
+from asyncengine.grammar.backend import Mask, Template
 from asyncengine.sampling_params import OnBudget
 
 
 class Matcher:
     """A `protocols.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
 
-    def __init__(self, state: State, closing: Closing | None, budget: int, on_budget: OnBudget) -> None:
-        """`budget`: output tokens at most. `closing`: only for `on_budget="close"`, at most `budget` tokens long."""
-        self._state = state
-        self._closing = closing
-        self._left = budget
+    def __init__(self, template: Template, budget: int, on_budget: OnBudget) -> None:
+        """`budget`: output tokens at most; for `on_budget="close"` no less than the template's `min_tokens`.
+
+        Raises `GrammarError` if the template is broken.
+        """
+        self._template = template
+        self._budget = budget
         self._on_budget = on_budget
+        self._state = template.new_state()
+        self._closing = template.new_closing() if on_budget == "close" else None
+        self._left = budget
         self.steered = False
+
+    def fresh(self) -> Matcher:
+        return Matcher(self._template, self._budget, self._on_budget)
 
     def fill_mask(self, mask: Mask) -> None:
         self._state.fill(mask)

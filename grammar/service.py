@@ -237,7 +237,7 @@ def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:
     if on_budget != "truncate" and budget < needed:
         raise BudgetTooSmall(
             "max_tokens",
-            f"the shortest output this grammar allows takes {needed} tokens, and {budget} are left for the output",
+            f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output",
         )
 
 

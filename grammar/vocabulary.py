@@ -126,10 +126,15 @@ class Vocabulary:
         wrapper = llguidance.TokenizerWrapper(_Source(tokens, (len(tokens) - 1,), special, None))
         return llguidance.LLTokenizer(wrapper, eos_token=len(tokens) - 1, slices=[])
 
+    @cached_property
+    def _mark_symbols(self) -> dict[int, tuple[int]]:
+        return {token: (256 + index,) for index, token in enumerate(self.marks)}
+
     def symbols(self, token: int) -> Sequence[int]:
         """What a token is in the byte vocabulary."""
-        if token in self.special_ids:
-            return (256 + self.marks.index(token),)
+        mark = self._mark_symbols.get(token)
+        if mark is not None:
+            return mark
         return self.token_bytes[token] if token < len(self.token_bytes) else b""
 
     def warm_up(self) -> None:

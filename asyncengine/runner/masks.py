@@ -45,14 +45,21 @@ class StepMasks:
         self._done = threading.Event()
 
     def fill(self) -> None:
-        masks: NDArray[np.int32] = self._packed.numpy()
-        for mask, (index, row) in zip(masks, self._rows.items(), strict=True):
-            assert row.grammar is not None
-            try:
-                row.grammar.fill_mask(mask)
-            except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
-                self._failed[index] = grammar_failed(error)
-        self._done.set()
+        try:
+            masks: NDArray[np.int32] = self._packed.numpy()
+            for mask, (index, row) in zip(masks, self._rows.items(), strict=True):
+                self._fill_row(mask, index, row)
+        except Exception as error:
+            self._failed = dict.fromkeys(self._rows, grammar_failed(error))
+        finally:
+            self._done.set()  # whoever waits must not wait for ever
+
+    def _fill_row(self, mask: NDArray[np.int32], index: int, row: Row) -> None:
+        assert row.grammar is not None
+        try:
+            row.grammar.fill_mask(mask)
+        except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
+            self._failed[index] = grammar_failed(error)
 
     def wait(self, sampling: Sequence[int]) -> FilledMasks:
         """The masks, in the order of the `sampling` rows (batch indices)."""

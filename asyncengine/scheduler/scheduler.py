@@ -210,12 +210,14 @@ class Scheduler:
         return True
 
     def _force_preemption(self) -> None:
-        """For tests. Only who has caught up is taken: then each admission is worth at least one token."""
+        """For tests. Only who has got a token since it was admitted is taken: else chunks and preemptions in step with
+        each other could go on for ever."""
         every = self.config.preempt_every
         if every and (self.last_step + 1) % every == 0:
-            caught_up = [r for r in self.running.values() if r.num_output and r.num_computed >= len(r.tokens) - 1]
-            if caught_up:
-                self._preempt(choose_victim(caught_up, self.policy))
+            ahead = [r for r in self.running.values() if r.num_output and len(r.tokens) > r.num_kept]
+            ahead = [r for r in ahead if r.num_computed >= len(r.tokens) - 1]
+            if ahead:
+                self._preempt(choose_victim(ahead, self.policy))
 
     def _preempt(self, request: Request) -> None:
         """Take the request's pages; it keeps its tokens and computes them again when readmitted.
@@ -224,6 +226,7 @@ class Scheduler:
         no more than a cache hit.
         """
         self._close(request)
+        request.num_kept = len(request.tokens) + request.num_pending
         request.num_computed = request.num_launched = 0
         request.preemptions += 1
         self.counters.preemptions += 1
@@ -337,6 +340,7 @@ class Scheduler:
         for count, item in enumerate(before):
             self._accept(request, item, None, now, more=True)
             if request.state is RequestState.FINISHED:  # a stop token id of the caller's
+                self.counters.forced_tokens += count
                 return count
         self._accept(request, last, None, now)
         self.counters.forced_tokens += len(forced)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncengine.batch import RowSpec, StepResult
 from asyncengine.config import EngineConfig
+from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
 from asyncengine.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
-from asyncengine.protocols import Executor
+from asyncengine.protocols import AdapterAdmission, Executor, GrammarMatcher
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 
@@ -39,7 +41,8 @@ class Recording:
         self.entries.append((kind, value))
 
     def save(self, path: str | Path) -> Path:
-        """Write as JSON lines. Grammar matchers are code and cannot be saved: raises `TypeError` for those."""
+        """Write as JSON lines. Grammars are saved, matchers are not: `replay` makes them anew. Errors become their
+        texts. Raises `TypeError` for a grammar that is not a `Grammar`."""
         path = Path(path)
         lines = [json.dumps({"config": asdict(self.config), "num_pages": self.num_pages})]
         for kind, value in self.entries:
@@ -58,21 +61,31 @@ class Recording:
         return recording
 
 
-def replay(recording: Recording, executor: Executor) -> list[Output]:
+def replay(
+    recording: Recording,
+    executor: Executor,
+    adapters: AdapterAdmission | None = None,
+    matchers: Callable[[Generate], GrammarMatcher] | None = None,
+) -> list[Output]:
     """Play a recording on a fresh scheduler and `executor`; all outputs, in order. Books are checked after each entry.
 
-    The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic).
+    The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic). So must
+    `adapters`, if the recorded scheduler had any. Each constrained request gets a fresh matcher: the recorded run used
+    its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording.
     """
     config = recording.config
     kv = KVCache(
         recording.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction
     )
-    scheduler = Scheduler(config, kv)
+    scheduler = Scheduler(config, kv, adapters)
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
+    asked: dict[int, Generate] = {}
     for kind, value in recording.entries:
         if kind == "apply":
-            scheduler.apply(value)
+            if isinstance(value, Generate):
+                asked[value.spec.ticket] = value
+            scheduler.apply(_with_matcher(value, asked, matchers))
         elif kind == "schedule":
             batch = scheduler.schedule(value)
             if batch is not None:
@@ -86,9 +99,22 @@ def replay(recording: Recording, executor: Executor) -> list[Output]:
     return outputs
 
 
+def _with_matcher(
+    message: Message, asked: Mapping[int, Generate], matchers: Callable[[Generate], GrammarMatcher] | None
+) -> Message:
+    """`message`; if it brings a matcher, with one that nobody has moved yet."""
+    if not isinstance(message, GrammarReady) or message.error is not None:
+        return message
+    if message.matcher is not None:
+        return replace(message, matcher=message.matcher.fresh())
+    if matchers is None:
+        raise ValueError("this recording was saved without its matchers: pass `matchers` to make them")
+    return replace(message, matcher=matchers(asked[message.ticket]))
+
+
 def _message_to_json(message: Message) -> list[Any]:
-    if isinstance(message, GrammarReady) and message.matcher is not None:
-        raise TypeError("a recording with grammar matchers cannot be saved")
+    if isinstance(message, GrammarReady):
+        message = replace(message, matcher=None, error=None if message.error is None else str(message.error))
     return [type(message).__name__, asdict(message)]
 
 
@@ -96,7 +122,10 @@ def _message_from_json(value: list[Any]) -> Message:
     name, fields = value
     if name == "Generate":
         spec = fields["spec"]
-        spec["params"] = SamplingParams(**spec["params"])
+        params = spec["params"]
+        if params["grammar"] is not None:
+            params["grammar"] = Grammar(**params["grammar"])
+        spec["params"] = SamplingParams(**params)
         spec["stop_ids"] = tuple(spec["stop_ids"])
         fields["spec"] = RowSpec(**spec)
         fields["prompt"] = tuple(fields["prompt"])

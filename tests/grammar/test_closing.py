@@ -11,7 +11,7 @@ import pytest
 from support.grammar_walks import text_of, walk
 from support.small_vocabulary import EOS
 
-from asyncengine.errors import GrammarImpossible
+from asyncengine.errors import GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlgTemplate, LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
@@ -109,11 +109,20 @@ def test_without_steering_an_output_is_what_was_sampled(
         assert outputs[0] == outputs[1]
 
 
-def test_a_grammar_without_any_output_is_impossible(vocabulary: Vocabulary) -> None:
-    backend = LlguidanceBackend(vocabulary)
-    endless = Grammar.lark('start: "a" start')
-    with pytest.raises(GrammarImpossible):
-        backend.compile(endless, 10)
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.lark('start: "a" start'),
+        Grammar.lark("start: /[ab]/ start"),
+        Grammar.json_schema({"$ref": "#"}),
+        Grammar.json_schema({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}),
+    ],
+    ids=["forced for ever", "free for ever", "itself", "needs itself", "empty range"],
+)
+def test_a_grammar_without_any_output_is_refused(vocabulary: Vocabulary, grammar: Grammar) -> None:
+    with pytest.raises((GrammarImpossible, GrammarTooLarge)):
+        LlguidanceBackend(vocabulary).compile(grammar, 10)
 
 
 @pytest.mark.parametrize(

@@ -164,3 +164,15 @@ def test_thrashing_ends():
     steps.run(5000)
     steps.assert_right()
     steps.assert_empty()
+
+
+@pytest.mark.parametrize("chunk", [5, 6, 7, 8])
+@pytest.mark.parametrize("every", [2, 3])
+def test_forced_preemption_in_step_with_chunks_ends_all_the_same(chunk: int, every: int):
+    """Nobody gives way again before it has got a token: here a preemption could come just before each of them."""
+    steps = Steps(pages=64, prefix_caching=False, preempt_every=every, max_num_batched_tokens=chunk)
+    for i in range(3):
+        steps.add([5 + i] * 40, 6)
+    steps.run(most=2000)
+    steps.assert_right()
+    assert steps.scheduler.counters.preemptions > 3

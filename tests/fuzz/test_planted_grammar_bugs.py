@@ -1,0 +1,196 @@
+"""Would the grammar fuzz notice? Each test plants one bug of constrained generation, and the fuzz must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fuzz.grammar_fuzz import Breaking, GrammarLife
+
+from asyncengine.errors import EngineError
+from asyncengine.grammar.closing import ByteClosing
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.scheduler import rows, scheduler
+from asyncengine.scheduler.scheduler import Scheduler
+from asyncengine.testing import FakeExecutor
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def append_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
+        return accept_forced(self, request, token, forced + forced, now)
+
+    accept_forced = Scheduler._accept_forced
+    patch.setattr(Scheduler, "_accept_forced", broken)
+
+
+def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
+        return accept_forced(self, request, token, forced[:-1], now)
+
+    accept_forced = Scheduler._accept_forced
+    patch.setattr(Scheduler, "_accept_forced", broken)
+
+
+def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
+    """Nobody has computed their keys and values yet."""
+
+    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
+        taken = accept_forced(self, request, token, forced, now)
+        if request.table is not None and self.kv.grow(request.table, len(request.tokens)):
+            request.num_computed = request.num_launched = len(request.tokens) - 1
+        return taken
+
+    accept_forced = Scheduler._accept_forced
+    patch.setattr(Scheduler, "_accept_forced", broken)
+
+
+def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
+    """The row whose matcher raised, and which may have moved, is given what the model sampled."""
+    sample = FakeExecutor._sample
+
+    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
+        sample(self, index, row, result)
+        if index in result.errors:
+            del result.errors[index]
+            result.tokens[index] = self.model.next_token(self.context(row), row.spec.seed)
+
+    patch.setattr(FakeExecutor, "_sample", broken)
+
+
+def move_the_matcher_before_the_row_fails(patch: pytest.MonkeyPatch) -> None:
+    """A matcher that was moved for a row without a token is one token ahead of its request for ever."""
+    execute = FakeExecutor.execute
+
+    def broken(self: FakeExecutor, batch: Any) -> Any:
+        for row in batch.rows:
+            if row.grammar is not None and not row.samples and not isinstance(row.grammar, Breaking):
+                row.grammar.accept(self._constrain(row.grammar, 5), False)
+        return execute(self, batch)
+
+    patch.setattr(FakeExecutor, "execute", broken)
+
+
+def apply_no_mask(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FakeExecutor, "_constrain", lambda self, grammar, token: token)
+
+
+def forget_the_mask_of_prompts(patch: pytest.MonkeyPatch) -> None:
+    """The first token, sampled by a row of several positions, is free."""
+    constrain = FakeExecutor._sample
+
+    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
+        constrain(self, index, row._replace(grammar=None) if row.num_scheduled > 1 else row, result)
+
+    patch.setattr(FakeExecutor, "_sample", broken)
+
+
+def count_no_forced_tokens(patch: pytest.MonkeyPatch) -> None:
+    """The way to the end is thought to fit because forced tokens are left out of the budget."""
+
+    def broken(self: Matcher, token: int, jump: bool = True) -> list[int]:
+        tokens = accept(self, token, jump)
+        self._left += len(tokens) - 1
+        return tokens
+
+    accept = Matcher.accept
+    patch.setattr(Matcher, "accept", broken)
+
+
+def close_one_token_late(patch: pytest.MonkeyPatch) -> None:
+    advance = ByteClosing.advance
+    patch.setattr(ByteClosing, "advance", lambda self, token, at_most: advance(self, token, at_most + 1))
+
+
+def never_close(patch: pytest.MonkeyPatch) -> None:
+    advance = ByteClosing.advance
+    patch.setattr(ByteClosing, "advance", lambda self, token, at_most: advance(self, token, 10**9))
+
+
+def reset_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler, request: Any) -> None:
+        preempt(self, request)
+        if request.matcher is not None and not isinstance(request.matcher, Breaking):
+            request.matcher = request.matcher.fresh()
+
+    patch.setattr(Scheduler, "_preempt", broken)
+
+
+def lose_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler, request: Any) -> None:
+        preempt(self, request)
+        request.matcher = None
+
+    patch.setattr(Scheduler, "_preempt", broken)
+
+
+def launch_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
+    """With two steps in flight the second is launched before the matcher knows the first one's forced tokens."""
+    patch.setattr(
+        scheduler, "may_overlap", lambda request: len(request.tokens) + request.num_pending < request.max_total
+    )
+
+
+def start_before_the_grammar_is_there(patch: pytest.MonkeyPatch) -> None:
+    """Whose adapter is loaded starts, whether its grammar is compiled or not."""
+
+    def broken(self: Scheduler, queue: Any, ticket: int, error: Any) -> None:
+        if queue is self.adapter_queue:
+            self.grammar_queue.pop(ticket, None)
+        leave(self, queue, ticket, error)
+
+    leave = Scheduler._leave_queue
+    patch.setattr(Scheduler, "_leave_queue", broken)
+
+
+def ignore_that_the_budget_ran_out(patch: pytest.MonkeyPatch) -> None:
+    """`on_budget="error"` gives half an output and says nothing."""
+    end = rows.constrained_end
+
+    def broken(matcher: Any, reason: Any) -> Any:
+        return end(matcher, reason) if matcher.is_terminated() else (reason, None)
+
+    patch.setattr(scheduler, "constrained_end", broken)
+
+
+def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    """An output that nothing may follow is not ended."""
+    patch.setattr(scheduler, "constrained_end", lambda matcher, reason: (reason, None))
+
+
+PLANTS: list[Plant] = [
+    append_forced_tokens_twice,
+    lose_the_last_forced_token,
+    believe_forced_tokens_are_computed,
+    go_on_after_a_matcher_failed,
+    move_the_matcher_before_the_row_fails,
+    apply_no_mask,
+    forget_the_mask_of_prompts,
+    count_no_forced_tokens,
+    close_one_token_late,
+    never_close,
+    reset_the_matcher_of_who_is_preempted,
+    lose_the_matcher_of_who_is_preempted,
+    launch_before_the_token_is_known,
+    start_before_the_grammar_is_there,
+    ignore_that_the_budget_ran_out,
+    go_on_after_the_end,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, EngineError, ValueError, IndexError, KeyError)):
+        live(40)
+
+
+def live(seeds: int) -> None:
+    for seed in range(seeds):
+        GrammarLife(seed, depth=2).run()

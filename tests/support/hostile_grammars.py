@@ -1,0 +1,106 @@
+"""Grammars made to hurt: too deep, too wide, exponential, circular, impossible, malformed. Each is made when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncengine.grammar import Grammar
+
+
+def _circular() -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "array"}
+    schema["items"] = schema
+    return schema
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def _references(count: int, last: dict[str, Any]) -> dict[str, Any]:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$defs": {**chain, f"d{count}": last}, "$ref": "#/$defs/d0"}
+
+
+def _doubling(levels: int) -> dict[str, Any]:
+    """2 ** levels leaves."""
+    defs: dict[str, Any] = {f"d{i}": _pair({"$ref": f"#/$defs/d{i + 1}"}) for i in range(levels)}
+    return {"$defs": {**defs, f"d{levels}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+def _pair(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"l": item, "r": item}, "required": ["l", "r"]}
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "60,000 nested groups": lambda: Grammar.regex("(" * 60_000 + "a" + ")" * 60_000),
+    "60,000 unclosed groups": lambda: Grammar.regex("(" * 60_000),
+    "60,000 nested classes": lambda: Grammar.regex("[" * 60_000),
+    "a huge count": lambda: Grammar.regex("a{1000000000}"),
+    "counts of counts": lambda: Grammar.regex("((((a{1000}){1000}){1000}){1000})"),
+    "a count beyond all numbers": lambda: Grammar.regex("a{" + "9" * 5000 + "}"),
+    "look-behind": lambda: Grammar.regex("(?<=a)b"),
+    "a back-reference": lambda: Grammar.regex(r"(a)\1"),
+    "an empty pattern class": lambda: Grammar.regex(r"[^\s\S]"),
+    "an enum of 10 MB": lambda: {"enum": [f"{i:0100d}" for i in range(100_000)]},
+    "a choice of 10 MB": lambda: Grammar.choice([f"{i:0100d}" for i in range(100_000)]),
+    "100,000 levels": lambda: _nested(100_000),
+    "100,000 levels as text": lambda: Grammar.json_schema('{"items":' * 100_000 + "{}" + "}" * 100_000),
+    "a circular dict": _circular,
+    "10,000 references in a chain": lambda: _references(10_000, {"type": "integer"}),
+    "references in a circle": lambda: _references(5, {"$ref": "#/$defs/d0"}),
+    "a reference to itself": lambda: {"$ref": "#"},
+    "a reference to nothing": lambda: {"$ref": "#/$defs/nobody"},
+    "a reference to elsewhere": lambda: {"$ref": "https://example.com/schema.json"},
+    "a property that must be itself": lambda: {
+        "type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False,
+    },
+    "minimum above maximum": lambda: {"type": "integer", "minimum": 5, "maximum": 4},
+    "minLength above maxLength": lambda: {"type": "string", "minLength": 5, "maxLength": 4},
+    "minItems above maxItems": lambda: {"type": "array", "minItems": 5, "maxItems": 4},
+    "an empty enum": lambda: {"enum": []},
+    "false": lambda: Grammar.json_schema("false"),
+    "not json": lambda: Grammar.json_schema("{"),
+    "NaN": lambda: {"const": float("nan")},
+    "a huge number of items": lambda: {"type": "array", "minItems": 10**9, "items": {"type": "null"}},
+    "a hard multiple": lambda: {"type": "integer", "multipleOf": 999_983},
+    "NUL": lambda: Grammar.regex("a\0b"),
+    "NUL in a schema": lambda: {"const": "a\0b"},
+    "half a surrogate pair": lambda: Grammar.regex("\ud800"),
+    "half a surrogate pair in a schema": lambda: {"const": "\udc00"},
+    "2,000 optional properties": lambda: {
+        "type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)},
+    },
+    "nothing at all": lambda: Grammar.choice([]),
+    "a plain text": lambda: "yes|no",
+    "no schema": object,
+    "an empty Lark grammar": lambda: Grammar.lark(""),
+    "Lark without terminals": lambda: Grammar.lark("start: a\na: b\nb: a"),
+    "Lark without an end": lambda: Grammar.lark('start: "a" start'),
+    "Lark with an unknown rule": lambda: Grammar.lark("start: nobody"),
+    "Lark that is not": lambda: Grammar.lark("]]] :::"),
+    "Lark 10,000 rules deep": lambda: Grammar.lark(
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(10_000)) + 'r10000: "a"\n'
+    ),
+    "Lark 10,000 groups deep": lambda: Grammar.lark("start: " + "(" * 10_000 + '"a"' + ")" * 10_000),
+    "Lark with a budget of its own": lambda: Grammar.lark("start: body\nbody[max_tokens=3]: /[a-z]*/"),
+}  # fmt: skip
+"""What cannot be served, and must be refused with a typed error that names the field."""
+
+BEARABLE: dict[str, Callable[[], Any]] = {
+    "exponential alternation": lambda: Grammar.regex("(a|aa|aaa|b)*(a|ab|aba)*(b|ba|bab)*c"),
+    "exponential backtracking": lambda: Grammar.regex("(x+x+)+y"),
+    "2 ** 40 states if made deterministic": lambda: Grammar.regex("[ab]*a[ab]{40}"),
+    "left recursion": lambda: Grammar.lark('start: start "," "a" | "a"'),
+    "mutual left recursion": lambda: Grammar.lark('start: x\nx: y "b" | "a"\ny: x "c"'),
+    "an ambiguous grammar": lambda: Grammar.lark('start: start start | "a"'),
+    "a billion leaves": lambda: _doubling(30),
+    "a wide anyOf": lambda: {"anyOf": [{"const": f"option {i}"} for i in range(3000)]},
+    "a reference to itself below": lambda: {"type": "array", "items": {"$ref": "#"}},
+    "a count of 10,000": lambda: Grammar.regex("a{0,10000}"),
+}  # fmt: skip
+"""What may be served or refused, but within its time and to nobody's harm."""

@@ -89,12 +89,16 @@ def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: Engi
     from asyncengine.grammar.service import GrammarService
     from asyncengine.grammar.vocabulary import Vocabulary
 
-    if tokenizer is None or config.grammar_backend == "none" or not info.eos_token_ids:
+    if tokenizer is None or config.grammar_backend == "none":
+        return None
+    # a checkpoint may name its end of sequence in the tokenizer only
+    ends = info.eos_token_ids or (() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    if not ends:
         return None
     table = tokenizer.table
     vocabulary = Vocabulary(
         [table.token_bytes(token) for token in range(table.size)],
-        info.eos_token_ids,
+        ends,
         table.special_ids,
         info.vocab_size,
         lambda text: tokenizer.encode(text, add_special_tokens=False),

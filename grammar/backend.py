@@ -80,6 +80,16 @@ class Template(Protocol):
         """Tokens of the shortest complete output known, end-of-sequence not counted."""
         ...
 
+    @property
+    def refined(self) -> bool:
+        """`refine` has been called, or would find nothing shorter."""
+        ...
+
+    def refine(self) -> None:
+        """Look for a shorter output: for a budget below `min_tokens`. Takes up to a tenth of a second. One thread at a
+        time; requests may be served meanwhile."""
+        ...
+
     def new_state(self) -> State:
         """A state at the beginning. Raises `GrammarError` if the template is broken: compile it again."""
         ...

@@ -21,10 +21,10 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import Mask
-from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Cuts
+from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Way
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lower import to_llguidance
-from asyncengine.grammar.search import Search, ways_out
+from asyncengine.grammar.search import EFFORT, Search, ways_out
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
 
@@ -61,7 +61,7 @@ class LlguidanceBackend:
 
 
 class LlgTemplate:
-    """One compiled grammar: a matcher over the vocabulary, one over bytes, and the shortest output."""
+    """One compiled grammar: a matcher over the vocabulary, one over bytes, and a way to a complete output."""
 
     def __init__(self, backend: LlguidanceBackend, grammar: Grammar) -> None:
         self.backend = backend
@@ -70,15 +70,42 @@ class LlgTemplate:
         vocabulary = backend.vocabulary
         self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
         self._bytes = backend.matcher(grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
-        self._search = Search(vocabulary, ways_out(grammar, self.text))
+        self._search, self._way = self._first_way()
+        self.refined = False
+
+    def _first_way(self) -> tuple[Search, Way]:
+        """The first way found, and the search that found it: JSON's habits, or for Lark those that lead there sooner.
+
+        Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
+        """
+        exits = ways_out(self.grammar, self.text)
+        found: list[tuple[int, Search, Way]] = []
         probe = self._bytes.deep_copy()
-        path = self._search.shortest(probe)
-        if path is None:
-            raise _no_output(grammar, probe)
-        self._path = path
-        self.min_tokens = Cuts(path, vocabulary).cost(0)
-        if self.min_tokens >= UNREACHABLE:
+        for prose in (False, True) if self.grammar.kind == "lark" else (False,):
+            search = Search(self.backend.vocabulary, exits, prose=prose)
+            walk = search.greedy(probe, EFFORT)
+            symbols = search.shortest(probe) if walk is None else walk.symbols
+            if symbols is not None:
+                way = Way(symbols, self.backend.vocabulary)
+                found.append((way.cost(0), search, way))
+        if not found:
+            raise _no_output(self.grammar, probe)
+        cost, search, way = min(found, key=lambda item: item[0])
+        if cost >= UNREACHABLE:
             raise GrammarImpossible("grammar", "this model's tokens cannot spell any output found for it")
+        return search, way
+
+    @property
+    def min_tokens(self) -> int:
+        return self._way.cost(0)
+
+    def refine(self) -> None:
+        if not self.refined:
+            symbols = self._search.shortest(self._bytes.deep_copy())
+            way = self._way if symbols is None else Way(symbols, self.backend.vocabulary)
+            if way.cost(0) < self._way.cost(0):
+                self._way = way
+            self.refined = True
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +121,7 @@ class LlgTemplate:
         matcher = self._bytes.deep_copy()
         if matcher.is_error():
             raise GrammarError("grammar", "its compiled form is broken")
-        return ByteClosing(self._search, self.backend.vocabulary, matcher, self._path)
+        return ByteClosing(self._search, self.backend.vocabulary, matcher, self._way)
 
     def fresh_matcher(self) -> Any:
         """A matcher that shares its lexer with nobody."""

@@ -59,6 +59,13 @@ class OutlinesCoreTemplate:
     def min_tokens(self) -> int:
         return self.cost[0]
 
+    @property
+    def refined(self) -> bool:
+        return True  # exact from the beginning
+
+    def refine(self) -> None:
+        """Nothing to find."""
+
     def new_state(self) -> OutlinesCoreState:
         return OutlinesCoreState(self)
 

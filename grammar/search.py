@@ -74,13 +74,30 @@ def ways_out(grammar: Grammar, text: str) -> list[bytes]:
     return [item.encode() for item in dict.fromkeys(found) if item][:MAX_WAYS_OUT]
 
 
+class Tail(NamedTuple):
+    """A known way, or its beginning."""
+
+    symbols: list[int]
+    whole: bool
+
+
+class Walk(NamedTuple):
+    """Symbols that lead to a complete output, or to where a known tail does."""
+
+    symbols: list[int]
+    tail: int
+    """Index of the tail, -1: they lead to the end themselves."""
+
+
 class Search:
     """Finds completions of one grammar's states. Several threads may share it."""
 
-    def __init__(self, vocabulary: Vocabulary, exits: Sequence[bytes] = ()) -> None:
-        """`exits`: texts that may end a free text (`ways_out`)."""
+    def __init__(self, vocabulary: Vocabulary, exits: Sequence[bytes] = (), *, prose: bool = False) -> None:
+        """`exits`: texts that may end a free text (`ways_out`). `prose`: a comma goes on rather than it closes
+        something, and a blank may be the way on; otherwise as in JSON."""
         self._end = 256 + len(vocabulary.marks)
         self._filler = vocabulary.filler
+        self._prose = prose
         self._ways_out = [list(text) for text in exits]
         self._choices: dict[bytes, Choices] = {}
 
@@ -90,16 +107,22 @@ class Search:
             if len(self._choices) >= 1024:
                 self._choices.clear()
             bits = int.from_bytes(mask, "little")
-            known = _preferred([symbol for symbol in range(self._end) if bits >> symbol & 1], self._filler)
+            allowed = [symbol for symbol in range(self._end) if bits >> symbol & 1]
+            known = _preferred(allowed, self._filler, self._prose)
             self._choices[mask] = known
         return known
 
-    def greedy(self, matcher: Any, limit: int) -> list[int] | None:
-        """A completion of at most `limit` symbols from where `matcher` stands (it is left there), or None."""
+    def greedy(self, matcher: Any, limit: int, tails: Sequence[Tail] = ()) -> Walk | None:
+        """A completion of at most `limit` symbols from where `matcher` stands (it is left there), or None. The walk
+        stops where one of `tails` leads to the end."""
         path: list[int] = []
         places: dict[bytes, _Place] = {}
         last: _Place | None = None
+        tail = -1
         while not matcher.is_accepting():
+            tail = next((index for index, way in enumerate(tails) if leads(matcher, way)), -1)
+            if tail >= 0:
+                break
             step: Sequence[int] = matcher.compute_ff_bytes()
             if _SPECIAL in step:  # a special token is spelled out there; as a symbol it is one
                 step = matcher.compute_ff_tokens()
@@ -115,9 +138,9 @@ class Search:
             if not step or len(path) + len(step) > limit or not matcher.consume_tokens(list(step)):
                 break
             path += step
-        found = matcher.is_accepting()
+        found = tail >= 0 or matcher.is_accepting()
         matcher.rollback(len(path))
-        return path if found else None
+        return Walk(path, tail) if found else None
 
     def _step(self, matcher: Any, mask: bytes, place: _Place, *, stays: bool) -> Sequence[int]:
         """What a walk does in a place: the most promising; if the last step changed nothing, one that does."""
@@ -151,9 +174,10 @@ class Search:
 
     def shortest(self, matcher: Any, limit: int = EFFORT, effort: int = EFFORT) -> list[int] | None:
         """The shortest completion found, of at most `limit` symbols. `effort`: symbols it may step over."""
-        best = self.greedy(matcher, limit)
+        walk = self.greedy(matcher, limit)
+        best = None if walk is None else walk.symbols
         for way in self._ways_out:
-            if (best is None or len(way) < len(best)) and completes(matcher, way):
+            if (best is None or len(way) < len(best)) and leads(matcher, Tail(way, True)):
                 best = list(way)
         done = 0
         while best is not None and done < len(best) and effort > 0:
@@ -167,20 +191,22 @@ class Search:
                     matcher.consume_token(symbol)
                     rest = self.greedy(matcher, room)
                     matcher.rollback(1)
-                    effort -= room if rest is None else len(rest)
+                    effort -= room if rest is None else len(rest.symbols)
                     if rest is not None:
-                        best = [*best[:done], symbol, *rest]
+                        best = [*best[:done], symbol, *rest.symbols]
             matcher.consume_token(best[done])
             done += 1
         matcher.rollback(done)
         return best
 
 
-def completes(matcher: Any, way: Sequence[int]) -> bool:
-    """`way` leads from where `matcher` stands (it is left there) to a complete output."""
-    symbols = list(way)
+def leads(matcher: Any, tail: Tail) -> bool:
+    """`tail` can be followed from where `matcher` stands (it is left there); if `whole`, to a complete output."""
+    symbols = tail.symbols
     if not symbols or matcher.validate_tokens(symbols) != len(symbols):
         return False
+    if not tail.whole:
+        return True
     matcher.consume_tokens(symbols)
     complete = bool(matcher.is_accepting())
     matcher.rollback(len(symbols))
@@ -202,7 +228,7 @@ class _Place:
         self.visits = 0
 
 
-def _preferred(allowed: list[int], filler: int) -> Choices:
+def _preferred(allowed: list[int], filler: int, prose: bool) -> Choices:
     letters = [c for c in allowed if c < 128 and chr(c).isalpha()]
     marks = [c for c in allowed if c >= 256]
     lead = [c for c in allowed if 128 <= c < 256]
@@ -216,7 +242,8 @@ def _preferred(allowed: list[int], filler: int) -> Choices:
         ordered = (*marks, *quote, *fill, letters[0], *digits[:1], *kinds, *escape, *lead[:1])
         return Choices(tuple(dict.fromkeys(ordered)), True)
     scalars = _SCALARS if len(letters) <= 3 else _SCALARS[:10]
-    first = [c for c in _CLOSERS if c in allowed] + [c for c in scalars if c in allowed]
+    closers = _CLOSERS.replace(b",", b"") if prose else _CLOSERS
+    first = [c for c in closers if c in allowed] + [c for c in scalars if c in allowed]
     rest = [c for c in allowed if c < 128 and c not in first]
-    rest.sort(key=lambda c: (c in _BLANK, not chr(c).isalnum(), c))
+    rest.sort(key=lambda c: ((c in _BLANK) != prose and not chr(c).isalnum(), c in _BLANK, not chr(c).isalnum(), c))
     return Choices((*marks, *first, *rest, *lead[:16]), False)

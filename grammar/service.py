@@ -91,7 +91,7 @@ class GrammarService:
                 raise QueueFull("max_pending_grammars", self._config.max_pending_grammars)
         if isinstance(known, GrammarError):
             raise _again(known)
-        if known is not None:
+        if known is not None and known.refined:
             _check_budget(known, budget, on_budget)
         return spec
 
@@ -123,6 +123,8 @@ class GrammarService:
         known = self._cache.get(key)
         if known is None or isinstance(known, GrammarError):
             return known and _again(known)
+        if _wants_shorter(known, order):
+            return None  # a worker looks for one
         try:
             _check_budget(known, order.budget, order.on_budget)
             return _new_matcher(known, order)
@@ -173,9 +175,16 @@ class GrammarService:
     # ---------------------------------------------------------------- on a worker thread
 
     def _run(self, job: _Job, spec: Grammar) -> None:
+        with self._lock:
+            known = self._cache.get(job.key)
         outcome: Template | Exception
         try:
-            outcome = self._backend(spec).compile(spec, self._config.grammar_timeout)
+            if known is None or isinstance(known, GrammarError):
+                known = self._backend(spec).compile(spec, self._config.grammar_timeout)
+                self.compiled += 1
+            if any(_wants_shorter(known, waiter.order) for waiter in list(job.waiters.values())):
+                known.refine()
+            outcome = known
         except Exception as error:  # a library's fault is the fault of those who use this grammar
             outcome = (
                 error if isinstance(error, GrammarError) else GrammarError("grammar", f"did not compile: {error!r}")
@@ -185,7 +194,6 @@ class GrammarService:
             waiters, job.waiters = job.waiters, {}
             for ticket in waiters:
                 self._job_of.pop(ticket, None)
-            self.compiled += 1
             if not isinstance(outcome, Exception):
                 self._cache.put(job.key, outcome)
             elif not isinstance(outcome, GrammarTimeout):
@@ -230,6 +238,11 @@ def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatc
         return _new_matcher(compiled, order)
     except Exception as error:  # must reach the waiter, whatever it is
         return error
+
+
+def _wants_shorter(template: Template, order: GrammarOrder) -> bool:
+    """The budget is below the shortest output known so far, and nobody has looked for a shorter one yet."""
+    return not template.refined and order.on_budget != "truncate" and order.budget < template.min_tokens
 
 
 def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:

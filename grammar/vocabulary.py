@@ -13,8 +13,8 @@ from typing import Any
 
 import llguidance
 
-MAX_TOKEN_BYTES = 64
-"""Longer tokens (runs of spaces, mostly) are not looked for when a text is cut into few tokens."""
+MAX_TOKEN_BYTES = 32
+"""Longer tokens (runs of blanks and dashes, mostly) are not looked for when a text is cut into few tokens."""
 ANCHOR = "\n"
 """What a text is put behind where a tokenizer changes the beginning of what it encodes."""
 NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
@@ -94,7 +94,9 @@ class Vocabulary:
     def filler(self) -> int:
         """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
         runs = [data for data in self.by_bytes if 33 <= data[0] < 127 and data == data[:1] * len(data)]
-        runs = [data for data in runs if data[0] not in b'"\\']
+        runs = [
+            data for data in runs if data[0] not in b'"\\{}[]()<>'
+        ]  # those mean something to whoever looks for an end
         return max(runs, key=lambda data: (len(data), data[0]))[0] if runs else ord("a")
 
     @cached_property

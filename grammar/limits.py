@@ -33,6 +33,10 @@ MAX_CHAIN = 256
 """Most rules or schemas open at once, counted through references: a seventh of what overflows 8 MiB."""
 MAX_REPEAT = 10_000
 """Largest count in `{m,n}` and `minItems`."""
+MAX_OPTIONAL = 2_000
+"""Optional properties of one object; 10,000 keep a worker busy for 39 s."""
+MAX_ALTERNATIVES = 20_000
+"""Bars in one Lark text; 50,000 keep a worker busy for 8 s."""
 MAX_LITERAL = 64 << 10
 """Longest text that leaves no choice: a literal, a key, a `const`, the shortest match of a pattern."""
 MAX_MULTIPLE = 100_000
@@ -147,6 +151,11 @@ def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
         least = node.get("minItems")
         if isinstance(least, (int, float)) and least > MAX_REPEAT:
             raise _too_large("minItems", str(MAX_REPEAT), least)
+        named, required = node.get("properties"), node.get("required")
+        if isinstance(named, dict) and len(named) > MAX_OPTIONAL:
+            optional = len(named) - (len(required) if isinstance(required, list) else 0)
+            if optional > MAX_OPTIONAL:
+                raise _too_large("an object", f"{MAX_OPTIONAL} optional properties", optional)
         options = node.get("x-guidance")
         if isinstance(options, dict):
             for pattern in options.values():
@@ -199,6 +208,9 @@ def _check_lark(text: str, max_depth: int, check: _Patterns) -> None:
     depth = 0
     previous = ""
     found = list(tokens(text))
+    alternatives = sum(token == "|" for _, token in found)
+    if alternatives > MAX_ALTERNATIVES:
+        raise _too_large("Lark", f"{MAX_ALTERNATIVES} alternatives", alternatives)
     for kind, token in found:
         if kind == "json":
             _check_schema(token, max_depth, check)

@@ -23,7 +23,7 @@ from asyncengine.integrations.langchain import structured
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangChainFields
 from asyncengine.integrations.langchain.messages import to_openai
-from asyncengine.integrations.langchain.outputs import chat_chunk, chat_result, total_usage
+from asyncengine.integrations.langchain.outputs import chat_chunks, chat_result, total_usage
 from asyncengine.integrations.langchain.profile import model_profile
 from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
 from asyncengine.integrations.results import CallPieces, checked, raise_if_timed_out, worth_sending
@@ -92,7 +92,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
                 for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
-                        yield chat_chunk(chunk, call.model_name)
+                        yield from chat_chunks(chunk, call.model_name)
                     raise_if_timed_out(chunk.finish_reason, text)
 
     async def _astream(
@@ -111,7 +111,8 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
                 async for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
-                        yield chat_chunk(chunk, call.model_name)
+                        for part in chat_chunks(chunk, call.model_name):
+                            yield part
                     raise_if_timed_out(chunk.finish_reason, text)
             finally:
                 stream.abort()  # never awaits: inside a cancelled anyio scope an await would raise again

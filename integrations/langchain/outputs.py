@@ -7,7 +7,7 @@ stream's last chunk only.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
@@ -104,6 +104,21 @@ def _call_chunks(deltas: Sequence[ToolCallDelta]) -> list[ToolCallChunk]:
         known["id"] = known["id"] or delta.id
         known["args"] = (known["args"] or "") + delta.arguments
     return list(joined.values())
+
+
+def chat_chunks(chunk: Chunk, model_name: str) -> Iterator[ChatGenerationChunk]:
+    """LangChain's chunks for one of ours.
+
+    Pieces of a call never travel on the last one: LangChain reads a last message as complete, and the end of a call's
+    arguments alone as an invalid call (to a slow reader the engine sends both at once).
+    """
+    if chunk.finish_reason is None or not chunk.tool_calls:
+        yield chat_chunk(chunk, model_name)
+        return
+    pieces = Chunk(chunk.text, [], None, chunk.index, None, None, None, chunk.tool_calls, chunk.reasoning)
+    yield chat_chunk(pieces, model_name)
+    end = Chunk("", chunk.token_ids, chunk.finish_reason, chunk.index, chunk.logprobs, chunk.error, chunk.usage)
+    yield chat_chunk(end, model_name)
 
 
 def chat_chunk(chunk: Chunk, model_name: str) -> ChatGenerationChunk:

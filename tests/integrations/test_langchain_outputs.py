@@ -11,7 +11,7 @@ from asyncengine import Chunk, Completion, Usage
 from asyncengine import errors as engine_errors
 from asyncengine.errors import EngineError
 from asyncengine.integrations.langchain.errors import mapped_errors
-from asyncengine.integrations.langchain.outputs import chat_chunk, chat_result, split_calls
+from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, chat_result, split_calls
 from asyncengine.integrations.results import CallPieces, openai_usage, worth_sending
 from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
 
@@ -73,6 +73,26 @@ def test_a_stream_adds_up_to_the_whole_answer() -> None:
     assert whole.additional_kwargs == full.additional_kwargs == {"reasoning_content": "Let me think."}
     assert whole.usage_metadata == full.usage_metadata
     assert whole.response_metadata["finish_reason"] == full.response_metadata["finish_reason"] == "tool_calls"
+
+
+def test_the_last_chunk_carries_no_piece_of_a_call() -> None:
+    """A slow reader gets the end of the arguments and the end of the stream at once; LangChain, reading a last message
+    as complete, would take "}" for an invalid call."""
+    merged = Chunk("", [8, 9], "tool_calls", usage=USAGE, tool_calls=[delta(1, None, "{"), delta(1, None, "}")])
+    first, last = (part.message for part in chat_chunks(merged, "m"))
+    assert isinstance(first, AIMessageChunk)
+    assert isinstance(last, AIMessageChunk)
+    assert "".join(piece["args"] or "" for piece in first.tool_call_chunks) == "{}"
+    assert (first.chunk_position, first.usage_metadata) == (None, None)
+    assert (last.chunk_position, last.tool_call_chunks, last.invalid_tool_calls) == ("last", [], [])
+    assert last.response_metadata["finish_reason"] == "tool_calls"
+    parts = [part.message for chunk in [*STREAM[:4], merged] for part in chat_chunks(chunk, "m")]
+    full = parts[0]
+    for part in parts[1:]:
+        full = full + part
+    assert isinstance(full, AIMessageChunk)
+    assert full.tool_calls == streamed().tool_calls
+    assert full.usage_metadata == streamed().usage_metadata
 
 
 def test_reasoning_is_a_content_block_and_is_counted() -> None:

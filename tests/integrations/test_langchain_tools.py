@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -194,7 +195,12 @@ async def test_v3_events_carry_the_call(chat: ChatAsyncEngine) -> None:
     assert made(message) == [("add", {"a": 12, "b": 30})]
     assert message.response_metadata["finish_reason"] == "tool_calls"
     sync: Any = chat.bind_tools([add]).stream_events("Add 12 and 30.", version="v3")
-    assert [event["event"] for event in sync] == [event["event"] for event in events]
+    # a slow reader gets fewer, longer deltas
+    assert kinds(sync) == kinds(events)
+
+
+def kinds(events: Iterable[Any]) -> list[str]:
+    return [kind for kind, _ in itertools.groupby(event["event"] for event in events)]
 
 
 @pytest.mark.parametrize("output_version", [None, "v1"])

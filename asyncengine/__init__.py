@@ -5,6 +5,8 @@ from asyncengine.batch import TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.errors import (
+    AdapterError,
+    AdapterInUse,
     AdapterNotFound,
     BudgetTooSmall,
     ContextLengthExceeded,
@@ -47,6 +49,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DEMO_MODEL",
+    "AdapterError",
+    "AdapterInUse",
     "AdapterNotFound",
     "AsyncEngine",
     "BudgetTooSmall",

@@ -71,8 +71,19 @@ class BudgetTooSmall(InvalidParameter):
     """The token budget is below the shortest output the grammar allows."""
 
 
-class AdapterNotFound(InvalidParameter):
+class AdapterError(InvalidParameter):
+    """An adapter cannot be loaded: malformed, unsupported, too large, or made for another model.
+
+    `field` is the setting of adapter_config.json, the tensor or the argument that is at fault.
+    """
+
+
+class AdapterNotFound(AdapterError):
     """No adapter is loaded under that name."""
+
+
+class AdapterInUse(AdapterError):
+    """Requests still use the adapter, or all the memory for adapters. Try again when they have ended."""
 
 
 class ModelNotFound(EngineError):

@@ -22,6 +22,8 @@ _THEIRS: dict[type[errors.EngineError], str] = {
     errors.BudgetTooSmall: "ModelInvalidRequestError",
     errors.ContextLengthExceeded: "ContextOverflowError",
     errors.AdapterNotFound: "ModelNotFoundError",
+    errors.AdapterError: "ModelInvalidRequestError",
+    errors.AdapterInUse: "ModelInvalidRequestError",
     errors.ModelNotFound: "ModelNotFoundError",
     errors.UnsupportedModel: "ModelNotFoundError",
     errors.OutOfMemory: "ModelAPIError",

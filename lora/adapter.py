@@ -1,0 +1,63 @@
+"""A loaded adapter: low-rank weights by module, in host memory, identified by what they contain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BaseModule(NamedTuple):
+    """What an adapter must fit: one module of the base model."""
+
+    inputs: int
+    """Features in; rows of the table for an embedding."""
+    outputs: int
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraWeights:
+    """What one module of the base model gains: `y += scaling * (x @ a.T) @ b.T` (Hu et al. 2021).
+
+    An embedding has the same shapes with `in` = rows of its table, so that row t gains `scaling * b @ a[:, t]`
+    (PEFT's `lora_embedding_A`, `lora_embedding_B`).
+    """
+
+    module: str
+    """Hugging Face path inside the base model, e.g. "model.layers.0.self_attn.q_proj", "lm_head"."""
+    a: torch.Tensor
+    """[r, in], on the host, as stored (float32, float16 or bfloat16)."""
+    b: torch.Tensor
+    """[out, r], same dtype as `a`."""
+    scaling: float
+    """lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, with the module's own alpha and rank."""
+    embedding: bool = False
+    """True: the module is a lookup table, `a` is indexed by token."""
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One adapter as loaded. Never changed: changed content is another adapter with another digest."""
+
+    name: str
+    """What it was first loaded as. For people only: requests, caches and slots go by `digest`."""
+    digest: str
+    """sha256 hex over the canonical configuration and every tensor; never over names or paths."""
+    rank: int
+    """The largest rank among its modules."""
+    modules: dict[str, LoraWeights]
+    """Module path -> weights, sorted by path."""
+    nbytes: int
+    """Host memory of all weights."""

@@ -1,0 +1,103 @@
+"""Which adapters share a batch, and in which device slot each lies.
+
+An adapter's slot is its own as long as one admission of it is not released; the scheduler releases only when the last
+step that names the slot has retired, so a slot is never overwritten under a step. After that the adapter stays where
+it is until another one needs the slot (least recently used first): one that returns costs no copy.
+
+No request is held back here while a slot is idle, and none jumps the queue: the scheduler asks in its order, and asks
+first for a request that has been passed over `max_passes` times. Nothing starts before such a request, so the adapters
+it waits for drain, and the first slot that becomes idle is its own. That is the whole drain rule (S-LoRA; SGLang
+#15129): A, B, A, A, ... passes B over `max_passes` times at most. Rows that are not scheduled in a step and prompts in
+the middle of a chunk count, because admissions are counted, not rows (SGLang #25865).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from asyncengine.errors import InvariantViolation
+
+
+class AdapterSlots:
+    """A `protocols.AdapterAdmission` over slots 1 ... max_loras (0 means no adapter). Used by one thread, no clock."""
+
+    def __init__(self, max_loras: int, assign: Callable[[int, str], None] | None = None) -> None:
+        """`assign(slot, digest)`: called when the content of `slot` changes, before any step names it: copy then."""
+        if max_loras < 1:
+            raise ValueError(f"max_loras must be at least 1, got {max_loras}")
+        self.max_loras = max_loras
+        self._assign = assign
+        self._empty = list(range(max_loras, 0, -1))
+        self._slots: dict[str, int] = {}
+        self._users: dict[str, int] = {}
+        self._idle: dict[str, None] = {}
+        """Adapters in a slot that nothing uses, least recently used first."""
+        self.copies = 0
+        """How often a slot got new content."""
+
+    # ---------------------------------------------------------------- protocol
+
+    def admit(self, digest: str, running: Sequence[str]) -> int | None:
+        for other in running:
+            if other not in self._users:
+                raise InvariantViolation(f"adapter {other[:12]} runs, but its slot was released")
+        if digest not in self._slots and not self._place(digest):
+            return None
+        self._idle.pop(digest, None)
+        self._users[digest] = self._users.get(digest, 0) + 1
+        return self._slots[digest]
+
+    def release(self, digest: str) -> None:
+        users = self._users.get(digest, 0)
+        if not users:
+            raise InvariantViolation(f"adapter {digest[:12]} released more often than admitted")
+        if users > 1:
+            self._users[digest] = users - 1
+        else:
+            del self._users[digest]
+            self._idle[digest] = None
+
+    def _place(self, digest: str) -> bool:
+        """Give `digest` an empty slot, or the one that was used least recently."""
+        if self._empty:
+            slot = self._empty.pop()
+        elif self._idle:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            slot = self._slots.pop(oldest)
+        else:
+            return False
+        self._slots[digest] = slot
+        self.copies += 1
+        if self._assign is not None:
+            self._assign(slot, digest)
+        return True
+
+    # ---------------------------------------------------------------- the rest of the engine
+
+    def forget(self, digest: str) -> bool:
+        """`digest` was unloaded: its slot is empty. False, and nothing changed, while something uses it."""
+        if digest in self._users:
+            return False
+        if digest in self._slots:
+            del self._idle[digest]
+            self._empty.append(self._slots.pop(digest))
+        return True
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Digest -> slot of every adapter on the device, used or idle."""
+        return dict(self._slots)
+
+    @property
+    def in_use(self) -> dict[str, int]:
+        """Digest -> admissions not yet released."""
+        return dict(self._users)
+
+    def check(self) -> None:
+        """Each slot is empty or holds one adapter, which is used or idle. Raises `InvariantViolation`."""
+        slots = sorted([*self._empty, *self._slots.values()])
+        if slots != list(range(1, self.max_loras + 1)):
+            raise InvariantViolation(f"adapter slots out of balance: {slots}")
+        if sorted([*self._users, *self._idle]) != sorted(self._slots):
+            raise InvariantViolation("an adapter in a slot is neither used nor idle, or both")

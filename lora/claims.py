@@ -1,0 +1,182 @@
+"""Who waits for which adapter in host memory, and who goes first. No threads, no files: the registry has those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncengine.errors import AdapterError
+from asyncengine.lora.adapter import Adapter
+from asyncengine.lora.host_store import HostStore
+
+AdapterDone = Callable[[int, Exception | None], None]
+Calls = list[Callable[[], object]]
+"""What to tell others once the registry's lock is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a name means: one content, and where it was read."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    nbytes: int
+    modules: tuple[str, ...]
+    pinned: bool
+    order: int
+    """Of the call that loaded it: a later call wins, whichever is read first."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    ticket: int
+    meaning: Meaning
+    done: AdapterDone | None = None
+    granted: bool = False
+    passes: int = 0
+    """Claims granted past this one while there was no room for it."""
+
+
+class Claims:
+    """Each claim is made, started, granted and given back. Started claims wait in order of arrival.
+
+    One that finds no room, because everything in memory is in use, lets later ones pass whose adapter is in memory:
+    `max_passes` of them. Then nothing is granted before it, and what is in use drains.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        max_passes: int,
+        stays: Callable[[str], bool],
+        hopeless: Callable[[Meaning], bool],
+    ) -> None:
+        """`stays(digest)`: may not be evicted even if no granted claim holds it. `hopeless(meaning)`: there would be no
+        room even if nothing were in use."""
+        self._store = store
+        self._max_passes = max_passes
+        self._stays = stays
+        self._hopeless = hopeless
+        self._claims: dict[int, _Claim] = {}
+        self._users: dict[str, int] = {}
+        self._waiting: dict[str, dict[int, _Claim]] = {}
+        """Started and not granted, by digest in order of the first arrival, then by ticket likewise."""
+        self._reloading: dict[str, None] = {}
+
+    def users(self, digest: str) -> int:
+        """Claims of `digest`, started or not, granted or not."""
+        return self._users.get(digest, 0)
+
+    @property
+    def num_claims(self) -> int:
+        return len(self._claims)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(group) for group in self._waiting.values())
+
+    def add(self, ticket: int, meaning: Meaning) -> None:
+        if ticket in self._claims:
+            raise ValueError(f"ticket {ticket} has a claim already")
+        self._claims[ticket] = _Claim(ticket, meaning)
+        self._users[meaning.digest] = self.users(meaning.digest) + 1
+
+    def start(self, ticket: int, done: AdapterDone) -> None:
+        claim = self._claims.get(ticket)
+        if claim is not None and claim.done is None:
+            claim.done = done
+            self._waiting.setdefault(claim.meaning.digest, {})[ticket] = claim
+
+    def remove(self, ticket: int) -> str | None:
+        """Give back the claim of `ticket`; its digest, or None if there was none."""
+        claim = self._claims.pop(ticket, None)
+        if claim is None:
+            return None
+        digest = claim.meaning.digest
+        self._leave(claim)
+        self._users[digest] -= 1
+        if not self._users[digest]:
+            del self._users[digest]
+        if claim.granted:
+            self._store.let_go(digest)
+        return digest
+
+    # ---------------------------------------------------------------- whose turn it is
+
+    def pump(self, calls: Calls) -> list[Meaning]:
+        """Grant what can be granted; the contents to read for those that wait."""
+        reload: list[Meaning] = []
+        blocked: _Claim | None = None
+        for digest, group in list(self._waiting.items()):
+            claims = list(group.values())
+            if self._store.get(digest) is not None:
+                for claim in claims:
+                    if blocked is not None and blocked.passes >= self._max_passes:
+                        break
+                    self._grant(claim, calls)
+                    if blocked is not None:
+                        blocked.passes += 1
+            elif digest not in self._reloading and blocked is None:
+                meaning = claims[0].meaning
+                if self._store.victims(meaning.nbytes, self._stays) is not None:
+                    self._store.reserve(digest, meaning.nbytes)
+                    self._reloading[digest] = None
+                    reload.append(meaning)
+                elif self._hopeless(meaning):
+                    limit = f"pinned adapters leave no room for {meaning.nbytes} bytes of {self._store.max_bytes}"
+                    self._fail(claims, AdapterError("adapter_memory", limit, meaning.name), calls)
+                else:
+                    blocked = claims[0]
+            first = blocked or claims[0]
+            if first.passes >= self._max_passes and first.ticket in self._waiting.get(first.meaning.digest, {}):
+                break
+        return reload
+
+    def _grant(self, claim: _Claim, calls: Calls) -> None:
+        claim.granted = True
+        self._store.hold(claim.meaning.digest)
+        self._leave(claim)
+        self._tell(claim, None, calls)
+
+    def _leave(self, claim: _Claim) -> None:
+        """`claim` waits no more, if it did."""
+        digest = claim.meaning.digest
+        group = self._waiting.get(digest, {})
+        group.pop(claim.ticket, None)
+        if not group:
+            self._waiting.pop(digest, None)
+
+    def _tell(self, claim: _Claim, error: Exception | None, calls: Calls) -> None:
+        done, ticket = claim.done, claim.ticket
+        assert done is not None
+        calls.append(lambda: done(ticket, error))
+
+    def reloaded(self, digest: str, adapter: Adapter | None, error: Exception | None, calls: Calls) -> None:
+        """`digest` was read again, or cannot be. Call `pump` next."""
+        self._reloading.pop(digest, None)
+        self._store.unreserve(digest)
+        mine = list(self._waiting.get(digest, {}).values())
+        if error is not None:
+            self._fail(mine, error, calls)
+        elif adapter is not None and self.users(digest) and not self._store.put(adapter, self._stays):
+            for claim in mine[:1]:  # others took the room meanwhile; not a second time
+                claim.passes = self._max_passes
+
+    def _fail(self, claims: list[_Claim], error: Exception, calls: Calls) -> None:
+        for claim in claims:
+            self._leave(claim)
+            self._tell(claim, again(error), calls)
+
+    def clear(self) -> None:
+        for books in (self._claims, self._users, self._waiting, self._reloading):
+            books.clear()
+
+
+def again(error: Exception) -> Exception:
+    """The same error as a new object: one that is raised twice would carry both callers' tracebacks."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    return copy

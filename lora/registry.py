@@ -1,0 +1,292 @@
+"""Names of adapters, what they mean now, and who uses what they meant before.
+
+A name means a digest. Loading changed content under a name makes it mean another digest; requests that were submitted
+before go on with the one they claimed. Files are read on a small thread pool, each content by one thread at a time.
+A load that fails changes nothing, and evicts nothing: up to `workers` adapters being read lie outside the budget.
+
+Every request has a claim, by ticket: `claim` at submit (which digest), `start` when the engine takes the request up
+(tells when the adapter is in memory), `cancel` at its end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
+from asyncengine.lora.adapter import Adapter
+from asyncengine.lora.claims import AdapterDone, Calls, Claims, Meaning, again
+from asyncengine.lora.host_store import HostStore
+
+
+class Loader(Protocol):
+    """`PeftLoader`, as far as the registry knows it. Both methods block and raise `AdapterError`."""
+
+    def fingerprint(self, path: str, max_bytes: int) -> Any:
+        """Hashable; changes when the files change. Refuses files above `max_bytes` before they are read."""
+        ...
+
+    def load(self, name: str, path: str) -> Adapter: ...
+
+
+class AdapterInfo(NamedTuple):
+    """One loaded name, for people and programs."""
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+    nbytes: int
+    modules: tuple[str, ...]
+    pinned: bool
+    in_memory: bool
+    """False: it was evicted, and is read again when a request needs it."""
+    requests: int
+    """Requests that have claimed this content, waiting or running."""
+
+
+class AdapterRegistry:
+    """Thread-safe. `done` callbacks and futures complete on whatever thread brought the news."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        max_bytes: int,
+        workers: int = 2,
+        max_passes: int = 64,
+        on_gone: Callable[[str], object] | None = None,
+    ) -> None:
+        """`on_gone(digest)`: no name means it and no request claims it any more; a device slot may forget it."""
+        self._loader = loader
+        self._store = HostStore(max_bytes)
+        self._claims = Claims(self._store, max_passes, self._stays, self._hopeless)
+        self._on_gone = on_gone
+        self._names: dict[str, Meaning] = {}
+        self._reading: dict[Any, Future[Adapter]] = {}
+        self._leaving: dict[str, list[Future[None]]] = {}
+        self._orders = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="asyncengine-lora")
+
+    # ---------------------------------------------------------------- names
+
+    def load(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> Future[AdapterInfo]:
+        """Read the adapter in `path` and call it `name`, in place of what that name meant. Does not block.
+
+        The future raises `AdapterError` (also `AdapterInUse`: no memory left beside what is in use) or `EngineClosed`;
+        everything is as it was then. It is cancelled by `close`. `pinned`: never evicted.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= 256 or not name.isprintable():
+            raise AdapterError("name", "must be 1 to 256 printable characters", name)
+        with self._lock:
+            self._check_open()
+            self._orders += 1
+            return self._pool.submit(self._load, name, os.fspath(path), pinned, self._orders)
+
+    def unload(self, name: str, *, wait: bool = False) -> Future[None]:
+        """Forget `name`. The future is done when nothing uses its content any more.
+
+        Raises `AdapterNotFound`, and `AdapterInUse` if requests use it and no other name means the same content,
+        unless `wait`: then no new request can name it, and the future waits for those there are.
+        """
+        gone: Future[None] = Future()
+        calls: Calls = []
+        with self._lock:
+            digest = self._meaning(name).digest
+            users = self._claims.users(digest)
+            shared = any(other.digest == digest for key, other in self._names.items() if key != name)
+            if users and not shared and not wait:
+                raise AdapterInUse("adapter", f"{users} requests use it; pass wait=True to wait for them", name)
+            del self._names[name]
+            if users and not shared:
+                self._leaving.setdefault(digest, []).append(gone)
+            else:
+                calls.append(lambda: gone.set_result(None))
+            self._settle(digest, calls)
+        _tell(calls)
+        return gone
+
+    def list(self) -> tuple[AdapterInfo, ...]:
+        """Every name, sorted."""
+        with self._lock:
+            return tuple(self._info(name) for name in sorted(self._names))
+
+    def get(self, digest: str) -> Adapter:
+        """The weights of an adapter that a granted claim keeps in memory."""
+        with self._lock:
+            adapter = self._store.get(digest)
+        if adapter is None:
+            raise AdapterNotFound("adapter", "is not in memory", digest)
+        return adapter
+
+    def _meaning(self, name: str) -> Meaning:
+        meaning = self._names.get(name) if isinstance(name, str) else None
+        if meaning is None:
+            raise AdapterNotFound("adapter", "no adapter of that name is loaded", name)
+        return meaning
+
+    def _info(self, name: str) -> AdapterInfo:
+        of = self._meaning(name)
+        in_memory, requests = self._store.get(of.digest) is not None, self._claims.users(of.digest)
+        return AdapterInfo(name, of.path, of.digest, of.rank, of.nbytes, of.modules, of.pinned, in_memory, requests)
+
+    # ---------------------------------------------------------------- claims
+
+    def claim(self, ticket: int, name: str) -> str:
+        """The digest that `ticket` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
+        with self._lock:
+            self._check_open()
+            meaning = self._meaning(name)
+            self._claims.add(ticket, meaning)
+            return meaning.digest
+
+    def start(self, ticket: int, done: AdapterDone) -> None:
+        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`.
+
+        May do so at once. A ticket without a claim is ignored.
+        """
+        calls: Calls = []
+        with self._lock:
+            self._claims.start(ticket, done)
+            self._settle(None, calls)
+        _tell(calls)
+
+    def cancel(self, ticket: int) -> None:
+        """`ticket` is over, or nobody waits for it: give back what it claimed. Idempotent."""
+        calls: Calls = []
+        with self._lock:
+            digest = self._claims.remove(ticket)
+            if digest is not None:
+                self._settle(digest, calls)
+        _tell(calls)
+
+    # ---------------------------------------------------------------- books; all of these hold the lock
+
+    def _stays(self, digest: str) -> bool:
+        """Pinned, or still claimed though no name means it: it could not be read again."""
+        meanings = [meaning for meaning in self._names.values() if meaning.digest == digest]
+        return any(meaning.pinned for meaning in meanings) or (not meanings and self._claims.users(digest) > 0)
+
+    def _hopeless(self, meaning: Meaning) -> bool:
+        """The pinned adapters alone leave no room for it."""
+        pinned = {of.digest: of.nbytes for of in self._names.values() if of.pinned and of.digest != meaning.digest}
+        return meaning.nbytes + sum(pinned.values()) > self._store.max_bytes
+
+    def _unknown(self, digest: str) -> bool:
+        """Nobody can ask for `digest` any more."""
+        return not self._claims.users(digest) and all(of.digest != digest for of in self._names.values())
+
+    def _settle(self, digest: str | None, calls: Calls) -> None:
+        """Something about `digest` has changed: drop it if it is unknown now, and see whose turn it is."""
+        if digest is not None and not self._claims.users(digest):
+            for future in self._leaving.pop(digest, []):
+                calls.append(lambda future=future: _finish(future))  # type: ignore[misc]
+            if self._unknown(digest):
+                self._store.drop(digest)
+                if self._on_gone is not None:
+                    calls.append(lambda gone=self._on_gone: gone(digest))  # type: ignore[misc]
+        if self._claims.num_waiting and not self._closed:
+            for meaning in self._claims.pump(calls):
+                self._pool.submit(self._reload, meaning)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+    # ---------------------------------------------------------------- on a worker thread
+
+    def _load(self, name: str, path: str, pinned: bool, order: int) -> AdapterInfo:
+        adapter = self._read(name, path)
+        meaning = Meaning(
+            name, path, adapter.digest, adapter.rank, adapter.nbytes, tuple(adapter.modules), pinned, order
+        )  # fmt: skip
+        calls: Calls = []
+        with self._lock:
+            self._check_open()
+            old = self._names.get(name)
+            if old is None or old.order < order:
+                self._names[name] = meaning
+                leaves = old.digest if old is not None and self._unknown(old.digest) else None
+                if not self._store.put(adapter, self._stays, leaves):
+                    del self._names[name]
+                    if old is not None:
+                        self._names[name] = old
+                    raise AdapterInUse("adapter_memory", "is all in use or pinned; try again later", adapter.nbytes)
+                self._settle(old.digest if old is not None else None, calls)
+            info = self._info(name)
+        _tell(calls)
+        return info
+
+    def _reload(self, meaning: Meaning) -> None:
+        """Bring an evicted content back for those who wait for it."""
+        adapter: Adapter | None = None
+        error: Exception | None = None
+        try:
+            adapter = self._read(meaning.name, meaning.path)
+            if adapter.digest != meaning.digest:
+                raise AdapterError("adapter", "its files have changed since it was loaded; load it again", meaning.name)
+        except Exception as broken:  # whatever it is, those who wait must hear of it
+            error = broken
+        calls: Calls = []
+        with self._lock:
+            if not self._closed:
+                self._claims.reloaded(meaning.digest, adapter, error, calls)
+                self._settle(meaning.digest, calls)
+        _tell(calls)
+
+    def _read(self, name: str, path: str) -> Adapter:
+        """Read `path`, or share the reading of another thread that reads the same content right now."""
+        try:
+            key = self._loader.fingerprint(path, self._store.max_bytes)
+            mine: Future[Adapter] = Future()
+            with self._lock:
+                shared = self._reading.setdefault(key, mine)
+            if shared is mine:
+                try:
+                    mine.set_result(self._loader.load(name, path))
+                except BaseException as error:
+                    mine.set_exception(error)
+                finally:
+                    with self._lock:
+                        del self._reading[key]
+            return shared.result()
+        except AdapterError as error:
+            raise again(error) from None
+        except Exception as error:
+            raise AdapterError("adapter", f"could not be read ({error!r})", name) from error
+
+    # ---------------------------------------------------------------- end
+
+    def check(self) -> None:
+        """Raises `InvariantViolation` if the books do not balance."""
+        with self._lock:
+            self._store.check()
+
+    def close(self) -> None:
+        """Cancel what has not begun and let go of everything. Idempotent."""
+        with self._lock:
+            self._closed = True
+            leaving = [future for futures in self._leaving.values() for future in futures]
+            for books in (self._names, self._leaving):
+                books.clear()
+            self._claims.clear()
+            self._store.clear()
+        for future in leaving:
+            future.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _finish(future: Future[None]) -> None:
+    with contextlib.suppress(InvalidStateError):  # its owner cancelled it
+        future.set_result(None)
+
+
+def _tell(calls: Calls) -> None:
+    for call in calls:
+        call()

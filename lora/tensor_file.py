@@ -1,0 +1,142 @@
+"""A safetensors file that may have been written by anybody: nothing it says is believed before it is checked.
+
+The header must describe the file exactly: no gap, no overlap, no key twice, every extent consistent. Tensors are read
+one by one, into memory of their own, only when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from asyncengine.errors import AdapterError
+
+MAX_HEADER_BYTES = 8 << 20
+"""Adapters of the largest models have some thousand tensors, about 150 bytes of header each."""
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Extent(NamedTuple):
+    """Where one tensor lies, counted from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def parse_json(text: bytes, field: str) -> dict[str, Any]:
+    """A JSON object without NaN and without a key twice (which of the two would count?). Raises `AdapterError`."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {key[:80]!r} is there twice")
+            found[key] = value
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        content = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise AdapterError(field, f"cannot be read as JSON: {reason}") from None
+    if not isinstance(content, dict):
+        raise AdapterError(field, "must hold a JSON object")
+    return content
+
+
+class TensorFile:
+    """An open safetensors file with a checked header."""
+
+    def __init__(self, stream: BinaryIO, field: str) -> None:
+        """`stream` at its beginning, unbuffered or not; the caller closes it. Raises `AdapterError`."""
+        self._stream = stream
+        self._field = field
+        self._opened = _state(stream)
+        size = self._opened.size
+        length = int.from_bytes(stream.read(8), "little") if size >= 8 else 0
+        if not 2 <= length <= size - 8:
+            raise AdapterError(field, "is not a whole safetensors file: its header is cut off")
+        if length > MAX_HEADER_BYTES:
+            raise AdapterError(field, f"has a header of {length} bytes, over the limit of {MAX_HEADER_BYTES}")
+        header = parse_json(stream.read(length), field)
+        header.pop("__metadata__", None)
+        self._data = 8 + length
+        self.tensors = {name: self._extent(name, entry) for name, entry in header.items()}
+        self._check_layout(size - self._data)
+
+    def _extent(self, name: str, entry: Any) -> Extent:
+        try:
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise AdapterError(self._field, f"has no dtype, shape and data_offsets for {name[:80]!r}") from None
+        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, start, end)):
+            raise AdapterError(self._field, f"has a malformed entry for {name[:80]!r}")
+        return Extent(dtype, shape, start, end)
+
+    def _check_layout(self, size: int) -> None:
+        end = 0
+        for name, extent in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+            if extent.start != end or extent.end < end:
+                raise AdapterError(self._field, f"has a gap or an overlap before {name[:80]!r}")
+            end = extent.end
+        if end != size:
+            raise AdapterError(
+                self._field, f"is truncated or has bytes left over: {size} of data, its header describes {end}"
+            )
+
+    def nbytes(self, name: str) -> int:
+        extent = self.tensors[name]
+        return extent.end - extent.start
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor, in memory of its own. Raises `AdapterError` for a dtype that is not a usual float, wrong
+        extents, or a value that is not finite."""
+        extent = self.tensors[name]
+        dtype = _DTYPES.get(extent.dtype)
+        if dtype is None:
+            raise AdapterError(name, "must be float32, float16 or bfloat16", extent.dtype)
+        if math.prod(extent.shape) * dtype.itemsize != extent.end - extent.start or not math.prod(extent.shape):
+            raise AdapterError(name, f"has {extent.end - extent.start} bytes, which is not its shape", extent.shape)
+        content = bytearray(extent.end - extent.start)
+        self._stream.seek(self._data + extent.start)
+        if _read_into(self._stream, memoryview(content)) != len(content):
+            raise AdapterError(self._field, "was cut off while it was read")
+        tensor = torch.frombuffer(content, dtype=dtype).reshape(extent.shape)
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(name, "holds values that are not finite (NaN or infinity)")
+        return tensor
+
+    def check_unchanged(self) -> None:
+        """Raises `AdapterError` if somebody wrote to the file since it was opened: half old, half new is neither."""
+        if _state(self._stream) != self._opened:
+            raise AdapterError(self._field, "changed while it was read; load it again when it is complete")
+
+
+class _State(NamedTuple):
+    size: int
+    modified: int
+
+
+def _state(stream: BinaryIO) -> _State:
+    status = os.fstat(stream.fileno())
+    return _State(status.st_size, status.st_mtime_ns)
+
+
+def _read_into(stream: BinaryIO, view: memoryview) -> int:
+    done = 0
+    while done < len(view):
+        count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            break
+        done += count
+    return done

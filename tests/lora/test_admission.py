@@ -1,0 +1,169 @@
+"""Device slots: never more adapters than slots, no copy for one that returns, nobody starves, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.fake_engine import Steps
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.lora.admission import AdapterSlots
+
+
+class Device:
+    """What each slot holds, as an executor would know it."""
+
+    def __init__(self) -> None:
+        self.content: dict[int, str] = {}
+        self.copies: list[tuple[int, str]] = []
+
+    def assign(self, slot: int, digest: str) -> None:
+        self.content[slot] = digest
+        self.copies.append((slot, digest))
+
+
+def test_slots_start_at_one_and_none_is_shared():
+    slots = AdapterSlots(3)
+    assert [slots.admit(digest, []) for digest in "ABCA"] == [1, 2, 3, 1]
+    assert slots.admit("D", ["A", "B", "C", "A"]) is None
+    slots.check()
+    assert slots.in_use == {"A": 2, "B": 1, "C": 1}
+
+
+def test_a_slot_stays_until_its_last_release():
+    slots = AdapterSlots(1)
+    slots.admit("A", [])
+    slots.admit("A", ["A"])
+    slots.release("A")
+    assert slots.admit("B", ["A"]) is None
+    slots.release("A")
+    assert slots.admit("B", []) == 1
+
+
+def test_one_that_returns_needs_no_copy_and_the_oldest_idle_goes_first():
+    device = Device()
+    slots = AdapterSlots(2, device.assign)
+    for digest in "ABA":
+        slots.admit(digest, [])
+        slots.release(digest)
+    assert device.copies == [(1, "A"), (2, "B")]
+    assert slots.admit("C", []) == 2  # B was used before A
+    assert slots.resident == {"A": 1, "C": 2}
+    assert slots.copies == 3
+    slots.check()
+
+
+def test_a_refusal_changes_nothing():
+    slots = AdapterSlots(1)
+    slots.admit("A", [])
+    for _ in range(3):
+        assert slots.admit("B", ["A"]) is None
+    slots.check()
+    assert (slots.resident, slots.in_use, slots.copies) == ({"A": 1}, {"A": 1}, 1)
+
+
+def test_an_unloaded_adapter_leaves_its_slot():
+    slots = AdapterSlots(2)
+    slots.admit("A", [])
+    assert not slots.forget("A")
+    slots.release("A")
+    assert slots.forget("A")
+    assert slots.forget("A")
+    assert slots.resident == {}
+    slots.check()
+    assert slots.admit("B", []) == 1
+
+
+def test_books_that_cannot_be_right_are_told():
+    slots = AdapterSlots(1)
+    with pytest.raises(InvariantViolation):
+        slots.release("A")
+    with pytest.raises(InvariantViolation):
+        slots.admit("B", ["A"])
+    with pytest.raises(ValueError, match="at least 1"):
+        AdapterSlots(0)
+
+
+def test_every_row_names_the_slot_that_holds_its_adapter():
+    """At each launch: also with two steps in flight and forced preemption, when slots change hands all the time."""
+    device = Device()
+    slots = AdapterSlots(2, device.assign)
+    steps = Steps(adapters=slots, max_steps_in_flight=2, preempt_every=5, pages=200)
+    wanted = {steps.add([2 + i, 3], 6, adapter="ABCDE"[i % 5]): "ABCDE"[i % 5] for i in range(25)}
+    while steps.scheduler.requests or steps.launched:
+        in_flight = [{row.adapter_slot: wanted[row.spec.ticket] for row in b.rows} for b in steps.batches[-2:]]
+        before, copied = steps.scheduler.num_in_flight, len(device.copies)
+        batch = steps.launch()
+        for slot, _ in device.copies[copied:]:  # the other step in flight does not name it
+            assert all(slot not in names for names in in_flight[len(in_flight) - before :])
+        if batch is not None:
+            for row in batch.rows:
+                assert device.content[row.adapter_slot] == wanted[row.spec.ticket]
+        if steps.launched and (batch is None or len(steps.launched) >= 2):
+            steps.commit()
+        slots.check()
+    steps.assert_right()
+    assert not slots.in_use
+
+
+@pytest.mark.parametrize("max_passes", [1, 8])
+def test_a_stream_of_one_adapter_does_not_starve_another(max_passes: int):
+    """A, B, A, A, ... (SGLang #15129), also where requests without an adapter pass too."""
+    slots = AdapterSlots(1)
+    steps = Steps(adapters=slots, max_passes=max_passes, max_num_seqs=4, pages=400)
+    steps.add([2, 3], 5, adapter="A")
+    steps.step()
+    victim = steps.add([4, 5], 3, adapter="B")
+    passed = 0
+    for turn in range(300):
+        if victim in steps.scheduler.running:
+            break
+        steps.add([6 + turn % 50, 7], 5, adapter="A" if turn % 3 else "")
+        before = dict(steps.scheduler.running)
+        steps.step()
+        if victim not in steps.scheduler.running:
+            passed += sum(ticket not in before for ticket in steps.scheduler.running)
+    assert victim in steps.scheduler.running
+    assert passed <= max_passes + 4
+    steps.run()
+    steps.assert_right()
+    slots.check()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_thousand_requests_over_64_adapters_and_4_slots(in_flight: int):
+    chance = random.Random(in_flight)
+    device = Device()
+    slots = AdapterSlots(4, device.assign)
+    steps = Steps(
+        adapters=slots, pages=600, max_num_seqs=16, max_steps_in_flight=in_flight, max_passes=32, check_every=50
+    )  # fmt: skip
+    started: dict[int, int] = {}
+    arrived: dict[int, int] = {}
+    overtaken: dict[int, int] = {}
+    adapters = [f"adapter {i}" for i in range(64)]
+    left = 1000
+    while left or steps.scheduler.requests or steps.launched:
+        for _ in range(min(left, chance.choice([0, 1, 4]))):
+            # Some adapters are asked for all the time, most seldom.
+            index = min(int(chance.expovariate(0.15)), 63) if chance.random() < 0.7 else chance.randrange(64)
+            ticket = steps.add([2 + chance.randrange(60), 3, 4], chance.randrange(1, 9), adapter=adapters[index])
+            arrived[ticket] = len(steps.batches)
+            left -= 1
+        before = dict(steps.scheduler.running)
+        steps.step()
+        new = [ticket for ticket in steps.scheduler.running if ticket not in before and ticket not in started]
+        for ticket in new:
+            started[ticket] = len(steps.batches)
+        for ticket in steps.scheduler.requests:
+            if ticket not in started:
+                overtaken[ticket] = overtaken.get(ticket, 0) + sum(other > ticket for other in new)
+        assert len(slots.in_use) <= 4
+        slots.check()
+    assert len(steps.ended) == 1000
+    assert all(reason == "length" for reason in steps.ended.values())
+    assert max(overtaken.values()) < 32 + 16  # the limit, and those admitted in the very step that reached it
+    assert not slots.in_use
+    assert 64 <= slots.copies == len(device.copies) < 1000
+    steps.assert_right()

@@ -1,0 +1,381 @@
+"""Names and contents: claims outlive names, memory keeps its budget, failures change nothing, nobody starves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+from support.fake_adapters import FakeLoader, digest_of
+
+from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
+from asyncengine.lora.registry import AdapterRegistry
+
+
+class Desk:
+    """A registry, its loader, and what was told to whom."""
+
+    def __init__(self, *, room: int = 4, **settings: Any) -> None:
+        self.loader = FakeLoader()
+        self.gone: list[str] = []
+        self.registry = AdapterRegistry(self.loader, max_bytes=800 * room, on_gone=self.gone.append, **settings)
+        self.told: dict[int, Future[Exception | None]] = {}
+        self._tickets = 0
+
+    def load(self, *names: str, **settings: Any) -> None:
+        for name in names:
+            self.registry.load(name, name, **settings).result(20)
+
+    def claim(self, name: str) -> int:
+        self._tickets += 1
+        self.registry.claim(self._tickets, name)
+        return self._tickets
+
+    def start(self, ticket: int) -> Future[Exception | None]:
+        self.told[ticket] = Future()
+        self.registry.start(ticket, lambda ticket, error: self.told[ticket].set_result(error))
+        return self.told[ticket]
+
+    def request(self, name: str) -> int:
+        """A claim that was granted."""
+        ticket = self.claim(name)
+        assert self.start(ticket).result(20) is None
+        return ticket
+
+    def in_memory(self) -> list[str]:
+        return [info.name for info in self.registry.list() if info.in_memory]
+
+
+@pytest.fixture
+def desk_of() -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def make(**settings: Any) -> Desk:
+        desks.append(Desk(**settings))
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        desk.loader.gate.set()
+        desk.registry.check()
+        desk.registry.close()
+
+
+Make = Callable[..., Desk]
+
+
+def test_load_list_unload(desk_of: Make):
+    desk = desk_of()
+    desk.load("b", "a")
+    infos = desk.registry.list()
+    assert [(i.name, i.path, i.digest, i.rank, i.nbytes, i.in_memory, i.requests) for i in infos] == [
+        (name, name, digest_of(name), 1, 800, True, 0) for name in ("a", "b")
+    ]
+    assert all(thread is not threading.current_thread() for thread in desk.loader.threads)
+    desk.registry.unload("a").result(20)
+    assert desk.in_memory() == ["b"]
+    assert desk.gone == [digest_of("a")]
+    with pytest.raises(AdapterNotFound):
+        desk.registry.claim(1, "a")
+    with pytest.raises(AdapterNotFound):
+        desk.registry.unload("a")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\nb", 7, None])
+def test_names_are_checked(name: Any, desk_of: Make):
+    with pytest.raises(AdapterError, match=r"^name: "):
+        desk_of().registry.load(name, "a")
+
+
+def test_a_failed_load_changes_nothing(desk_of: Make):
+    desk = desk_of(room=2)
+    desk.load("a", "b")
+    desk.loader.contents.update({"broken": "bad", "bug": "bug"})
+    desk.loader.sizes["huge"] = 8000
+    before = desk.registry.list()
+    for path, field in (("broken", "rank_pattern"), ("bug", "adapter"), ("huge", "adapter_memory")):
+        for name in ("a", "new"):
+            error = desk.registry.load(name, path).exception(20)
+            assert isinstance(error, AdapterError)
+            assert error.field == field
+    assert desk.registry.list() == before
+    assert not desk.gone
+    desk.request("a")
+    desk.request("b")
+    error = desk.registry.load("c", "c").exception(20)
+    assert isinstance(error, AdapterInUse)
+    assert desk.in_memory() == ["a", "b"]
+    assert isinstance(desk.registry.load("a", "c").exception(20), AdapterInUse)
+    assert [i.digest for i in desk.registry.list()] == [i.digest for i in before]
+
+
+def test_least_recently_used_goes_first_and_comes_back(desk_of: Make):
+    desk = desk_of(room=2)
+    desk.load("a", "b")
+    desk.registry.cancel(desk.request("a"))
+    desk.load("c")
+    assert desk.in_memory() == ["a", "c"]
+    ticket = desk.request("b")  # read again
+    assert desk.registry.get(digest_of("b")).name == "b"
+    assert desk.in_memory() == ["b", "c"]
+    assert not desk.gone
+    desk.registry.cancel(ticket)
+
+
+def test_pinned_and_used_adapters_stay(desk_of: Make):
+    desk = desk_of(room=3)
+    desk.load("pinned", pinned=True)
+    desk.load("used", "other")
+    desk.request("used")
+    desk.load("x", "y", "z")
+    assert desk.in_memory() == ["pinned", "used", "z"]
+
+
+def test_what_cannot_fit_beside_the_pinned_is_refused(desk_of: Make):
+    desk = desk_of(room=2)
+    desk.load("a")
+    desk.load("p", "q", pinned=True)
+    error = desk.start(desk.claim("a")).result(20)
+    assert isinstance(error, AdapterError)
+    assert error.field == "adapter_memory"
+
+
+def test_changed_content_is_a_new_identity_and_old_requests_keep_the_old(desk_of: Make):
+    desk = desk_of()
+    desk.load("a")
+    running, waiting = desk.request("a"), desk.claim("a")
+    desk.loader.contents["a"] = "a, changed"
+    desk.load("a")
+    newer = desk.request("a")
+    assert desk.start(waiting).result(20) is None
+    assert desk.registry.get(digest_of("a")) is not desk.registry.get(digest_of("a, changed"))
+    assert desk.registry.list()[0].digest == digest_of("a, changed")
+    for ticket in (running, waiting):
+        assert not desk.gone
+        desk.registry.cancel(ticket)
+    assert desk.gone == [digest_of("a")]
+    with pytest.raises(AdapterNotFound):
+        desk.registry.get(digest_of("a"))
+    desk.registry.cancel(newer)
+
+
+def test_a_claimed_content_without_a_name_is_not_evicted(desk_of: Make):
+    """It could not be read again."""
+    desk = desk_of(room=2)
+    desk.load("a")
+    claimed = desk.claim("a")
+    desk.loader.contents["a"] = "changed"
+    desk.load("a", "b", "c")
+    assert desk.start(claimed).result(20) is None
+
+
+def test_files_that_changed_behind_the_registrys_back(desk_of: Make):
+    desk = desk_of(room=1)
+    desk.load("a", "b")
+    desk.loader.contents["a"] = "changed"
+    first, second = desk.claim("a"), desk.claim("a")
+    errors = [desk.start(first).result(20), desk.start(second).result(20)]
+    assert all(isinstance(error, AdapterError) and "load it again" in str(error) for error in errors)
+    assert errors[0] is not errors[1]
+    desk.load("a")
+    assert desk.start(desk.claim("a")).result(20) is None
+
+
+def test_two_names_of_one_content_share_it(desk_of: Make):
+    desk = desk_of()
+    desk.loader.contents.update({"one": "same", "two": "same"})
+    desk.load("one", "two")
+    ticket = desk.request("one")
+    desk.registry.unload("one").result(20)  # not refused: the other name still means it
+    assert not desk.gone
+    with pytest.raises(AdapterInUse):
+        desk.registry.unload("two")
+    desk.registry.cancel(ticket)
+    desk.registry.unload("two").result(20)
+    assert desk.gone == [digest_of("same")]
+
+
+def test_unload_refuses_or_waits_for_requests(desk_of: Make):
+    desk = desk_of()
+    desk.load("a")
+    running, claimed = desk.request("a"), desk.claim("a")
+    with pytest.raises(AdapterInUse, match="2 requests"):
+        desk.registry.unload("a")
+    gone = desk.registry.unload("a", wait=True)
+    with pytest.raises(AdapterNotFound):
+        desk.registry.claim(99, "a")
+    assert desk.start(claimed).result(20) is None
+    desk.registry.cancel(running)
+    assert not gone.done()
+    desk.registry.cancel(claimed)
+    desk.registry.cancel(claimed)
+    gone.result(20)
+    assert desk.gone == [digest_of("a")]
+
+
+def test_one_content_is_read_once_at_a_time(desk_of: Make):
+    desk = desk_of(workers=4)
+    desk.loader.gate.clear()
+    loads = [desk.registry.load(name, "path") for name in ("a", "b", "c", "d")]
+    while not desk.loader.reads:
+        pass
+    desk.loader.gate.set()
+    wait(loads, 20)
+    assert len({load.result().digest for load in loads}) == 1
+    desk.loader.reads.clear()
+    desk.load("e", "f", "g", "h")  # evict it
+    tickets = [desk.claim(name) for name in ("a", "b", "c", "a")]
+    desk.loader.reads.clear()
+    assert all(told.result(20) is None for told in [desk.start(ticket) for ticket in tickets])
+    assert desk.loader.reads == ["path"]
+
+
+def test_the_later_of_two_loads_wins(desk_of: Make):
+    desk = desk_of(workers=2)
+    desk.loader.gate.clear()
+    slow = desk.registry.load("a", "slow")
+    while not desk.loader.reads:
+        pass
+    held, desk.loader.gate = desk.loader.gate, threading.Event()
+    desk.loader.gate.set()
+    assert desk.registry.load("a", "quick").result(20).digest == digest_of("quick")
+    held.set()
+    slow.result(20)
+    assert desk.registry.list()[0].digest == digest_of("quick")
+
+
+def test_starting_does_not_wait_for_files(desk_of: Make):
+    desk = desk_of(room=1)
+    desk.load("a", "b")
+    desk.loader.gate.clear()
+    told = desk.start(desk.claim("a"))
+    late = desk.start(cancelled := desk.claim("a"))
+    desk.registry.cancel(cancelled)
+    assert not told.done()
+    desk.loader.gate.set()
+    assert told.result(20) is None
+    assert not late.done()
+
+
+def test_a_reload_that_fails_is_told_to_all_who_wait(desk_of: Make):
+    desk = desk_of(room=1)
+    desk.load("a", "b")
+    desk.loader.contents["a"] = "bad"
+    desk.loader.gate.clear()
+    told = [desk.start(desk.claim("a")) for _ in range(3)]
+    desk.loader.gate.set()
+    assert [getattr(one.result(20), "field", None) for one in told] == ["rank_pattern"] * 3
+    assert desk.loader.reads.count("bad") == 1
+    assert desk.in_memory() == ["b"]
+
+
+def test_a_reload_nobody_waits_for_any_more_evicts_nothing(desk_of: Make):
+    desk = desk_of(room=1, workers=1)
+    desk.load("a", "b")
+    desk.loader.gate.clear()
+    desk.start(ticket := desk.claim("a"))
+    desk.registry.cancel(ticket)
+    desk.loader.gate.set()
+    desk.loader.contents["c"] = "bad"
+    desk.registry.load("c", "c").exception(20)  # the one worker has done with "a" by then
+    assert desk.in_memory() == ["b"]
+
+
+def test_what_is_replaced_leaves_before_what_is_old(desk_of: Make):
+    desk = desk_of(room=3)
+    desk.load("a", "b", "c")
+    desk.registry.cancel(desk.request("a"))
+    desk.loader.contents["a"] = "changed"
+    desk.load("a")
+    assert desk.in_memory() == ["a", "b", "c"]
+
+
+def test_nobody_starves_for_memory(desk_of: Make):
+    """One place, held by overlapping requests of A for ever: B passes at most `max_passes` of them."""
+    desk = desk_of(room=1, max_passes=5)
+    desk.load("b", "a")
+    running = [desk.request("a")]
+    victim = desk.start(desk.claim("b"))
+    passed = 0
+    for _ in range(50):
+        ticket = desk.claim("a")
+        if not desk.start(ticket).done():
+            break
+        passed += 1
+        running.append(ticket)
+        desk.registry.cancel(running.pop(0))
+    assert passed == 5
+    for ticket in running:
+        desk.registry.cancel(ticket)
+    assert victim.result(20) is None
+
+
+def test_close_fails_what_comes_later(desk_of: Make):
+    desk = desk_of()
+    desk.load("a")
+    ticket = desk.request("a")
+    leaving = desk.registry.unload("a", wait=True)
+    desk.registry.close()
+    desk.registry.close()
+    assert leaving.cancelled()
+    desk.registry.cancel(ticket)
+    with pytest.raises(EngineClosed):
+        desk.registry.load("b", "b")
+    with pytest.raises(EngineClosed):
+        desk.registry.claim(7, "a")
+
+
+def test_under_threads(desk_of: Make):
+    """Loads, reloads, unloads, requests and leavers at once: every request is answered, nothing is left."""
+    desk = desk_of(room=3, workers=3)
+    names = [f"n{i}" for i in range(8)]
+    desk.load(*names)
+    failures: list[BaseException] = []
+    tickets = iter(range(1, 10**6))
+
+    def live(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(60):
+                name, ticket = chance.choice(names), next(tickets)
+                try:
+                    digest = desk.registry.claim(ticket, name)
+                except AdapterNotFound:
+                    continue
+                told: Future[Exception | None] = Future()
+                desk.registry.start(ticket, lambda _, error, told=told: told.set_result(error))
+                if chance.random() < 0.7:
+                    error = told.result(20)
+                    assert error is None or isinstance(error, AdapterError), error
+                    assert error is not None or desk.registry.get(digest).digest == digest
+                desk.registry.cancel(ticket)
+        except BaseException as error:
+            failures.append(error)
+
+    def manage(seed: int) -> None:
+        chance = random.Random(seed)
+        for turn in range(60):
+            name = chance.choice(names)
+            desk.loader.contents[name] = chance.choice([name, f"{name} {turn}", "bad"])
+            desk.registry.load(name, name).exception(20)
+            if chance.random() < 0.2:
+                with contextlib.suppress(AdapterError):
+                    desk.registry.unload(name, wait=chance.random() < 0.5)
+            desk.registry.check()
+
+    threads = [threading.Thread(target=live, args=(i,)) for i in range(6)]
+    threads += [threading.Thread(target=manage, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert all(info.requests == 0 for info in desk.registry.list())
+    for info in desk.registry.list():
+        desk.registry.unload(info.name).result(20)
+    assert desk.registry._store.nbytes == 0
+    assert desk.registry._claims.num_claims == desk.registry._claims.num_waiting == 0

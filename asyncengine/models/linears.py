@@ -52,14 +52,17 @@ class MergedQKV(nn.Module):
     Sound only where the attention calls q_proj, k_proj and v_proj once each, in that order, on the same tensor.
     """
 
+    sizes: tuple[int, ...]
+    """Widths of queries, keys and values in `merged`'s output."""
+
     def __init__(self, merged: FastLinear, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self._merged = merged
-        self._sizes = sizes
+        self.merged = merged
+        self.sizes = sizes
         self._held: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *rest = self._merged(x).split(self._sizes, dim=-1)
+        first, *rest = self.merged(x).split(self.sizes, dim=-1)
         self._held = rest
         out: torch.Tensor = first
         return out

@@ -16,6 +16,7 @@ from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes
 from asyncengine.runner.logprobs import token_logprobs
+from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
@@ -32,6 +33,7 @@ class ModelRunner:
         max_num_seqs: int,
         *,
         jump_forward: bool = True,
+        lora: LoraLayers | None = None,
     ) -> None:
         self.num_pages = backend.num_pages
         self.page_size = page_size
@@ -46,6 +48,7 @@ class ModelRunner:
         self._device = model.device
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
+        self._lora = lora
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
@@ -60,6 +63,8 @@ class ModelRunner:
             masks = self._masks.start(batch)
             step = self._buffers.build(batch, self._last_token)
             self._backend.plan(step.view)
+            if self._lora is not None:
+                self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
             output = self._module(
                 input_ids=step.input_ids,
                 position_ids=step.positions,
@@ -81,6 +86,8 @@ class ModelRunner:
         self._attention_modules = []
         self._backend.close()
         self._masks.close()
+        if self._lora is not None:
+            self._lora.close()
         self._module = None
 
     def _sample(
@@ -141,8 +148,10 @@ class ModelRunner:
         result.prompt_logprobs[index] = token_logprobs(logits, targets, row.spec.params.top_logprobs)
 
 
-def build_runner(model: LoadedModel, config: EngineConfig) -> ModelRunner:
+def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None) -> ModelRunner:
     """Size the KV pool and make the runner. Raises `OutOfMemory` if the pool cannot hold one modest request.
+
+    What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
 
     The only torch-wide setting touched is the number of threads, and only when `num_threads` is given.
     """
@@ -152,4 +161,6 @@ def build_runner(model: LoadedModel, config: EngineConfig) -> ModelRunner:
         model.layers, config, model.max_model_len, model.dtype, model.device, free_bytes(model.device)
     )
     backend = make_backend(config, model.layers, pages, model.dtype, model.device)
-    return ModelRunner(model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward)
+    return ModelRunner(
+        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward, lora=lora
+    )

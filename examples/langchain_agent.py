@@ -1,6 +1,6 @@
 """A LangChain agent that calls two tools on an in-process model, and an answer that is an object.
 
-python examples/langchain_agent.py
+python examples/langchain_agent.py        (needs: pip install langchain)
 """
 
 import asyncio

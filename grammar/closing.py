@@ -78,7 +78,8 @@ class ByteClosing:
         else:
             # the rest of the way, past what the output has said otherwise: another number, another choice
             begin = self._at + shared
-            for start in (begin, self._at, *range(begin + 1, min(begin + SCAN, len(way.symbols)))):
+            again = (self._at,) if shared else ()
+            for start in (begin, *again, *range(begin + 1, min(begin + SCAN, len(way.symbols)))):
                 if leads(matcher, self._tail(start, at_most)) and way.within(start, at_most):
                     self._at = start
                     return True

@@ -83,10 +83,12 @@ class GrammarService:
 
     def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Grammar:
         spec = Grammar.of(grammar)
-        check_limits(spec, max_bytes=self._config.max_grammar_bytes, max_depth=self._config.max_grammar_depth)
         key = self._key(spec)
         with self._lock:
             known = self._cache.get(key)
+        if known is None:  # what is in the cache has been checked: a request with a known grammar does not pay again
+            check_limits(spec, max_bytes=self._config.max_grammar_bytes, max_depth=self._config.max_grammar_depth)
+        with self._lock:
             if known is None and key not in self._jobs and len(self._jobs) >= self._config.max_pending_grammars:
                 raise QueueFull("max_pending_grammars", self._config.max_pending_grammars)
         if isinstance(known, GrammarError):
@@ -127,7 +129,7 @@ class GrammarService:
             return None  # a worker looks for one
         try:
             _check_budget(known, order.budget, order.on_budget)
-            return _new_matcher(known, order)
+            return Matcher(known, order.budget, order.on_budget)
         except BudgetTooSmall as error:
             return error
         except GrammarError:  # it broke under somebody's output: compile it again
@@ -235,7 +237,7 @@ def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatc
         return _again(compiled)
     try:
         _check_budget(compiled, order.budget, order.on_budget)
-        return _new_matcher(compiled, order)
+        return Matcher(compiled, order.budget, order.on_budget)
     except Exception as error:  # must reach the waiter, whatever it is
         return error
 
@@ -252,10 +254,6 @@ def _check_budget(template: Template, budget: int, on_budget: OnBudget) -> None:
             "max_tokens",
             f"the shortest output known for this grammar takes {needed} tokens, and {budget} are left for the output",
         )
-
-
-def _new_matcher(template: Template, order: GrammarOrder) -> Matcher:
-    return Matcher(template, order.budget, order.on_budget)
 
 
 def _again(error: Exception) -> Exception:

@@ -79,11 +79,8 @@ def template_text(tokenizer: TextTokenizer) -> str:
     """The text of the template used for chats with tools; empty without one."""
     if not tokenizer.has_chat_template:
         return ""
-    given = getattr(tokenizer, "_chat_template", None)
-    if given:
-        return str(given)
     try:
-        return str(tokenizer.hf.get_chat_template(tools=[TOOL]))
+        return tokenizer.template_text([TOOL])
     except (ValueError, AttributeError):
         return ""
 

@@ -152,12 +152,16 @@ class TextTokenizer:
         if self.has_chat_template:
             self._template(None)
 
+    def template_text(self, tools: object = None) -> str:
+        """The chat template in force for a chat with `tools`. Raises `ValueError` where the tokenizer has none."""
+        return str(self._chat_template or self._hf.get_chat_template(tools=tools or None))
+
     def _template(self, tools: object) -> ChatTemplate:
         if not self.has_chat_template:
             limit = "this model has no chat template: pass a prompt, or load the tokenizer with a chat_template"
             raise InvalidParameter("messages", limit)
         try:
-            text = self._chat_template or self._hf.get_chat_template(tools=tools or None)
+            text = self.template_text(tools)
         except ValueError as error:
             raise InvalidParameter("messages", str(error)) from error
         with self._lock:

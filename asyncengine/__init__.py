@@ -27,6 +27,7 @@ from asyncengine.errors import (
     UnsupportedModel,
     WrongLoop,
 )
+from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import (
     Chunk,
     Completion,
@@ -51,6 +52,7 @@ __all__ = [
     "DEMO_MODEL",
     "AdapterError",
     "AdapterInUse",
+    "AdapterInfo",
     "AdapterNotFound",
     "AsyncEngine",
     "BudgetTooSmall",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import anyio.to_thread
 
@@ -16,6 +18,7 @@ from asyncengine.core import INLINE_CHARS, EngineCore
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
+from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
 from asyncengine.requests import (
     ChatKeywords,
@@ -33,6 +36,7 @@ from asyncengine.stream import TokenStream
 from asyncengine.submit import Accepted, ModelInfo
 
 Build = Callable[[], EngineCore]
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -194,6 +198,28 @@ class AsyncEngine:
 
         return TokenStream(start, core.abort_tickets)
 
+    # ---------------------------------------------------------------- adapters
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
+        """Read the LoRA adapter in the folder `path` (PEFT format) and call it `name`. Serving goes on meanwhile.
+
+        A name that is taken means the new content from then on; requests submitted before end on the old one.
+        `pinned`: never dropped from memory to make room. Raises `AdapterError` for what cannot be loaded; everything
+        is as it was then.
+        """
+        return await finished(self.core.load_adapter(name, path, pinned))
+
+    async def unload_adapter(self, name: str, *, wait: bool = False) -> None:
+        """Forget `name`; no later request can use it.
+
+        Raises `AdapterNotFound`, and `AdapterInUse` while requests use it, unless `wait`: then they finish first.
+        """
+        await finished(self.core.unload_adapter(name, wait))
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Every loaded adapter, by name. From any thread."""
+        return self.core.list_adapters()
+
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
         return self.core.abort(request_id)
@@ -249,3 +275,14 @@ class AsyncEngine:
         if self.core.tokenizer is None:
             raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
         return self.core.tokenizer.decode(token_ids)
+
+
+async def finished(work: Future[T]) -> T:
+    """Await what another thread does. The engine closing under it raises `EngineClosed`, not a cancellation."""
+    try:
+        return await asyncio.wrap_future(work)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if work.cancelled() and task is not None and not task.cancelling():
+            raise EngineClosed("the engine has closed") from None
+        raise

@@ -11,7 +11,7 @@ and the pages that cover them, so a step in flight never sees a change.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncengine.protocols import GrammarMatcher
 from asyncengine.sampling_params import SamplingParams
@@ -53,11 +53,21 @@ class Row(NamedTuple):
     grammar: GrammarMatcher | None = None
 
 
+class AdapterSwap(NamedTuple):
+    """A device slot gets another adapter before the step that carries this. No step in flight names the slot."""
+
+    slot: int
+    digest: str
+    weights: Any = None
+    """What the runner copies: opaque to everybody else, and kept alive by the batch."""
+
+
 class Batch(NamedTuple):
     """One step. Rows keep the scheduler's order; `step` counts launched steps from 1."""
 
     step: int
     rows: tuple[Row, ...]
+    swaps: tuple[AdapterSwap, ...] = ()
 
     @property
     def num_tokens(self) -> int:

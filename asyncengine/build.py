@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,19 +11,28 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.clock import MonotonicClock
 from asyncengine.config import EngineConfig
 from asyncengine.core import EngineCore
-from asyncengine.demo import MODEL_PATH
+from asyncengine.demo import MODEL_PATH, resolve_adapter
 from asyncengine.engine import EngineLoop, Recorder
 from asyncengine.errors import InvalidParameter
 from asyncengine.gate import Gate
 from asyncengine.kvcache import KVCache
-from asyncengine.protocols import AdapterAdmission, Clock, Executor, GrammarCompiler
+from asyncengine.lora.admission import AdapterSlots
+from asyncengine.protocols import Clock, Executor, GrammarCompiler
 from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
 from asyncengine.submit import Acceptance, ModelInfo
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from asyncengine.grammar.service import GrammarService
+    from asyncengine.lora.registry import AdapterRegistry
+    from asyncengine.models.loading import LoadedModel
+    from asyncengine.runner.lora import LoraLayers
+    from asyncengine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("asyncengine")
 
 DEMO = "demo"
 """Name of the bundled model, wherever a model's folder or hub id is expected."""
@@ -51,6 +61,7 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`.
     """
     from asyncengine.models.loading import load_model
+    from asyncengine.runner.lora import install_lora
     from asyncengine.runner.model_runner import build_runner
     from asyncengine.text import load_tokenizer
 
@@ -59,7 +70,57 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
         tokenizer.warm_up()
-    runner = build_runner(loaded, config)
+    lora = install_lora(loaded.module, config.max_loras, config.max_lora_rank)
+    adapters = make_adapters(lora, loaded.dtype, config)
+    try:
+        ranks = [info.rank for info in adapters.list()]
+        if ranks:  # before the KV cache takes its share of what is free
+            lora.allocate(lora.layer_linears())
+        runner = build_runner(loaded, config, lora=lora)
+        return _assemble(path, loaded, tokenizer, runner, adapters, config)
+    except BaseException:
+        adapters.close()
+        raise
+
+
+def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:
+    """What holds the adapters of a model, with those of the configuration already read.
+
+    Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
+    """
+    from asyncengine.lora.adapter import BaseModule
+    from asyncengine.lora.files import discover
+    from asyncengine.lora.peft_loader import PeftLoader
+    from asyncengine.lora.registry import AdapterRegistry
+
+    base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}
+    loader = PeftLoader(base, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
+    registry = AdapterRegistry(
+        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=config.max_passes
+    )
+    try:
+        named = {name: registry.load(name, resolve_adapter(path)) for name, path in dict(config.adapters).items()}
+        seen = {} if loader.root is None else discover(loader.root)
+        found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
+        for loading in named.values():
+            loading.result()
+        for name, loading in found.items():
+            if (error := loading.exception()) is not None:
+                logger.warning("adapter %s in adapter_root is left out: %s", name, error)
+    except BaseException:
+        registry.close()
+        raise
+    return registry
+
+
+def _assemble(
+    path: str,
+    loaded: LoadedModel,
+    tokenizer: TextTokenizer | None,
+    runner: ModelRunner,
+    adapters: AdapterRegistry,
+    config: EngineConfig,
+) -> EngineCore:
     info = ModelInfo(
         name=DEMO if path == str(MODEL_PATH) else loaded.name,
         vocab_size=loaded.vocab_size,
@@ -76,7 +137,8 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
         kv_cache_bytes=runner.kv_bytes,
         fused=tuple(runner.fused),
     )
-    return wire(runner, info, config, tokenizer=tokenizer, grammars=make_grammars(tokenizer, info, config))
+    grammars = make_grammars(tokenizer, info, config)
+    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters)
 
 
 def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
@@ -120,7 +182,7 @@ def wire(
     tokenizer: TextTokenizer | None = None,
     clock: Clock | None = None,
     grammars: GrammarCompiler | None = None,
-    adapters: AdapterAdmission | None = None,
+    adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
 ) -> EngineCore:
     """Put an engine together around any executor (tests use a fake one)."""
@@ -129,10 +191,11 @@ def wire(
     info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
     loop = EngineLoop(
         config,
-        Scheduler(config, kv, adapters),
+        Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
         DeviceThread(executor),
         clock,
         grammars=grammars,
+        adapters=adapters,
         gate=Gate(config.max_queued_requests, config.max_queued_tokens),
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
@@ -144,7 +207,8 @@ def wire(
         planner = ChatPlanner(tokenizer, config.tool_format)
         form = planner.tool_format
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
-    return EngineCore(loop, Acceptance(config, info, clock, tokenizer, grammars), tokenizer, info, planner)
+    acceptance = Acceptance(config, info, clock, tokenizer, grammars, adapters)
+    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

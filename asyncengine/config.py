@@ -113,6 +113,22 @@ class EngineConfig:
     tool_format: str = "auto"
     """How the model writes tool calls: "hermes", "llama3", "mistral" or "json"; "auto" reads it off the template."""
 
+    # -- adapters (LoRA)
+    adapters: tuple[tuple[str, str], ...] | Mapping[str, str] = ()
+    """Adapters loaded at construction: name -> folder of a PEFT checkpoint. ("demo/NAME": one of the demo model's.)"""
+    adapter_root: str | None = None
+    """Adapters lie inside this folder or are refused. Those in it are loaded at construction, each under the name of
+    its folder; one that does not fit the model is left out with a warning."""
+    max_loras: int = 8
+    """Distinct adapters among all running requests, at most; each has a slot of device memory."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter. Memory and time follow the largest rank that was loaded, not this limit."""
+    adapter_memory: int | str = "1GiB"
+    """Bytes of adapters kept in host memory. Those that no request uses are dropped, least recently used first, and
+    read again when they are needed."""
+    adapter_workers: int = 2
+    """Threads that read adapters."""
+
     # -- hosting and checks
     uvloop: bool = False
     """Hosted engines: run the engine's own loop on uvloop (must be installed)."""
@@ -141,8 +157,12 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "must be True or False", getattr(self, name))
         object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
-        cache = parse_bytes("grammar_cache_memory", self.grammar_cache_memory)
-        object.__setattr__(self, "grammar_cache_memory", 0 if cache is None else cache)
+        for name in ("grammar_cache_memory", "adapter_memory"):
+            value = parse_bytes(name, getattr(self, name))
+            object.__setattr__(self, name, 0 if value is None else value)
+        object.__setattr__(self, "adapters", _parse_adapters(self.adapters))
+        if self.adapter_root is not None:
+            object.__setattr__(self, "adapter_root", _parse_path("adapter_root", self.adapter_root))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
@@ -169,6 +189,7 @@ _MINIMUM = {
     "max_queued_tokens": 0, "max_chat_chars": 1, "max_n": 1, "max_stop_strings": 0, "max_stop_string_length": 1,
     "max_stop_token_ids": 0, "max_top_logprobs": 0, "max_logit_bias": 0, "check_every": 1, "preempt_every": 1,
     "grammar_workers": 1, "max_pending_grammars": 1, "max_grammar_bytes": 1, "max_grammar_depth": 1,
+    "max_loras": 1, "max_lora_rank": 1, "adapter_workers": 1,
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -200,6 +221,27 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
         if unit in _UNITS and 0 < number < float("inf"):
             return int(number * _UNITS[unit])
     raise InvalidParameter(name, 'must be a positive number of bytes, as an integer or like "2GiB"', value)
+
+
+def _parse_adapters(value: Any) -> tuple[tuple[str, str], ...]:
+    """Pairs of name and folder, so that a configuration can be compared and hashed."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        named = {name: _parse_path("adapters", path) for name, path in pairs}
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidParameter):
+            raise
+        raise InvalidParameter("adapters", "must map names to folders", value) from None
+    if not all(isinstance(name, str) for name in named):
+        raise InvalidParameter("adapters", "must map names to folders", value)
+    return tuple(named.items())
+
+
+def _parse_path(name: str, value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path:
+        raise InvalidParameter(name, "must be the path of a folder", value)
+    return path
 
 
 def default_threads() -> int:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from asyncengine.assembler import Assembler
 from asyncengine.config import EngineConfig
+from asyncengine.demo import resolve_adapter
 from asyncengine.engine import EngineLoop
-from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
+from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
 from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
@@ -22,6 +24,8 @@ from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatPlan, ChatPlanner
+    from asyncengine.lora.naming import AdapterInfo
+    from asyncengine.lora.registry import AdapterRegistry
 
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
@@ -39,12 +43,14 @@ class EngineCore:
         tokenizer: TextTokenizer | None,
         info: ModelInfo,
         planner: ChatPlanner | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self.loop = loop
         self.acceptance = acceptance
         self.tokenizer = tokenizer
         self.info = info
         self.planner = planner
+        self.adapters = adapters
         self.started_at = loop.clock.now()
         self.closing = False
         self._labels: dict[str, list[int]] = {}
@@ -150,14 +156,30 @@ class EngineCore:
             raise
 
     def post(self, accepted: Accepted) -> Assembler:
-        """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch."""
+        """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch.
+
+        Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
+        """
+        self._claim_adapter(accepted)
         self._remember(accepted)
         if not self.loop.inbox.post(*accepted.submissions):
             for ticket in accepted.tickets:
                 self.loop.delivery.expected.pop(ticket, None)
+                if self.adapters is not None:
+                    self.adapters.cancel(ticket)
             self.check_open()
             raise EngineClosed("the engine is closed")
         return Assembler(accepted, self.loop.clock.now)
+
+    def _claim_adapter(self, accepted: Accepted) -> None:
+        """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
+        if accepted.adapter is None or self.adapters is None:
+            return
+        try:
+            accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+        except BaseException:
+            self.loop.gate.leave(accepted.params.n, accepted.params.n * len(accepted.prompt))
+            raise
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
@@ -207,6 +229,25 @@ class EngineCore:
         deadline = (None if timeout is None else now + timeout) if drain else now
         self.loop.inbox.post(Drain(deadline))
 
+    # ---------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
+        """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
+        return self._registry().load(name, resolve_adapter(path), pinned=pinned)
+
+    def unload_adapter(self, name: str, wait: bool) -> Future[None]:
+        """See `AdapterRegistry.unload`."""
+        return self._registry().unload(name, wait=wait)
+
+    def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        return () if self.adapters is None else self.adapters.list()
+
+    def _registry(self) -> AdapterRegistry:
+        self.check_open()
+        if self.adapters is None:
+            raise AdapterError("adapter", "this engine takes no adapters")
+        return self.adapters
+
     # ---------------------------------------------------------------- looking in
 
     def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
@@ -238,6 +279,7 @@ class EngineCore:
             step=Summary.of(list(meter.step)),
             loop_lag=Summary.of(list(meter.loop_lag)),
             uptime=self.loop.clock.now() - self.started_at,
+            adapters={} if self.adapters is None else self.adapters.counts(),
         )
 
 

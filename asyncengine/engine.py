@@ -24,8 +24,8 @@ from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.gate import Gate
 from asyncengine.inbox import Inbox
-from asyncengine.messages import Drain, Generate, GrammarReady, Message
-from asyncengine.protocols import Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
+from asyncengine.messages import AdapterReady, Drain, Generate, GrammarReady, Message
+from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import Meter
 from asyncengine.text import TokenTable
@@ -65,6 +65,7 @@ class EngineLoop:
         clock: Clock,
         *,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
         gate: Gate | None = None,
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
@@ -74,6 +75,7 @@ class EngineLoop:
         self.runner = runner
         self.clock = clock
         self.grammars = grammars
+        self.adapters = adapters
         self.gate = gate or Gate(None, None)
         self.inbox: Inbox[Submission | Message] = Inbox()
         self.meter = Meter()
@@ -116,7 +118,8 @@ class EngineLoop:
     def _apply_inbox(self) -> None:
         for item in self.inbox.take():
             self._apply(item)
-        if self.scheduler.grammar_queue:  # one whose grammar is known was answered at once: it need not miss this step
+        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:
+            # one whose grammar or adapter is there was answered at once: it need not miss this step
             for item in self.inbox.take():
                 self._apply(item)
 
@@ -130,16 +133,28 @@ class EngineLoop:
             self.record("apply", message)
         self.scheduler.apply(message)
         match message:
-            case Generate() if message.needs_grammar and self.grammars is not None:
-                params, budget = message.spec.params, message.max_total - message.spec.prompt_len
-                order = GrammarOrder(params.grammar, budget, params.on_budget)
-                try:
-                    self.grammars.start(message.spec.ticket, order, self._grammar_done)
-                except Exception as error:  # the fault of one request
-                    self._grammar_done(message.spec.ticket, error)
+            case Generate():
+                self._order(message)
             case Drain():
                 self._drain = _sooner(self._drain, message)
                 self.gate.close()  # those in line for a place are refused like newcomers
+
+    def _order(self, message: Generate) -> None:
+        """Have made or fetched, by other threads, what the request must wait for."""
+        ticket = message.spec.ticket
+        if message.adapter_loading and self.adapters is not None:
+            self.adapters.start(ticket, self._adapter_done)
+        if message.needs_grammar and self.grammars is not None:
+            params, budget = message.spec.params, message.max_total - message.spec.prompt_len
+            order = GrammarOrder(params.grammar, budget, params.on_budget)
+            try:
+                self.grammars.start(ticket, order, self._grammar_done)
+            except Exception as error:  # the fault of one request
+                self._grammar_done(ticket, error)
+
+    def _adapter_done(self, ticket: int, error: Exception | None) -> None:
+        """The adapter store's answer, from any thread."""
+        self.inbox.post(AdapterReady(ticket, error))
 
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""
@@ -163,10 +178,12 @@ class EngineLoop:
     def _deliver(self) -> None:
         outputs = self.scheduler.take_outputs()
         self.delivery.deliver(outputs)
-        if self.grammars is not None:
-            for output in outputs:
-                if output.reason is not None:  # whatever ended it, it waits for no grammar any more
+        for output in outputs:
+            if output.reason is not None:  # whatever ended it, it waits for nothing and uses nothing any more
+                if self.grammars is not None:
                     self.grammars.cancel(output.ticket)
+                if self.adapters is not None:
+                    self.adapters.cancel(output.ticket)
         counters = self.scheduler.counters
         left = (counters.left_queue, counters.left_queue_tokens)
         if left != self._left_queue:
@@ -177,6 +194,8 @@ class EngineLoop:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
         if not self._drained():
             self.scheduler.check_sums()
+            if self.adapters is not None:
+                self.adapters.check()
             until = self.scheduler.next_deadline
             if self._drain is not None and self._drain.deadline is not None:
                 until = min(until, self._drain.deadline)
@@ -257,6 +276,8 @@ class EngineLoop:
                 launched.result.cancel()  # nobody will read it
             if self.grammars is not None:
                 self.grammars.close()
+            if self.adapters is not None:
+                self.adapters.close()
         finally:
             await self.runner.aclose()
 

@@ -75,7 +75,7 @@ class Gate:
         self._check_granted(applicant)
 
     def leave(self, samples: int, tokens: int) -> None:
-        """`samples` samples started, or ended before; `tokens` prompt tokens in all. Called on the engine's loop."""
+        """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
         with self._lock:
             self._requests -= samples
             self._tokens -= tokens

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from asyncengine.batch import Batch, StepResult
+    from asyncengine.batch import AdapterSwap, Batch, StepResult
 
 
 class Clock(Protocol):
@@ -136,6 +136,44 @@ class AdapterAdmission(Protocol):
     def release(self, digest: str) -> None:
         """No running request and no step in flight names `digest` through one admission any more."""
         ...
+
+    def take_swaps(self) -> tuple[AdapterSwap, ...]:
+        """Slots whose content has changed since the last call: the next step carries them to the device."""
+        ...
+
+    def check(self) -> None:
+        """Raises `InvariantViolation` if the books do not balance."""
+        ...
+
+
+class AdapterStore(Protocol):
+    """Adapters by name, in host memory. Every request that names one has a claim on it, by ticket."""
+
+    def find(self, name: str) -> object:
+        """Raises `AdapterNotFound` if no adapter has that name now."""
+        ...
+
+    def claim(self, tickets: Sequence[int], name: str) -> str:
+        """The digest all `tickets` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
+        ...
+
+    def start(self, ticket: int, done: AdapterDone) -> None:
+        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
+        perhaps at once, on any thread."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """`ticket` has ended: give back what it claimed. Idempotent."""
+        ...
+
+    def check(self) -> None:
+        """Raises `InvariantViolation` if the books do not balance."""
+        ...
+
+    def close(self) -> None: ...
+
+
+AdapterDone = Callable[[int, Exception | None], None]
 
 
 class Policy(Protocol):

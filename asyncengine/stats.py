@@ -62,6 +62,8 @@ class EngineStats:
     loop_lag: Summary
     """How late the engine's event loop ran a timer."""
     uptime: float
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Adapters with a name (loaded), of those in host memory (in_memory), and their bytes (nbytes)."""
 
     @property
     def hit_rate(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.batch import RowSpec
@@ -20,7 +20,7 @@ from asyncengine.engine import Submission
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.mailbox import Mailbox
 from asyncengine.messages import Generate
-from asyncengine.protocols import Clock, GrammarCompiler
+from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler
 from asyncengine.requests import RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
@@ -69,10 +69,19 @@ class Accepted:
     """Chats: takes one sample's text apart into answer, reasoning and tool calls."""
     check_text: Callable[[str], str | None] | None = None
     """What a finished text breaks of its schema, where the grammar could not enforce all of it."""
+    adapter: str | None = None
+    """Name of the adapter to claim when it is posted."""
 
     @property
     def tickets(self) -> list[int]:
         return [submission.message.spec.ticket for submission in self.submissions]
+
+    def use_adapter(self, digest: str) -> None:
+        """What the adapter's name means for all samples of this request."""
+        self.submissions = [
+            submission._replace(message=replace(submission.message, adapter=digest, adapter_loading=True))
+            for submission in self.submissions
+        ]
 
 
 class Acceptance:
@@ -85,12 +94,14 @@ class Acceptance:
         clock: Clock,
         tokenizer: TextTokenizer | None,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.config = config
         self.info = info
         self.clock = clock
         self.tokenizer = tokenizer
         self.grammars = grammars
+        self.adapters = adapters
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
     def accept(self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions) -> Accepted:
@@ -109,7 +120,7 @@ class Acceptance:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
         arrival = self.clock.now()
         label = options.request_id or f"req-{secrets.token_hex(8)}"
-        accepted = Accepted(label, [], Mailbox(), arrival, tokens, params)
+        accepted = Accepted(label, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
         accepted.check_text = self.text_check(params.grammar)
         stops = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):
@@ -247,7 +258,9 @@ class Acceptance:
 
     def _check_options(self, options: RequestOptions) -> None:
         if options.adapter is not None:
-            raise AdapterNotFound("adapter", "no adapter of that name is loaded", options.adapter)
+            if self.adapters is None:
+                raise AdapterNotFound("adapter", "this engine takes no adapters", options.adapter)
+            self.adapters.find(options.adapter)
         if isinstance(options.priority, bool) or not isinstance(options.priority, int):
             raise InvalidParameter("priority", "must be an integer", options.priority)
         for name in ("request_id", "cache_salt"):

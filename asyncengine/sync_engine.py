@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from asyncengine.assembler import Assembler
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.errors import InvalidParameter, WrongLoop
+from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
+from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
 from asyncengine.requests import (
     ChatKeywords,
@@ -24,6 +26,8 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
 from asyncengine.submit import Accepted, ModelInfo
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -115,12 +119,15 @@ class Engine:
             for stream in streams:
                 stream.close()
 
-    def _stream(self, prepare: Callable[[], Accepted]) -> SyncTokenStream:
+    def _check_thread(self) -> None:
         if self.aengine.host.drives_this_thread():
             raise WrongLoop(
                 "a blocking call on the thread that drives the engine would wait for itself for ever: "
                 "await AsyncEngine's methods here, or load the engine with hosted=True"
             )
+
+    def _stream(self, prepare: Callable[[], Accepted]) -> SyncTokenStream:
+        self._check_thread()
         core = self.aengine.core
 
         def start() -> Assembler:
@@ -129,6 +136,22 @@ class Engine:
             return core.post(accepted)
 
         return SyncTokenStream(start, core.abort_tickets)
+
+    # ---------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
+        """As `AsyncEngine.load_adapter`."""
+        return _finished(self.aengine.core.load_adapter(name, path, pinned))
+
+    def unload_adapter(self, name: str, *, wait: bool = False) -> None:
+        """As `AsyncEngine.unload_adapter`."""
+        if wait:
+            self._check_thread()
+        _finished(self.aengine.core.unload_adapter(name, wait))
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """As `AsyncEngine.adapters`."""
+        return self.aengine.adapters()
 
     def abort(self, request_id: str) -> bool:
         """As `AsyncEngine.abort`."""
@@ -156,3 +179,10 @@ class Engine:
     def detokenize(self, token_ids: list[int]) -> str:
         """As `AsyncEngine.detokenize`."""
         return self.aengine.detokenize(token_ids)
+
+
+def _finished(work: Future[T]) -> T:
+    try:
+        return work.result()
+    except CancelledError:
+        raise EngineClosed("the engine has closed") from None

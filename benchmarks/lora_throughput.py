@@ -42,7 +42,6 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class Factors:
     a: torch.Tensor
     b: torch.Tensor
-    scaling: float = 2.0
     embedding: bool = False
 
 
@@ -91,13 +90,13 @@ def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
     """A random adapter in every slot; median seconds of a write, the first one's memory not counted."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
-    paths = [path for path in lora.dims if path.endswith(LINEARS)]
+    paths = [path for path in lora.layer_linears() if path.endswith(LINEARS)]
     lora.allocate(paths)
     spent = []
     for slot in range(1, options.slots + 1):
         modules = {}
         for path in paths:
-            width, out = lora.dims[path]
+            width, out, *_ = lora.modules[path]
             a = torch.randn(options.rank, width, generator=generator) * width**-0.5
             b = torch.randn(out, options.rank, generator=generator) * 0.02
             modules[path] = Factors(a.to(dtype), b.to(dtype))

@@ -17,24 +17,26 @@ class BaseModule(NamedTuple):
     outputs: int
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
     """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
+    scale: float = 1.0
+    """What the module multiplies its output by (Gemma 3's embedding); what an adapter adds is multiplied as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraWeights:
-    """What one module of the base model gains: `y += scaling * (x @ a.T) @ b.T` (Hu et al. 2021).
+    """What one module of the base model gains: `y += (x @ a.T) @ b.T` (Hu et al. 2021).
 
-    An embedding has the same shapes with `in` = rows of its table, so that row t gains `scaling * b @ a[:, t]`
-    (PEFT's `lora_embedding_A`, `lora_embedding_B`).
+    Ready to be copied into a device slot: on the host, contiguous, finite, in the model's dtype, with everything the
+    product is multiplied by folded into `b`: lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, and the
+    module's own scale. An embedding has the same shapes with `in` = rows of its table, so that row t gains
+    `b @ a[:, t]` (PEFT's `lora_embedding_A`, `lora_embedding_B`).
     """
 
     module: str
     """Hugging Face path inside the base model, e.g. "model.layers.0.self_attn.q_proj", "lm_head"."""
     a: torch.Tensor
-    """[r, in], on the host, as stored (float32, float16 or bfloat16)."""
+    """[r, in]."""
     b: torch.Tensor
-    """[out, r], same dtype as `a`."""
-    scaling: float
-    """lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, with the module's own alpha and rank."""
+    """[out, r]."""
     embedding: bool = False
     """True: the module is a lookup table, `a` is indexed by token."""
 
@@ -54,10 +56,10 @@ class Adapter:
     name: str
     """What it was first loaded as. For people only: requests, caches and slots go by `digest`."""
     digest: str
-    """sha256 hex over the canonical configuration and every tensor; never over names or paths."""
+    """sha256 hex over what the files say (scalings and tensors as stored); never over names, paths or the model."""
     rank: int
     """The largest rank among its modules."""
     modules: dict[str, LoraWeights]
     """Module path -> weights, sorted by path."""
     nbytes: int
-    """Host memory of all weights."""
+    """Host memory of all weights as they are held."""

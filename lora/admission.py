@@ -14,20 +14,25 @@ the middle of a chunk count, because admissions are counted, not rows (SGLang #2
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from heapq import heappop
+from typing import Any
 
+from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
 
 
 class AdapterSlots:
     """A `protocols.AdapterAdmission` over slots 1 ... max_loras (0 means no adapter). Used by one thread, no clock."""
 
-    def __init__(self, max_loras: int, assign: Callable[[int, str], None] | None = None) -> None:
-        """`assign(slot, digest)`: called when the content of `slot` changes, before any step names it: copy then."""
+    def __init__(self, max_loras: int, weights: Callable[[str], Any] | None = None) -> None:
+        """`weights(digest)`: what a swap carries to the device. Taken at once: the host may let go of it later."""
         if max_loras < 1:
             raise ValueError(f"max_loras must be at least 1, got {max_loras}")
         self.max_loras = max_loras
-        self._assign = assign
-        self._empty = list(range(max_loras, 0, -1))
+        self._weights = weights
+        self._empty = list(range(1, max_loras + 1))
+        """A heap: low slots first, for a step on CPU computes up to the highest slot it uses."""
+        self._swaps: list[AdapterSwap] = []
         self._slots: dict[str, int] = {}
         self._users: dict[str, int] = {}
         self._idle: dict[str, None] = {}
@@ -60,7 +65,7 @@ class AdapterSlots:
     def _place(self, digest: str) -> bool:
         """Give `digest` an empty slot, or the one that was used least recently."""
         if self._empty:
-            slot = self._empty.pop()
+            slot = heappop(self._empty)
         elif self._idle:
             oldest = next(iter(self._idle))
             del self._idle[oldest]
@@ -69,20 +74,16 @@ class AdapterSlots:
             return False
         self._slots[digest] = slot
         self.copies += 1
-        if self._assign is not None:
-            self._assign(slot, digest)
+        self._swaps.append(AdapterSwap(slot, digest, None if self._weights is None else self._weights(digest)))
         return True
+
+    def take_swaps(self) -> tuple[AdapterSwap, ...]:
+        if not self._swaps:
+            return ()
+        swaps, self._swaps = tuple(self._swaps), []
+        return swaps
 
     # ---------------------------------------------------------------- the rest of the engine
-
-    def forget(self, digest: str) -> bool:
-        """`digest` was unloaded: its slot is empty. False, and nothing changed, while something uses it."""
-        if digest in self._users:
-            return False
-        if digest in self._slots:
-            del self._idle[digest]
-            self._empty.append(self._slots.pop(digest))
-        return True
 
     @property
     def resident(self) -> dict[str, int]:

@@ -8,25 +8,11 @@ from dataclasses import dataclass
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter
 from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.naming import Meaning
+from asyncengine.protocols import AdapterDone
 
-AdapterDone = Callable[[int, Exception | None], None]
 Calls = list[Callable[[], object]]
 """What to tell others once the registry's lock is free."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What a name means: one content, and where it was read."""
-
-    name: str
-    path: str
-    digest: str
-    rank: int
-    nbytes: int
-    modules: tuple[str, ...]
-    pinned: bool
-    order: int
-    """Of the call that loaded it: a later call wins, whichever is read first."""
 
 
 @dataclass(slots=True)

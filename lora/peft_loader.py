@@ -1,18 +1,21 @@
 """Reads a PEFT checkpoint into an `Adapter`, or says exactly why not.
 
 Everything is checked against the base model before a weight is read: names, ranks, shapes, bytes. The identity of an
-adapter is a digest over what it does (module, scaling, weights), so that the same content has one identity under any
-name, in any folder, with any irrelevant setting, and one changed weight gives another.
+adapter is a digest over what it does (module, scaling, weights as stored), so that the same content has one identity
+under any name, in any folder, with any irrelevant setting, and one changed weight gives another. What is kept is what a
+device slot takes: the model's dtype, scaling folded in.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,45 +54,57 @@ class PeftLoader:
         self,
         base: Mapping[str, BaseModule],
         *,
+        dtype: torch.dtype,
         max_rank: int,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
-        """`base`: the modules that can take an adapter, by Hugging Face path. `root`: adapters lie inside this folder
-        or are refused; None: anywhere."""
+        """`base`: the modules that can take an adapter, by Hugging Face path. `dtype`: the model's. `root`: adapters
+        lie inside this folder or are refused; None: anywhere."""
         self._base = dict(base)
+        self._dtype = dtype
         self._max_rank = max_rank
         self.root = None if root is None else Path(root).expanduser().resolve()
 
     def fingerprint(self, path: str | os.PathLike[str], max_bytes: int) -> Hashable:
-        """The folder and the state of its files: what changes when they change. Reads nothing.
+        """The folder and the state of its files: what changes when they change. Reads no weights.
 
-        Raises `AdapterError`, also for weights above `max_bytes`.
+        Raises `AdapterError`, also for an adapter that would take more than `max_bytes` of memory.
         """
         folder = find_folder(path, self.root)
         states = []
+        need = 0
         for file in (CONFIG_FILE, WEIGHTS_FILE):
             with open_file(folder, file, self.root) as stream:
                 status = os.fstat(stream.fileno())
+                if file == WEIGHTS_FILE:
+                    need = self._held_bytes(TensorFile(stream, file))
             states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
-        size = states[1][2]
-        if size > max_bytes:
-            raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter has {size}", str(folder))
+        if need > max_bytes:
+            raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter needs {need}", str(folder))
         return (folder, *states)
+
+    def _held_bytes(self, file: TensorFile) -> int:
+        """Memory of the adapter's own tensors in the model's dtype."""
+        numbers = sum(math.prod(extent.shape) for name, extent in file.tensors.items() if _NAME.fullmatch(name))
+        return numbers * self._dtype.itemsize
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
         """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""
         folder = find_folder(path, self.root)
         config = read_peft_config(parse_json(read_config(folder, self.root), CONFIG_FILE))
+        digest = hashlib.sha256(b"asyncengine.lora 1\n")
         with open_file(folder, WEIGHTS_FILE, self.root) as stream:
             try:
                 file = TensorFile(stream, WEIGHTS_FILE)
                 pairs = self._pair(config, file)
-                modules = {module: self._read(config, file, module, pair) for module, pair in sorted(pairs.items())}
+                modules = {
+                    module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())
+                }
                 file.check_unchanged()
             except OSError as error:
                 raise AdapterError(WEIGHTS_FILE, f"cannot be read ({type(error).__name__})") from None
         rank = max(weights.rank for weights in modules.values())
-        return Adapter(name, digest_of(modules), rank, modules, sum(weights.nbytes for weights in modules.values()))
+        return Adapter(name, digest.hexdigest(), rank, modules, sum(weights.nbytes for weights in modules.values()))
 
     # ---------------------------------------------------------------- names and shapes
 
@@ -159,21 +174,21 @@ class PeftLoader:
 
     # ---------------------------------------------------------------- weights
 
-    def _read(self, config: PeftConfig, file: TensorFile, module: str, pair: _Pair) -> LoraWeights:
-        a, b = file.read(pair.a), file.read(pair.b)
+    def _read(self, config: PeftConfig, file: TensorFile, module: str, pair: _Pair, digest: Any) -> LoraWeights:
+        """The weights of `module`, ready for a slot; `digest` gets what the file says of them."""
+        a, b, scaling = file.read(pair.a), file.read(pair.b), config.scaling_of(module)
         if a.dtype != b.dtype:
             raise AdapterError(pair.b, f"must have the dtype of its lora_A, {a.dtype}", str(b.dtype))
-        return LoraWeights(module, a, b, config.scaling_of(module), pair.embedding)
-
-
-def digest_of(modules: Mapping[str, LoraWeights]) -> str:
-    """sha256 hex over what the weights do to the base model. Independent of order, name, path and unused settings."""
-    digest = hashlib.sha256(b"asyncengine.lora 1\n")
-    for module in sorted(modules):
-        weights = modules[module]
-        shapes = f"{tuple(weights.a.shape)}{tuple(weights.b.shape)}"
-        head = f"{module!r} {weights.embedding} {weights.scaling.hex()} {weights.a.dtype} {shapes}\n"
+        head = f"{module!r} {pair.embedding} {scaling.hex()} {a.dtype} {tuple(a.shape)}{tuple(b.shape)}\n"
         digest.update(head.encode())
-        for tensor in (weights.a, weights.b):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        for tensor in (a, b):
+            digest.update(tensor.view(torch.uint8).numpy().data)
+        folded = b.float() * (scaling * self._base[module].scale)
+        return LoraWeights(module, self._cast(pair.a, a), self._cast(pair.b, folded), pair.embedding)
+
+    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in the model's dtype, finite: in a batch an infinity would reach its neighbours (0 * inf)."""
+        cast = tensor.to(self._dtype).contiguous()
+        if not bool(torch.isfinite(cast).all()):
+            raise AdapterError(name, f"has values beyond the model's {self._dtype} (lora_alpha / r counted in)")
+        return cast

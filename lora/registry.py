@@ -13,14 +13,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
 from asyncengine.lora.adapter import Adapter
-from asyncengine.lora.claims import AdapterDone, Calls, Claims, Meaning, again
+from asyncengine.lora.claims import Calls, Claims, again
 from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.naming import AdapterInfo, Meaning
+from asyncengine.protocols import AdapterDone
+
+_SHOWN = 16
+"""Names listed in the message about an unknown one."""
 
 
 class Loader(Protocol):
@@ -33,22 +38,6 @@ class Loader(Protocol):
     def load(self, name: str, path: str) -> Adapter: ...
 
 
-class AdapterInfo(NamedTuple):
-    """One loaded name, for people and programs."""
-
-    name: str
-    path: str
-    digest: str
-    rank: int
-    nbytes: int
-    modules: tuple[str, ...]
-    pinned: bool
-    in_memory: bool
-    """False: it was evicted, and is read again when a request needs it."""
-    requests: int
-    """Requests that have claimed this content, waiting or running."""
-
-
 class AdapterRegistry:
     """Thread-safe. `done` callbacks and futures complete on whatever thread brought the news."""
 
@@ -59,14 +48,13 @@ class AdapterRegistry:
         max_bytes: int,
         workers: int = 2,
         max_passes: int = 64,
-        on_gone: Callable[[str], object] | None = None,
     ) -> None:
-        """`on_gone(digest)`: no name means it and no request claims it any more; a device slot may forget it."""
         self._loader = loader
         self._store = HostStore(max_bytes)
         self._claims = Claims(self._store, max_passes, self._stays, self._hopeless)
-        self._on_gone = on_gone
         self._names: dict[str, Meaning] = {}
+        self._loaded_by: dict[str, int] = {}
+        """Number of the call that gave a name its meaning: a later call wins, whichever is read first."""
         self._reading: dict[Any, Future[Adapter]] = {}
         self._leaving: dict[str, list[Future[None]]] = {}
         self._orders = 0
@@ -103,7 +91,7 @@ class AdapterRegistry:
             shared = any(other.digest == digest for key, other in self._names.items() if key != name)
             if users and not shared and not wait:
                 raise AdapterInUse("adapter", f"{users} requests use it; pass wait=True to wait for them", name)
-            del self._names[name]
+            del self._names[name], self._loaded_by[name]
             if users and not shared:
                 self._leaving.setdefault(digest, []).append(gone)
             else:
@@ -117,6 +105,11 @@ class AdapterRegistry:
         with self._lock:
             return tuple(self._info(name) for name in sorted(self._names))
 
+    def find(self, name: str) -> Meaning:
+        """What `name` means now. Raises `AdapterNotFound`."""
+        with self._lock:
+            return self._meaning(name)
+
     def get(self, digest: str) -> Adapter:
         """The weights of an adapter that a granted claim keeps in memory."""
         with self._lock:
@@ -125,10 +118,16 @@ class AdapterRegistry:
             raise AdapterNotFound("adapter", "is not in memory", digest)
         return adapter
 
+    def counts(self) -> dict[str, int]:
+        """How many names there are, how many contents are in memory, and their bytes."""
+        with self._lock:
+            return {"loaded": len(self._names), "in_memory": len(self._store.digests), "nbytes": self._store.nbytes}
+
     def _meaning(self, name: str) -> Meaning:
         meaning = self._names.get(name) if isinstance(name, str) else None
         if meaning is None:
-            raise AdapterNotFound("adapter", "no adapter of that name is loaded", name)
+            known = ", ".join(repr(name) for name in sorted(self._names)[:_SHOWN]) or "none"
+            raise AdapterNotFound("adapter", f"no adapter of that name is loaded (loaded: {known})", name)
         return meaning
 
     def _info(self, name: str) -> AdapterInfo:
@@ -138,12 +137,13 @@ class AdapterRegistry:
 
     # ---------------------------------------------------------------- claims
 
-    def claim(self, ticket: int, name: str) -> str:
-        """The digest that `ticket` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
+    def claim(self, tickets: Sequence[int], name: str) -> str:
+        """The digest that all `tickets` will use, whatever becomes of the name. Raises `AdapterNotFound`."""
         with self._lock:
             self._check_open()
             meaning = self._meaning(name)
-            self._claims.add(ticket, meaning)
+            for ticket in tickets:
+                self._claims.add(ticket, meaning)
             return meaning.digest
 
     def start(self, ticket: int, done: AdapterDone) -> None:
@@ -189,8 +189,6 @@ class AdapterRegistry:
                 calls.append(lambda future=future: _finish(future))  # type: ignore[misc]
             if self._unknown(digest):
                 self._store.drop(digest)
-                if self._on_gone is not None:
-                    calls.append(lambda gone=self._on_gone: gone(digest))  # type: ignore[misc]
         if self._claims.num_waiting and not self._closed:
             for meaning in self._claims.pump(calls):
                 self._pool.submit(self._reload, meaning)
@@ -203,14 +201,12 @@ class AdapterRegistry:
 
     def _load(self, name: str, path: str, pinned: bool, order: int) -> AdapterInfo:
         adapter = self._read(name, path)
-        meaning = Meaning(
-            name, path, adapter.digest, adapter.rank, adapter.nbytes, tuple(adapter.modules), pinned, order
-        )  # fmt: skip
+        meaning = Meaning(name, path, adapter.digest, adapter.rank, adapter.nbytes, tuple(adapter.modules), pinned)
         calls: Calls = []
         with self._lock:
             self._check_open()
             old = self._names.get(name)
-            if old is None or old.order < order:
+            if self._loaded_by.get(name, 0) < order:
                 self._names[name] = meaning
                 leaves = old.digest if old is not None and self._unknown(old.digest) else None
                 if not self._store.put(adapter, self._stays, leaves):
@@ -218,6 +214,7 @@ class AdapterRegistry:
                     if old is not None:
                         self._names[name] = old
                     raise AdapterInUse("adapter_memory", "is all in use or pinned; try again later", adapter.nbytes)
+                self._loaded_by[name] = order
                 self._settle(old.digest if old is not None else None, calls)
             info = self._info(name)
         _tell(calls)
@@ -273,12 +270,13 @@ class AdapterRegistry:
         with self._lock:
             self._closed = True
             leaving = [future for futures in self._leaving.values() for future in futures]
-            for books in (self._names, self._leaving):
+            for books in (self._names, self._loaded_by, self._leaving):
                 books.clear()
             self._claims.clear()
             self._store.clear()
         for future in leaving:
-            future.cancel()
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(EngineClosed("the engine has closed"))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

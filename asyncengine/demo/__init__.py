@@ -1,8 +1,20 @@
-"""The bundled demo model: its weights, and everything that made them."""
+"""The bundled demo model: its weights, its adapters, and everything that made them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 MODEL_PATH = Path(__file__).resolve().parent / "model"
 """The Hugging Face folder of the demo model."""
+ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"
+"""The LoRA adapters of the demo model, a PEFT folder each."""
+
+
+def resolve_adapter(path: str | os.PathLike[str]) -> str:
+    """The folder an adapter's path means: "demo/pirate" is the bundled one unless there is a folder of that name."""
+    name = os.fspath(path)
+    head, _, tail = name.partition("/")
+    if head == "demo" and tail and not os.path.exists(name) and (ADAPTERS_PATH / tail).is_dir():
+        return str(ADAPTERS_PATH / tail)
+    return name

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,18 @@ _KEPT_WINDOWS = 32
 """Ranges of slots a stack keeps views of."""
 
 
+class ModuleDims(NamedTuple):
+    """One module that an adapter may change."""
+
+    inputs: int
+    """Features in; rows of the table for an embedding."""
+    outputs: int
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    """conv1d: GPT-2's linear, stored transposed."""
+    scale: float = 1.0
+    """What the module multiplies its output by (Gemma 3's embedding): what adapters add must be multiplied as well."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """One product of the model, and the modules (by their Hugging Face paths) whose outputs lie in it side by side."""
@@ -40,11 +52,14 @@ class Place:
     """Rows of the table for an embedding."""
     parts: tuple[tuple[str, int], ...]
     """(path, width of its output)."""
-    embedding: bool = False
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
     head: bool = False
     """Gets the rows whose logits are wanted, not all tokens."""
     scale: float = 1.0
-    """What the module multiplies its output by (Gemma 3's embedding): deltas are multiplied as well."""
+
+    @property
+    def embedding(self) -> bool:
+        return self.kind == "embedding"
 
 
 def find_places(model: Any) -> list[Place]:
@@ -64,7 +79,7 @@ def find_places(model: Any) -> list[Place]:
         if child is table:
             rows, width = child.weight.shape
             scale = float(getattr(child, "embed_scale", 1.0))
-            found.append(Place(child, rows, ((path, width),), embedding=True, scale=scale))
+            found.append(Place(child, rows, ((path, width),), "embedding", scale=scale))
         elif isinstance(child, MergedQKV):
             parts = tuple((f"{parent}.{name}", size) for name, size in zip(_QKV, child.sizes, strict=True))
             found.append(Place(child.merged, child.merged.in_features, parts))
@@ -78,7 +93,7 @@ def find_places(model: Any) -> list[Place]:
         elif isinstance(child, (nn.Linear, FastLinear)):
             found.append(Place(child, child.in_features, ((path, child.out_features),), head=child is head))
         elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
-            found.append(Place(child, child.nx, ((path, child.nf),), head=child is head))
+            found.append(Place(child, child.nx, ((path, child.nf),), "conv1d", head=child is head))
     return found
 
 
@@ -140,7 +155,7 @@ class LoraStack:
         self.nbytes = self._a.nbytes + sum(part.nbytes for part in self._b)
 
     def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put a [r, in] and b [out, r] (scaling folded in) into an empty slot."""
+        """Put a [r, in] and b [out, r] into an empty slot."""
         rank = a.shape[0]
         if self.place.embedding:
             self._a[slot, :, :rank].copy_(a.T)

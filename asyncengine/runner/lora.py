@@ -15,18 +15,19 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.models.lora_linears import LoraStack, Place, StepRows, find_places
+from asyncengine.models.lora_linears import LoraStack, ModuleDims, Place, StepRows, find_places
 
 
 class LoraFactors(Protocol):
-    """What one module gains: y += scaling * (x @ a.T) @ b.T. `a` [r, in] and `b` [out, r] are on the host."""
+    """What one module gains: y += (x @ a.T) @ b.T, everything that multiplies it folded in.
+
+    `a` [r, in] and `b` [out, r] are on the host, contiguous, finite and in the model's dtype.
+    """
 
     @property
     def a(self) -> torch.Tensor: ...
     @property
     def b(self) -> torch.Tensor: ...
-    @property
-    def scaling(self) -> float: ...
     @property
     def embedding(self) -> bool: ...
 
@@ -59,17 +60,13 @@ class LoraLayers:
     def __init__(self, module: Any, max_loras: int, max_rank: int) -> None:
         self.max_loras = max_loras
         self.max_rank = max_rank
-        self.dims: dict[str, tuple[int, int]] = {}
-        """(in, out) of every module an adapter may target; (rows of the table, width) for an embedding."""
-        self.embeddings: list[str] = []
-        """Which of them are embeddings."""
+        self.modules: dict[str, ModuleDims] = {}
+        """Every module an adapter may target, by Hugging Face path."""
         self._places: dict[str, tuple[Place, int]] = {}
         for place in find_places(module):
             for index, (path, width) in enumerate(place.parts):
-                self.dims[path] = (place.in_features, width)
+                self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
                 self._places[path] = (place, index)
-                if place.embedding:
-                    self.embeddings.append(path)
         parameter = next(iter(module.parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         self._stacks: dict[str, LoraStack] = {}
@@ -85,11 +82,14 @@ class LoraLayers:
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def limit(self, targets: Collection[str]) -> None:
-        """Let adapters target these paths only. Raises `InvalidParameter` for one that is not in `dims`."""
+        """Let adapters target these paths only. Raises `InvalidParameter` for one not in `modules`."""
         for path in targets:
             self._place("lora_targets", path)
-        self.dims = {path: dims for path, dims in self.dims.items() if path in targets}
-        self.embeddings = [path for path in self.embeddings if path in targets]
+        self.modules = {path: dims for path, dims in self.modules.items() if path in targets}
+
+    def layer_linears(self) -> list[str]:
+        """What an adapter made for "all-linear" changes: every linear but the head; no embedding."""
+        return [path for path in self.modules if not (self._places[path][0].embedding or self._places[path][0].head)]
 
     def allocate(self, paths: Iterable[str]) -> None:
         """Take the memory that adapters of these modules need, now instead of at the first `write`."""
@@ -101,21 +101,22 @@ class LoraLayers:
                 self._detach()  # the next step with adapters attaches all of them
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
-        """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs.
+        """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
 
-        Raises `AdapterError` for an unknown module, a shape or rank that does not fit and for values beyond the
-        model's dtype; the slot is unchanged then.
+        Raises `AdapterError` for an unknown module and for a shape, rank or dtype that does not fit; the slot is
+        unchanged then. Values are not looked at: one that is not finite would reach other adapters' rows.
         """
         self._check_slot(slot)
-        ready = {path: self._ready(path, factors) for path, factors in adapter.modules.items()}
-        self.allocate(ready)
+        for path, factors in adapter.modules.items():
+            self._check(path, factors)
+        self.allocate(adapter.modules)
         self.clear(slot)
         used: dict[str, LoraStack] = {}
-        for path, (a, b) in ready.items():
+        for path, factors in adapter.modules.items():
             place, part = self._places[path]
             key = place.parts[0][0]
             used[key] = self._stacks[key]
-            used[key].write(slot - 1, part, a, b)
+            used[key].write(slot - 1, part, factors.a, factors.b)
         self._written[slot] = list(used.values())
 
     def clear(self, slot: int) -> None:
@@ -159,10 +160,10 @@ class LoraLayers:
         tokens = StepRows(first, last, where, segments)
         return tokens, StepRows(first, last, where[logit_rows])
 
-    def _ready(self, path: str, factors: LoraFactors) -> tuple[torch.Tensor, torch.Tensor]:
-        """`factors` as the model's dtype on the host, scaling folded into b."""
+    def _check(self, path: str, factors: LoraFactors) -> None:
+        """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
         place, part = self._place("adapter", path)
-        if path not in self.dims:
+        if path not in self.modules:
             raise AdapterError("adapter", "its module is not among lora_targets", path)
         if factors.embedding != place.embedding:
             raise AdapterError("adapter", "its weights do not belong to this kind of module", path)
@@ -172,11 +173,8 @@ class LoraLayers:
         if tuple(factors.a.shape) != (rank, place.in_features) or tuple(factors.b.shape) != (width, rank):
             shapes = f"{list(factors.a.shape)} and {list(factors.b.shape)}"
             raise AdapterError("adapter", f"{path} maps {place.in_features} to {width}, not as {shapes}")
-        a = factors.a.to(self._dtype)
-        b = (factors.b.float() * (factors.scaling * place.scale)).to(self._dtype)
-        if not bool(torch.isfinite(a).all()) or not bool(torch.isfinite(b).all()):  # would reach neighbours: 0 * inf
-            raise AdapterError("adapter", f"{path} has values beyond the model's {self._dtype}")
-        return a, b
+        if factors.a.dtype != self._dtype or factors.b.dtype != self._dtype:
+            raise AdapterError("adapter", f"{path} must be in the model's {self._dtype}", str(factors.a.dtype))
 
     def _place(self, field: str, path: str) -> tuple[Place, int]:
         if path not in self._places:

@@ -64,6 +64,8 @@ class ModelRunner:
             step = self._buffers.build(batch, self._last_token)
             self._backend.plan(step.view)
             if self._lora is not None:
+                for swap in batch.swaps:
+                    self._lora.write(swap.slot, swap.weights)
                 self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
             output = self._module(
                 input_ids=step.input_ids,

@@ -256,7 +256,7 @@ class Scheduler:
             request.last_step = self.last_step
             if row.samples:
                 request.num_pending += 1
-        batch = Batch(self.last_step, tuple(rows.values()))
+        batch = Batch(self.last_step, tuple(rows.values()), self._slots.take_swaps())
         self._in_flight.append(_InFlight(batch, requests, [request.epoch for request in requests]))
         return batch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
 from asyncengine.protocols import AdapterAdmission
 from asyncengine.request import Request
@@ -39,6 +40,10 @@ class Slots:
         request.slot = self._free.pop()
         return True
 
+    def take_swaps(self) -> tuple[AdapterSwap, ...]:
+        """What the next step must copy to the device before it runs."""
+        return self._adapters.take_swaps() if self._adapters is not None else ()
+
     def release(self, request: Request, fence: int) -> None:
         entry = (fence, request.slot, request.adapter)
         request.slot, request.adapter_slot = -1, 0
@@ -63,3 +68,5 @@ class Slots:
         slots = sorted(self._free + [r.slot for r in running] + [slot for _, slot, _ in self._retiring])
         if slots != list(range(self.total)):
             raise InvariantViolation(f"slots out of balance: {slots}")
+        if self._adapters is not None:
+            self._adapters.check()

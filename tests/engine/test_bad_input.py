@@ -89,7 +89,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("text priority", request(priority="high"), "priority", "must be an integer"),
     ("numeric request id", request(request_id=7), "request_id", "must be a str"),
     ("numeric salt", request(cache_salt=7), "cache_salt", "must be a str"),
-    ("unknown adapter", request(adapter="french"), "adapter", "no adapter of that name"),
+    ("unknown adapter", request(adapter="french"), "adapter", "takes no adapters"),
     ("grammar without a compiler", params(grammar="x"), "grammar", "takes no grammars"),
 ]
 KINDS: dict[str, type[Exception]] = {

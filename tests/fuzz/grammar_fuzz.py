@@ -9,12 +9,12 @@ from typing import Any
 from fuzz.schedule_fuzz import Life
 from support.constrained_reference import constrained_reference, fake_choice
 from support.grammar_walks import text_of
-from support.plug_points import AdapterSlots
 from support.small_grammars import NAMES, SmallGrammar, shared_vocabulary, small_grammar
 from support.small_vocabulary import EOS, LOGITS, SECOND_EOS
 
 from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.lora.admission import AdapterSlots
 from asyncengine.messages import AdapterReady, Generate, GrammarReady, Message, StopText
 from asyncengine.request import Request
 from asyncengine.sampling_params import OnBudget, SamplingParams
@@ -185,7 +185,7 @@ class GrammarLife(Life):
                 self._check_valid(plan, received)
         counters, pages = self.scheduler.counters, self.scheduler.kv.counts([])
         assert (pages.free + pages.cached, pages.shared, pages.retiring) == (pages.total, 0, 0), f"leaked: {pages}"
-        assert not self.adapters.slots, f"adapters never released: {self.adapters.users}"
+        assert not self.adapters.in_use, f"adapters never released: {self.adapters.in_use}"
         assert counters.generated_tokens == sum(map(len, self.received.values()))
         assert counters.forced_tokens == self.executor.forced
 

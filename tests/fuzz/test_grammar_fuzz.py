@@ -12,7 +12,6 @@ from fuzz.grammar_fuzz import GrammarLife, GrammarTally
 from support.constrained_reference import constrained_reference, fake_choice
 from support.fake_engine import SteppedExecutor, Steps, idle, make_engine
 from support.grammar_walks import text_of
-from support.plug_points import AdapterSlots
 from support.small_grammars import NAMES, shared_vocabulary, small_grammar
 from support.small_vocabulary import EOS, LOGITS
 
@@ -21,6 +20,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
+from asyncengine.lora.admission import AdapterSlots
 from asyncengine.messages import Generate, GrammarReady
 from asyncengine.scheduler import Output
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
@@ -99,7 +99,7 @@ def test_a_recording_with_grammars_replays_to_the_same_outputs_twice() -> None:
         assert life.scheduler.counters.forced_tokens
         for _ in range(2):
             executor = FakeExecutor(life.recording.num_pages, life.config.page_size, life.executor.model)
-            assert replay(life.recording, executor, AdapterSlots(life.adapters.total)) == life.outputs
+            assert replay(life.recording, executor, AdapterSlots(life.adapters.max_loras)) == life.outputs
 
 
 def test_a_fresh_matcher_is_an_equal_one_at_its_beginning() -> None:
@@ -135,7 +135,7 @@ def test_a_saved_recording_with_grammars_replays_to_the_same_outputs(tmp_path: P
         loaded = Recording.load(life.recording.save(tmp_path / f"{seed}.jsonl"))
         for recording, matchers in ((loaded, matcher), (life.recording, None)):
             executor = FakeExecutor(recording.num_pages, recording.config.page_size, life.executor.model)
-            assert replay(recording, executor, AdapterSlots(life.adapters.total), matchers) == life.outputs
+            assert replay(recording, executor, AdapterSlots(life.adapters.max_loras), matchers) == life.outputs
     with pytest.raises(ValueError, match="saved without its matchers"):
         replay(loaded, executor, AdapterSlots(2))
 

@@ -7,20 +7,27 @@ import random
 import pytest
 from support.fake_engine import Steps
 
+from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
 from asyncengine.lora.admission import AdapterSlots
 
 
 class Device:
-    """What each slot holds, as an executor would know it."""
+    """What each slot holds, as an executor would know it from the steps it gets."""
 
     def __init__(self) -> None:
         self.content: dict[int, str] = {}
         self.copies: list[tuple[int, str]] = []
 
-    def assign(self, slot: int, digest: str) -> None:
-        self.content[slot] = digest
-        self.copies.append((slot, digest))
+    def take(self, swaps: tuple[AdapterSwap, ...]) -> None:
+        for slot, digest, weights in swaps:
+            assert weights == f"weights of {digest}"
+            self.content[slot] = digest
+            self.copies.append((slot, digest))
+
+
+def weights(digest: str) -> str:
+    return f"weights of {digest}"
 
 
 def test_slots_start_at_one_and_none_is_shared():
@@ -43,10 +50,12 @@ def test_a_slot_stays_until_its_last_release():
 
 def test_one_that_returns_needs_no_copy_and_the_oldest_idle_goes_first():
     device = Device()
-    slots = AdapterSlots(2, device.assign)
+    slots = AdapterSlots(2, weights)
     for digest in "ABA":
         slots.admit(digest, [])
         slots.release(digest)
+    device.take(slots.take_swaps())
+    assert slots.take_swaps() == ()
     assert device.copies == [(1, "A"), (2, "B")]
     assert slots.admit("C", []) == 2  # B was used before A
     assert slots.resident == {"A": 1, "C": 2}
@@ -63,18 +72,6 @@ def test_a_refusal_changes_nothing():
     assert (slots.resident, slots.in_use, slots.copies) == ({"A": 1}, {"A": 1}, 1)
 
 
-def test_an_unloaded_adapter_leaves_its_slot():
-    slots = AdapterSlots(2)
-    slots.admit("A", [])
-    assert not slots.forget("A")
-    slots.release("A")
-    assert slots.forget("A")
-    assert slots.forget("A")
-    assert slots.resident == {}
-    slots.check()
-    assert slots.admit("B", []) == 1
-
-
 def test_books_that_cannot_be_right_are_told():
     slots = AdapterSlots(1)
     with pytest.raises(InvariantViolation):
@@ -88,13 +85,14 @@ def test_books_that_cannot_be_right_are_told():
 def test_every_row_names_the_slot_that_holds_its_adapter():
     """At each launch: also with two steps in flight and forced preemption, when slots change hands all the time."""
     device = Device()
-    slots = AdapterSlots(2, device.assign)
+    slots = AdapterSlots(2, weights)
     steps = Steps(adapters=slots, max_steps_in_flight=2, preempt_every=5, pages=200)
     wanted = {steps.add([2 + i, 3], 6, adapter="ABCDE"[i % 5]): "ABCDE"[i % 5] for i in range(25)}
     while steps.scheduler.requests or steps.launched:
         in_flight = [{row.adapter_slot: wanted[row.spec.ticket] for row in b.rows} for b in steps.batches[-2:]]
         before, copied = steps.scheduler.num_in_flight, len(device.copies)
         batch = steps.launch()
+        device.take(batch.swaps if batch is not None else ())
         for slot, _ in device.copies[copied:]:  # the other step in flight does not name it
             assert all(slot not in names for names in in_flight[len(in_flight) - before :])
         if batch is not None:
@@ -135,7 +133,7 @@ def test_a_stream_of_one_adapter_does_not_starve_another(max_passes: int):
 def test_a_thousand_requests_over_64_adapters_and_4_slots(in_flight: int):
     chance = random.Random(in_flight)
     device = Device()
-    slots = AdapterSlots(4, device.assign)
+    slots = AdapterSlots(4, weights)
     steps = Steps(
         adapters=slots, pages=600, max_num_seqs=16, max_steps_in_flight=in_flight, max_passes=32, check_every=50
     )  # fmt: skip
@@ -165,5 +163,7 @@ def test_a_thousand_requests_over_64_adapters_and_4_slots(in_flight: int):
     assert all(reason == "length" for reason in steps.ended.values())
     assert max(overtaken.values()) < 32 + 16  # the limit, and those admitted in the very step that reached it
     assert not slots.in_use
+    for batch in steps.batches:
+        device.take(batch.swaps)
     assert 64 <= slots.copies == len(device.copies) < 1000
     steps.assert_right()

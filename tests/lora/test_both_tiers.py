@@ -22,10 +22,8 @@ class Engine:
 
     def __init__(self, room: int, slots: int, seed: int) -> None:
         self.loader = FakeLoader()
-        self.slots = AdapterSlots(slots)
-        self.registry = AdapterRegistry(
-            self.loader, max_bytes=room * self.loader.nbytes, max_passes=32, on_gone=self.slots.forget
-        )
+        self.registry = AdapterRegistry(self.loader, max_bytes=room * self.loader.nbytes, max_passes=32)
+        self.slots = AdapterSlots(slots, self.registry.get)
         self.steps = Steps(adapters=self.slots, pages=600, max_num_seqs=16, max_passes=32, check_every=50)
         self.inbox: queue.SimpleQueue[AdapterReady] = queue.SimpleQueue()
         self.chance = random.Random(seed)
@@ -34,7 +32,7 @@ class Engine:
 
     def submit(self, name: str) -> int:
         ticket = len(self.digests) + 1  # the one `steps` draws next
-        self.digests[ticket] = digest = self.registry.claim(ticket, name)
+        self.digests[ticket] = digest = self.registry.claim([ticket], name)
         prompt = [2 + self.chance.randrange(60), 3, 4]
         drawn = self.steps.add(prompt, self.chance.randrange(1, 9), adapter=digest, adapter_loading=True)
         assert drawn == ticket
@@ -83,7 +81,7 @@ def test_a_thousand_requests_over_64_adapters(room: int, slots: int):
     assert sum(info.nbytes for info in infos if info.in_memory) <= room * engine.loader.nbytes
     for info in infos:
         engine.registry.unload(info.name).result(20)
-    assert engine.slots.resident == {}
+    assert engine.registry.list() == ()
     engine.steps.assert_right([t for t, reason in engine.steps.ended.items() if reason == "length"])
     engine.registry.close()
 

@@ -19,7 +19,8 @@ from asyncengine.lora.peft_loader import PeftLoader
 
 
 def load(folder: Path, model: Any = None, **settings: Any) -> Adapter:
-    return PeftLoader(base_modules(model or tiny_llama()), max_rank=64, **settings).load("one", folder)
+    settings = {"dtype": torch.float32, "max_rank": 64, **settings}
+    return PeftLoader(base_modules(model or tiny_llama()), **settings).load("one", folder)
 
 
 def reloaded(model: Any, folder: Path) -> Any:
@@ -45,7 +46,7 @@ def assert_same_deltas(adapter: Adapter, wrapped: Any) -> None:
     assert list(adapter.modules) == sorted(expected)
     for path, delta in expected.items():
         weights = adapter.modules[path]
-        ours = weights.scaling * weights.b.float() @ weights.a.float()
+        ours = weights.b.float() @ weights.a.float()
         torch.testing.assert_close(ours, delta, rtol=1e-5, atol=1e-6)
 
 
@@ -106,12 +107,36 @@ def test_transposed_modules_of_gpt2(tmp_path: Path):
     assert_same_deltas(load(tmp_path, tiny_gpt2()), reloaded(tiny_gpt2(), tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_stays_as_stored(dtype: torch.dtype, tmp_path: Path):
-    make_peft(tiny_llama()).save_pretrained(tmp_path)
-    edit_weights(tmp_path, lambda t: t.update({name: tensor.to(dtype) for name, tensor in t.items()}))
-    adapter = load(tmp_path)
-    assert {w.a.dtype for w in adapter.modules.values()} == {dtype}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_held_as_a_slot_takes_them(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path):
+    make_peft(tiny_llama(), lora_alpha=3).save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda t: t.update({name: tensor.to(stored) for name, tensor in t.items()}))
+    adapter, plain = load(tmp_path, dtype=dtype), load(tmp_path)
+    for path, weights in adapter.modules.items():
+        assert (weights.a.dtype, weights.b.dtype) == (dtype, dtype)
+        assert weights.a.is_contiguous()
+        assert weights.b.is_contiguous()
+        assert torch.equal(weights.a, plain.modules[path].a.to(dtype))
+        assert torch.equal(weights.b, plain.modules[path].b.to(dtype)), "rounded once, after scaling"
+    assert adapter.nbytes == plain.nbytes * dtype.itemsize // 4
+    assert adapter.digest == plain.digest, "the same content, whatever it is held as"
+
+
+def test_the_scale_of_an_embedding_is_folded_in(tmp_path: Path):
+    make_peft(tiny_llama(), target_modules=["embed_tokens", "q_proj"], lora_alpha=3).save_pretrained(tmp_path)
+    base = base_modules(tiny_llama())
+    path = "model.embed_tokens"
+    plain = load(tmp_path)
+    scaled = PeftLoader({**base, path: base[path]._replace(scale=5.0)}, dtype=torch.float32, max_rank=8).load(
+        "one", tmp_path
+    )
+    torch.testing.assert_close(scaled.modules[path].b, plain.modules[path].b * 5)
+    assert torch.equal(scaled.modules[path].a, plain.modules[path].a)
+    assert scaled.digest == plain.digest
 
 
 def test_a_converted_pissa_adapter_is_a_plain_one(tmp_path: Path):
@@ -134,7 +159,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path):
     first = load(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     edit_config(tmp_path / "b", base_model_name_or_path="elsewhere", lora_dropout=0.5, task_type=None)
-    other = PeftLoader(base_modules(tiny_llama()), max_rank=8).load("two", tmp_path / "b")
+    other = PeftLoader(base_modules(tiny_llama()), dtype=torch.float32, max_rank=8).load("two", tmp_path / "b")
     assert first.digest == other.digest
     assert len(first.digest) == 64
     assert first.name != other.name

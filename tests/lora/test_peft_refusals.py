@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(base: dict[str, BaseModule], folder: Path, **settings: Any) -> AdapterError:
-    settings.setdefault("max_rank", 64)
+    settings = {"dtype": torch.float32, "max_rank": 64, **settings}
     with pytest.raises(AdapterError) as caught:
         PeftLoader(base, **settings).load("one", folder)
     assert isinstance(caught.value, InvalidParameter)
@@ -179,7 +179,30 @@ def test_ranks_above_the_limit(base: dict[str, BaseModule], tmp_path: Path):
     assert refused(base, save_adapter(tmp_path / "r", r=9), max_rank=8).field == "r"
     one = save_adapter(tmp_path / "pattern", r=8, rank_pattern={"v_proj": 9})
     assert refused(base, one, max_rank=8).field == "rank_pattern"
-    assert PeftLoader(base, max_rank=9).load("one", one).rank == 9
+    assert PeftLoader(base, dtype=torch.float32, max_rank=9).load("one", one).rank == 9
+
+
+def test_values_beyond_the_models_dtype(base: dict[str, BaseModule], folder: Path):
+    edit_weights(folder, put(Q_A, torch.full((4, 16), 1e5)))
+    assert refused(base, folder, dtype=torch.float16).field == Q_A
+    edit_weights(folder, put(Q_A, torch.ones(4, 16)))
+    edit_weights(folder, put(Q_B, torch.full((16, 4), 3e4)))  # beyond float16 only with the scaling
+    PeftLoader(base, dtype=torch.float16, max_rank=8).load("one", folder)
+    edit_config(folder, lora_alpha=16)
+    error = refused(base, folder, dtype=torch.float16)
+    assert error.field == Q_B
+    assert "torch.float16" in str(error)
+
+
+def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, BaseModule], folder: Path):
+    """What counts is what it takes in the model's dtype, without copies of base weights in the file."""
+    edit_weights(folder, put("base_model.model.lm_head.base_layer.weight", torch.ones(40, 16)))
+    for dtype in (torch.float32, torch.bfloat16):
+        loader = PeftLoader(base, dtype=dtype, max_rank=8)
+        need = loader.load("one", folder).nbytes
+        loader.fingerprint(folder, need)
+        with pytest.raises(AdapterError, match=f"adapter_memory: .* needs {need}"):
+            loader.fingerprint(folder, need - 1)
 
 
 def test_another_base_model(base: dict[str, BaseModule], folder: Path):
@@ -317,7 +340,7 @@ def test_paths_that_leave_the_root(base: dict[str, BaseModule], folder: Path, tm
         mixed.mkdir()
         for file in (CONFIG, WEIGHTS):
             (mixed / file).symlink_to((outside if file == name else folder) / file)
-    loader = PeftLoader(base, max_rank=8, root=root)
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=root)
     bad = ["../outside", "one/../../outside", str(outside), "link", "chain", "ring", f"mixed {CONFIG}",
            f"mixed {WEIGHTS}", "/", "", "one\0", "missing", "x" * 5000, f"one/{CONFIG}"]  # fmt: skip
     for path in bad:
@@ -329,7 +352,7 @@ def test_paths_that_leave_the_root(base: dict[str, BaseModule], folder: Path, tm
 
 
 def test_nothing_is_told_about_what_lies_outside(base: dict[str, BaseModule], folder: Path):
-    loader = PeftLoader(base, max_rank=8, root=folder.parent)
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=folder.parent)
     for path in ("..", "../missing", "/", "/missing"):
         with pytest.raises(AdapterError, match="leaves the folder"):
             loader.load("one", path)
@@ -341,7 +364,7 @@ def test_paths_inside_the_root(base: dict[str, BaseModule], folder: Path):
     (root / "blobs").mkdir()
     (folder / WEIGHTS).rename(root / "blobs" / "1")
     (folder / WEIGHTS).symlink_to("../blobs/1")  # as the hub's cache lays files out
-    loader = PeftLoader(base, max_rank=8, root=root)
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=root)
     found = [loader.load("one", path).digest for path in ("one", "./one", "alias", folder, "blobs/../one")]
     assert len(dict.fromkeys(found)) == 1
 

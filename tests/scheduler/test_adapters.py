@@ -2,8 +2,8 @@
 
 import pytest
 from support.fake_engine import Steps, rows
-from support.plug_points import AdapterSlots
 
+from asyncengine.lora.admission import AdapterSlots
 from asyncengine.messages import AdapterReady
 
 
@@ -26,8 +26,8 @@ def test_slots_are_counted_for_every_running_row():
     for i in range(12):
         steps.add(range(i, i + 15), 4, adapter="ABCD"[i % 4])
     steps.run()
-    assert slots.most == 2
-    assert not any(slots.users.values())
+    assert len(slots.resident) == 2
+    assert not slots.in_use
     steps.assert_right()
 
 
@@ -48,11 +48,11 @@ def test_an_adapter_is_released_only_when_no_step_in_flight_names_it():
     steps.launch()
     steps.launch()
     steps.abort(ticket)
-    assert slots.users == {"A": 1}
+    assert slots.in_use == {"A": 1}
     steps.commit()
-    assert slots.users == {"A": 1}
+    assert slots.in_use == {"A": 1}
     steps.commit()
-    assert slots.users == {"A": 0}
+    assert slots.in_use == {}
 
 
 @pytest.mark.parametrize("max_passes", [1, 8])
@@ -84,7 +84,7 @@ def test_preemption_releases_the_adapter_and_readmission_takes_it_again():
     steps.add([4, 5], 12, adapter="A")
     steps.run()
     steps.assert_right()
-    assert slots.users == {"A": 0}
+    assert slots.in_use == {}
 
 
 def test_a_loading_adapter_queues_its_request_aside():

@@ -4,8 +4,9 @@ import random
 
 import pytest
 from support.fake_engine import Steps
-from support.plug_points import AdapterSlots, Letters
+from support.plug_points import Letters
 
+from asyncengine.lora.admission import AdapterSlots
 from asyncengine.messages import GrammarReady
 from asyncengine.testing.fake_runner import FakeModel
 
@@ -61,7 +62,7 @@ def test_every_request_of_a_random_soak_finishes(settings: dict):
         steps.apply(GrammarReady(ticket, constrained[ticket]))
     steps.run()
     steps.assert_empty()
-    assert not any(slots.users.values())
+    assert not slots.in_use
     assert set(steps.ended) == set(steps.expected), "every request ends"
     for ticket, reason in steps.ended.items():
         if ticket in constrained:

@@ -13,7 +13,7 @@ from asyncengine.lora.adapter import Adapter, LoraWeights
 
 def adapter_of(name: str, content: str, nbytes: int) -> Adapter:
     half = torch.zeros(1, nbytes // 8)
-    weights = LoraWeights("q_proj", half, half.T.contiguous(), 1.0)
+    weights = LoraWeights("q_proj", half, half.T.contiguous())
     digest = hashlib.sha256(content.encode()).hexdigest()
     return Adapter(name, digest, 1, {"q_proj": weights}, nbytes)
 

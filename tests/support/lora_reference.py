@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class Weights:
     """A `LoraAdapter`."""
 
     modules: dict[str, LoraWeights]
+
+    def to(self, dtype: torch.dtype) -> Weights:
+        return Weights({path: replace(w, a=w.a.to(dtype), b=w.b.to(dtype)) for path, w in self.modules.items()})
 
 
 class Reference:
@@ -62,11 +65,12 @@ class Reference:
 
     @staticmethod
     def draw(part: Any, path: str, name: str, table: bool, generator: torch.Generator) -> LoraWeights:
-        """Random factors of a size that changes answers but does not drown the model."""
+        """Random factors of a size that changes answers but does not drown the model; what the loader makes of them."""
         a = part.lora_embedding_A[name] if table else part.lora_A[name].weight
         b = part.lora_embedding_B[name] if table else part.lora_B[name].weight
         with torch.no_grad():
             a.copy_(torch.randn(a.shape, generator=generator) * (0.5 if table else a.shape[1] ** -0.5))
             size = 0.02 if table else 0.2 * part.scaling[name] ** -1
             b.copy_(torch.randn(b.shape, generator=generator) * size * a.shape[0] ** -0.5)
-        return LoraWeights(path, a.detach().clone(), b.detach().clone(), float(part.scaling[name]), table)
+        scale = part.scaling[name] * float(getattr(part.base_layer, "embed_scale", 1.0))
+        return LoraWeights(path, a.detach().clone(), b.detach() * scale, table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncengine.protocols import GrammarOrder
@@ -79,31 +79,3 @@ class Compiler:
 
     def close(self) -> None:
         self.closed = True
-
-
-class AdapterSlots:
-    """`total` device slots; an adapter keeps its slot as long as one admission of it is not released."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.users: dict[str, int] = {}
-        self.slots: dict[str, int] = {}
-        self.most = 0
-
-    def admit(self, digest: str, running: Sequence[str]) -> int | None:
-        for other in running:
-            assert self.users.get(other, 0) > 0, f"{other} runs and was released"
-        if digest not in self.slots:
-            if len(self.slots) >= self.total:
-                return None
-            used = set(self.slots.values())
-            self.slots[digest] = next(i for i in range(1, self.total + 1) if i not in used)
-        self.users[digest] = self.users.get(digest, 0) + 1
-        self.most = max(self.most, len(self.slots))
-        return self.slots[digest]
-
-    def release(self, digest: str) -> None:
-        self.users[digest] -= 1
-        assert self.users[digest] >= 0
-        if not self.users[digest]:
-            del self.slots[digest]

@@ -129,6 +129,10 @@ GrammarDone = Callable[[int, GrammarMatcher | Exception], None]
 class AdapterAdmission(Protocol):
     """Which adapters share a batch. Pure; the scheduler calls it while admitting (S-LoRA; vLLM's `max_loras`)."""
 
+    def fits(self, digest: str) -> bool:
+        """Would `admit` find a slot now? Changes nothing."""
+        ...
+
     def admit(self, digest: str, running: Sequence[str]) -> int | None:
         """Device slot for `digest` beside the adapters of all `running` requests, or None: skip for now."""
         ...

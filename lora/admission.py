@@ -5,10 +5,9 @@ step that names the slot has retired, so a slot is never overwritten under a ste
 it is until another one needs the slot (least recently used first): one that returns costs no copy.
 
 No request is held back here while a slot is idle, and none jumps the queue: the scheduler asks in its order, and asks
-first for a request that has been passed over `max_passes` times. Nothing starts before such a request, so the adapters
-it waits for drain, and the first slot that becomes idle is its own. That is the whole drain rule (S-LoRA; SGLang
-#15129): A, B, A, A, ... passes B over `max_passes` times at most. Rows that are not scheduled in a step and prompts in
-the middle of a chunk count, because admissions are counted, not rows (SGLang #25865).
+first for a request that has been passed over `max_passes` times, for which it lets one slot drain (see
+`scheduler.admission`). Rows that are not scheduled in a step and prompts in the middle of a chunk count, because
+admissions are counted, not rows (SGLang #25865).
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ class AdapterSlots:
         """How often a slot got new content."""
 
     # ---------------------------------------------------------------- protocol
+
+    def fits(self, digest: str) -> bool:
+        return digest in self._slots or bool(self._empty or self._idle)
 
     def admit(self, digest: str, running: Sequence[str]) -> int | None:
         for other in running:

@@ -4,14 +4,17 @@ Memory blocks: if the first in order does not fit, nobody behind it starts, or a
 Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt
 the first sample is still computing, and prompts whose next page a running request is computing right now (they wait
 for it and start from it, so a prefix shared by many simultaneous requests is computed once). A request that has been
-passed over `max_passes` times is not skipped any more; nobody starts before it.
+passed over `max_passes` times is not skipped any more; nobody starts before it. If what it lacks is a slot for its
+adapter, only that is kept from others: of the adapters that run, the one that will be done first takes no more
+requests until its slot is free (the drain rule of S-LoRA and SGLang #15129, for one slot instead of all).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from itertools import islice
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache, PageTable
@@ -26,10 +29,17 @@ Frontier = tuple[Node, tuple[int, ...]]
 """A page about to be computed: its parent in the tree and its tokens."""
 
 
+_WALK = 16
+"""Waiting requests looked at in a step, in lookaheads: passing over one of a blocked adapter costs next to nothing, and
+behind them may be many whose adapter is running."""
+
+
 class Verdict(Enum):
     ADMITTED = "admitted"
     SKIPPED = "skipped"
     """Not now; those behind it may go first."""
+    NO_SLOT = "no slot"
+    """Like SKIPPED: its adapter does not fit beside the running ones. Nor does it for others with that adapter."""
     FULL = "full"
     """No memory or slot for it; those behind it must not take them either."""
 
@@ -51,10 +61,14 @@ class Admission:
         self._refresh_hints(waiting)
         frontiers = self._frontiers(running)
         admitted: list[Request] = []
+        blocked: dict[str, None] = {}
+        draining = ""
         skipped = 0
-        for request in waiting.in_order():
+        for request in islice(waiting.in_order(), _WALK * (self._lookahead + 1)):
             if not budget.left or skipped > self._lookahead:
                 break
+            if request.adapter in blocked:
+                continue
             verdict = self._try(request, running, requests, frontiers)
             if verdict is Verdict.ADMITTED:
                 waiting.remove(request)
@@ -63,6 +77,12 @@ class Admission:
                 admitted.append(request)
                 yield request
                 self._add_frontier(request, frontiers)
+            elif verdict is Verdict.NO_SLOT:
+                skipped += 1
+                blocked[request.adapter] = None
+                if request.overdue and not draining:
+                    draining = _done_first(running.values())
+                    blocked.update({draining: None} if draining else {})
             elif verdict is Verdict.FULL or request.overdue:
                 break
             else:
@@ -80,6 +100,8 @@ class Admission:
             return Verdict.FULL
         if request.num_pending:
             return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
+        if not self._slots.adapter_fits(request):
+            return Verdict.NO_SLOT
         if not request.overdue and self._awaits_first_sample(request, requests):
             return Verdict.SKIPPED
         table = self._kv.open(self._namespace(request), request.tokens, self._match_limit(request))
@@ -101,7 +123,8 @@ class Admission:
         needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
         if needed > self._kv.num_available - self._promised(running):
             return Verdict.FULL
-        return Verdict.ADMITTED if self._slots.acquire(request, running.values()) else Verdict.SKIPPED
+        self._slots.acquire(request, running.values())
+        return Verdict.ADMITTED
 
     def _promised(self, running: dict[int, Request]) -> int:
         """Pages that running requests will need for tokens they already have, and one each to go on decoding.
@@ -172,3 +195,12 @@ class Admission:
                 request.passes += passed_by
                 if request.passes >= self._max_passes and not request.overdue:
                     waiting.mark_overdue(request)
+
+
+def _done_first(running: Iterable[Request]) -> str:
+    """The adapter whose requests will all have ended first, by what each may still generate; "" if none runs."""
+    left: dict[str, int] = {}
+    for request in running:
+        if request.adapter:
+            left[request.adapter] = max(left.get(request.adapter, 0), request.max_total - len(request.tokens))
+    return min(left, key=lambda adapter: left[adapter], default="")

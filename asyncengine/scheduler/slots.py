@@ -28,17 +28,23 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def acquire(self, request: Request, running: Iterable[Request]) -> bool:
-        """Give `request` its slots. False, and nothing changed, if its adapter does not fit beside the running ones."""
+    def adapter_fits(self, request: Request) -> bool:
+        """Could the adapter of `request`, if it has one, run beside those of the running requests?"""
+        if not request.adapter:
+            return True
+        if self._adapters is None:
+            raise InvariantViolation(f"{request} names an adapter, but there is no adapter admission")
+        return self._adapters.fits(request.adapter)
+
+    def acquire(self, request: Request, running: Iterable[Request]) -> None:
+        """Give `request`, whose adapter fits, its slots."""
         if request.adapter:
-            if self._adapters is None:
-                raise InvariantViolation(f"{request} names an adapter, but there is no adapter admission")
+            assert self._adapters is not None
             adapter_slot = self._adapters.admit(request.adapter, [r.adapter for r in running if r.adapter])
             if adapter_slot is None:
-                return False
+                raise InvariantViolation(f"{request}: its adapter fits, and has no slot")
             request.adapter_slot = adapter_slot
         request.slot = self._free.pop()
-        return True
 
     def take_swaps(self) -> tuple[AdapterSwap, ...]:
         """What the next step must copy to the device before it runs."""

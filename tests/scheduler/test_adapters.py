@@ -77,6 +77,39 @@ def test_a_starving_adapter_drains_a_running_one(max_passes: int):
     steps.assert_right()
 
 
+def test_only_the_slot_that_a_starving_adapter_waits_for_drains():
+    """Of two running adapters the one that ends first takes no more requests; the other goes on taking them."""
+    steps = Steps(adapters=AdapterSlots(2), max_passes=2, pages=400, max_num_seqs=32)
+    wanted = {"S": 6, "L": 60}
+    for adapter, count in wanted.items():
+        steps.add([2, 3], count, adapter=adapter)
+    steps.step()
+    victim = steps.add([6, 7], 3, adapter="B")
+    started = {"S": 0, "L": 0}
+    for turn in range(20):
+        if victim in steps.scheduler.running:
+            break
+        later = {steps.add([8 + turn, 9], count, adapter=adapter): adapter for adapter, count in wanted.items()}
+        steps.step()
+        if turn >= 2:  # by now it has been passed over often enough
+            for ticket, adapter in later.items():
+                started[adapter] += ticket in steps.scheduler.running
+    assert victim in steps.scheduler.running
+    assert started["S"] == 0
+    assert started["L"] > 0
+    assert {request.adapter for request in steps.scheduler.running.values()} == {"L", "B"}
+
+
+def test_requests_behind_those_of_blocked_adapters_fill_the_batch():
+    """400 requests that take turns over 64 adapters, 8 at once: those of one adapter find each other."""
+    steps = Steps(adapters=AdapterSlots(8), pages=2000, max_num_seqs=64, max_num_batched_tokens=512, check_every=50)
+    for index in range(400):
+        steps.add([2 + index % 60, 3, 5], 20, adapter=f"a{index % 64}")
+    steps.run()
+    steps.assert_right()
+    assert sum(len(batch.rows) for batch in steps.batches) / len(steps.batches) > 32
+
+
 def test_preemption_releases_the_adapter_and_readmission_takes_it_again():
     slots = AdapterSlots(1)
     steps = Steps(adapters=slots, preempt_every=3)

@@ -68,6 +68,9 @@ def test_the_check_finds_progress_out_of_order():
 
 def test_a_scheduler_that_could_start_nobody_says_so_rather_than_wait_for_ever():
     class Never:
+        def fits(self, digest):
+            return False
+
         def admit(self, digest, running):
             return None
 

@@ -98,3 +98,13 @@ class StepResult:
     """Row -> why this one request failed. The others in the batch are unaffected."""
     seconds: float = 0.0
     """Time the device worked on it."""
+
+
+class FinishedStep(NamedTuple):
+    """A `protocols.StepHandle` of a step that was computed when it was launched."""
+
+    result: StepResult
+    ready: bool = True
+
+    def wait(self) -> StepResult:
+        return self.result

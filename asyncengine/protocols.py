@@ -28,6 +28,19 @@ class Clock(Protocol):
         ...
 
 
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def ready(self) -> bool:
+        """True: `wait` does not block."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The result. Called once, in launch order, on any thread."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
 
@@ -39,8 +52,11 @@ class Executor(Protocol):
     @property
     def page_size(self) -> int: ...
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Run one step. A fault of one row goes into `StepResult.errors`; raising kills the engine."""
+    def launch(self, batch: Batch) -> StepHandle:
+        """Hand one step to the device and return without waiting for it, if the device is not the CPU.
+
+        A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
+        """
         ...
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import statistics
 import time
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.batch import Batch, StepResult
+from asyncengine.batch import Batch, FinishedStep, StepResult
 from asyncengine.build import wire
 from asyncengine.core import EngineCore
 from asyncengine.submit import ModelInfo
@@ -31,8 +31,8 @@ class InstantExecutor:
         self.num_pages = num_pages
         self.page_size = 16
 
-    def execute(self, batch: Batch) -> StepResult:
-        return StepResult(batch.step, [7] * len(batch.rows))
+    def launch(self, batch: Batch) -> FinishedStep:
+        return FinishedStep(StepResult(batch.step, [7] * len(batch.rows)))
 
     def close(self) -> None:
         pass
@@ -46,7 +46,7 @@ class InlineRunner:
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
         future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        future.set_result(self.executor.execute(batch))
+        future.set_result(self.executor.launch(batch).wait())
         return future
 
     async def aclose(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.batch import Batch, Row
+from asyncengine.runner.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def apply_masks(logits: torch.Tensor, masks: FilledMasks) -> None:
     if len(masks.places) == logits.shape[0]:
         logits.masked_fill_(~allowed, float("-inf"))
     else:
-        index = torch.tensor(masks.places, device=device)
+        index = upload(np.array(masks.places, dtype=np.int64), device)
         logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,18 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.factory import make_backend, num_pages_for
-from asyncengine.batch import Batch, Row, StepResult
+from asyncengine.batch import Batch
 from asyncengine.config import EngineConfig
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
-from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks, grammar_failed
-from asyncengine.runner.sampler import NON_FINITE, Sampler
+from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
+from asyncengine.runner.pending import PendingStep
+from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
+from asyncengine.runner.transfer import Readback, copy_stream, upload
 
 
 class ModelRunner:
@@ -46,6 +47,7 @@ class ModelRunner:
         self._attention_modules = model.attention_modules
         self._backend = backend
         self._device = model.device
+        self._copies = copy_stream(model.device)
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self._lora = lora
@@ -55,31 +57,36 @@ class ModelRunner:
         for index, module in enumerate(model.attention_modules):
             attach(module, LayerAttention(index, backend))
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Run one step. A row that fails by itself is reported in `errors`; raising means the runner is broken."""
-        began = time.perf_counter()
-        result = StepResult(batch.step, [-1] * len(batch.rows))
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
+        raising means the runner is broken."""
+        pending = PendingStep(batch, Readback(self._copies), self._jump)
         with torch.inference_mode():
             masks = self._masks.start(batch)
             step = self._buffers.build(batch, self._last_token)
-            self._backend.plan(step.view)
-            if self._lora is not None:
-                for swap in batch.swaps:
-                    self._lora.write(swap.slot, swap.weights)
-                self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
-            output = self._module(
-                input_ids=step.input_ids,
-                position_ids=step.positions,
-                use_cache=False,
-                logits_to_keep=step.logit_rows,
-            )
-            logits = output.logits[0]
+            logits = self._forward(batch, step)
             if step.sampling:
-                self._sample(batch, step, logits, masks, result)
+                self._sample(pending, step, logits, masks)
             for index, first, last in step.prompt_spans:
-                self._score_prompt(batch.rows[index], index, logits[first:last], result)
-        result.seconds = time.perf_counter() - began
-        return result
+                self._score_prompt(pending, index, logits[first:last])
+            pending.readback.send()
+        return pending
+
+    def _forward(self, batch: Batch, step: Step) -> torch.Tensor:
+        """Logits [N, vocab] of the step's wanted rows."""
+        self._backend.plan(step.view)
+        if self._lora is not None:
+            for swap in batch.swaps:
+                self._lora.write(swap.slot, swap.weights)
+            self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
+        output = self._module(
+            input_ids=step.input_ids,
+            position_ids=step.positions,
+            use_cache=False,
+            logits_to_keep=step.logit_rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def close(self) -> None:
         """Free KV memory and let go of the weights. Idempotent."""
@@ -92,62 +99,31 @@ class ModelRunner:
             self._lora.close()
         self._module = None
 
-    def _sample(
-        self, batch: Batch, step: Step, logits: torch.Tensor, masks: StepMasks | None, result: StepResult
-    ) -> None:
-        rows = [batch.rows[index] for index in step.sampling]
+    def _sample(self, pending: PendingStep, step: Step, logits: torch.Tensor, masks: StepMasks | None) -> None:
+        rows = [pending.batch.rows[index] for index in step.sampling]
         if len(step.sample_logits) != logits.shape[0]:
-            logits = logits[torch.from_numpy(step.sample_logits).to(self._device)]
+            logits = logits[upload(step.sample_logits, self._device)]
         filled = FilledMasks.none() if masks is None else masks.wait(step.sampling)
         sampled = self._sampler.sample(rows, logits, filled, self._last_token)
-        tokens = sampled.tokens.tolist()
-        errors = {**sampled.errors, **filled.errors}
-        if filled.places:
-            self._accept(rows, step, tokens, errors, result)
-            sampled.tokens.copy_(torch.tensor(tokens, dtype=torch.int64))
-        slots = torch.from_numpy(np.array([row.slot for row in rows], dtype=np.int64)).to(self._device)
+        # what a matcher puts in place of a token is not here yet; but its row is not launched before it is known
+        slots = upload(np.array([row.slot for row in rows], dtype=np.int64), self._device)
         self._last_token.index_copy_(0, slots, sampled.tokens)
-        for place, token in enumerate(tokens):
-            if place in errors:
-                result.errors[step.sampling[place]] = errors[place]
-            else:
-                result.tokens[step.sampling[place]] = token
-        wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs and place not in errors]
+        pending.sampling, pending.filled = step.sampling, filled
+        pending.sampled = sampled.fetch(pending.readback)
+        wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
         if wanted:
-            index = torch.tensor(wanted, device=self._device)
+            index = upload(np.array(wanted, dtype=np.int64), self._device)
             num_top = max(rows[place].spec.params.top_logprobs for place in wanted)
             found = token_logprobs(logits[index], sampled.tokens[index], num_top)
-            for place, entry in zip(wanted, found, strict=True):
-                top = entry.top[: rows[place].spec.params.top_logprobs]
-                result.logprobs[step.sampling[place]] = entry._replace(top=top)
+            pending.logprobs = wanted, found.fetch(pending.readback)
 
-    def _accept(
-        self, rows: list[Row], step: Step, tokens: list[int], errors: dict[int, str], result: StepResult
-    ) -> None:
-        """Hand constrained rows their sampled tokens; `tokens` gets what they make of them."""
-        for place, row in enumerate(rows):
-            if row.grammar is None or place in errors:
-                continue
-            try:
-                # the log-probability of a token that was not sampled would be missing: no jumps then
-                taken, *forced = row.grammar.accept(tokens[place], self._jump and not row.spec.params.logprobs)
-            except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
-                errors[place] = grammar_failed(error)
-                continue
-            tokens[place] = taken
-            if forced:
-                result.forced[step.sampling[place]] = forced
-
-    def _score_prompt(self, row: Row, index: int, logits: torch.Tensor, result: StepResult) -> None:
-        if index in result.errors:
-            return
-        if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-            result.tokens[index] = -1
-            result.errors[index] = NON_FINITE
-            return
+    def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:
+        row = pending.batch.rows[index]
+        finite = torch.isfinite(logits.amax(dim=-1)).all()
         following = row.tokens[row.start + 1 : row.start + 1 + logits.shape[0]]
-        targets = torch.tensor(following, dtype=torch.int64, device=self._device)
-        result.prompt_logprobs[index] = token_logprobs(logits, targets, row.spec.params.top_logprobs)
+        targets = upload(np.array(following, dtype=np.int64), self._device)
+        found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
+        pending.prompts.append((index, pending.readback.fetch(finite), found.fetch(pending.readback)))
 
 
 def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None) -> ModelRunner:

@@ -8,7 +8,8 @@ out: a greedy batch without extras is one argmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from asyncengine.runner.masks import FilledMasks, apply_masks
 from asyncengine.runner.noise import BLOCK_FLAG, gumbel
 from asyncengine.runner.penalties import PenaltyTable
 from asyncengine.runner.slot_params import SlotParams
+from asyncengine.runner.transfer import Readback, upload
 
 _BLOCK = 512
 _FIRST_CANDIDATES = 1024
@@ -31,12 +33,29 @@ NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclu
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens of the sampling rows, and which of them are void."""
+    """Tokens of the sampling rows. Some may be void: that is known when it is here, not when it is computed."""
 
     tokens: torch.Tensor
-    """Device, int64 [rows]; arbitrary but valid ids where void."""
-    errors: dict[int, str]
-    """Index into the sampling rows -> why it has no token."""
+    """int64 [rows]; 0 where void."""
+    best: torch.Tensor
+    """[rows] the largest logit of each row; not finite: the row has no token."""
+    edited: Collection[int]
+    """Rows whose logits were changed before anything was chosen."""
+
+    def fetch(self, readback: Readback) -> Sampled:
+        """The same on the host, once `readback` has arrived."""
+        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.edited)
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """For host tensors: row -> why it has no token."""
+        if bool(torch.isfinite(self.best).all()):
+            return {}
+        return {
+            row: NOTHING_ALLOWED if row in self.edited and value == float("-inf") else NON_FINITE
+            for row, value in enumerate(self.best.tolist())
+            if not math.isfinite(value)
+        }
 
 
 class Sampler:
@@ -67,14 +86,7 @@ class Sampler:
         random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
         if random_rows.size:
             tokens = self._draw(rows, slots, random_rows, logits, tokens)
-        errors = {}
-        finite = torch.isfinite(best)
-        if not bool(finite.all()):
-            for index in torch.nonzero(~finite)[:, 0].tolist():
-                masked = index in edits.edited and float(best[index]) == float("-inf")
-                errors[index] = NOTHING_ALLOWED if masked else NON_FINITE
-                tokens[index] = 0
-        return Sampled(tokens, errors)
+        return Sampled(torch.where(torch.isfinite(best), tokens, 0), best, edits.edited)
 
     def _draw(
         self, rows: Sequence[Row], slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
@@ -97,7 +109,7 @@ class Sampler:
         return greedy.index_copy(0, index, draw(scaled, least, key[0], key[1], key[2]))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
 
 def smallest_kept(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
@@ -109,8 +121,8 @@ def smallest_kept(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) 
     vocab = logits.shape[-1]
     unlimited = top_k == 0
     width = min(max(int(top_k.max()), _FIRST_CANDIDATES if unlimited.any() else 0), vocab)
-    on_device = torch.from_numpy(np.where(unlimited, width, top_k)).to(logits.device)
-    everything = torch.from_numpy(unlimited).to(logits.device)
+    on_device = upload(np.where(unlimited, width, top_k), logits.device)
+    everything = upload(unlimited, logits.device)
     values = logits.topk(width, dim=-1).values
     values = values.masked_fill(torch.arange(width, device=logits.device) >= on_device[:, None], float("-inf"))
     totals = torch.logsumexp(values, dim=-1)
@@ -197,17 +209,26 @@ class _Edits:
         logits = logits.to(torch.float32, copy=True)
         for index in self._penalized:
             self._penalize(logits[index], rows[index], table, last_token)
-        for index in self._biased:
-            bias = rows[index].spec.params.logit_bias
-            known = [token for token in bias if token < self._vocab_size]
-            ids = torch.tensor(known, dtype=torch.int64, device=logits.device)
-            values = torch.tensor([bias[token] for token in known], dtype=torch.float32, device=logits.device)
-            logits[index].index_add_(0, ids, values)
+        if self._biased:
+            self._bias(logits, rows)
         if self._masks.places:
             apply_masks(logits, self._masks)
-        for index in self._held_open:
-            self._hold_open(logits[index], rows[index])
+        if self._held_open:
+            self._hold_open(logits, rows)
         return logits
+
+    def _bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        entries = [
+            (index, token, value)
+            for index in self._biased
+            for token, value in rows[index].spec.params.logit_bias.items()
+            if token < self._vocab_size
+        ]
+        if entries:
+            where, ids, values = zip(*entries, strict=True)
+            places = upload(np.array((where, ids), dtype=np.int64), logits.device)
+            added = upload(np.array(values, dtype=np.float32), logits.device)
+            logits.index_put_((places[0], places[1]), added, accumulate=True)
 
     def _penalize(self, logits: torch.Tensor, row: Row, table: PenaltyTable, last_token: torch.Tensor) -> None:
         params, slot = self._params, row.slot
@@ -221,10 +242,19 @@ class _Edits:
         if params.presence[slot]:
             logits.sub_((output_counts > 0) * float(params.presence[slot]))
 
-    def _hold_open(self, logits: torch.Tensor, row: Row) -> None:
+    def _hold_open(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
-        stops = [token for token in row.spec.stop_ids if token < self._vocab_size]
-        kept = logits.clone()
-        kept[stops] = float("-inf")
-        if not bool(torch.isneginf(kept).all()):
-            logits.copy_(kept)
+        stops = [
+            (place, token)
+            for place, index in enumerate(self._held_open)
+            for token in rows[index].spec.stop_ids
+            if token < self._vocab_size
+        ]
+        if not stops:
+            return
+        index = upload(np.array(self._held_open, dtype=np.int64), logits.device)
+        places = upload(np.array(stops, dtype=np.int64), logits.device)
+        before = logits[index]
+        kept = before.index_put((places[:, 0], places[:, 1]), before.new_tensor(float("-inf")))
+        nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
+        logits.index_copy_(0, index, torch.where(nothing, before, kept))

@@ -14,6 +14,7 @@ import torch
 
 from asyncengine.attention.base import Int64Array, StepView
 from asyncengine.batch import Batch, Row
+from asyncengine.runner.transfer import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +72,12 @@ class StepBuffers:
         width = int(-(-(starts + counts).max() // self._page_size))
 
         packed = np.concatenate((np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows))
-        on_device = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        on_device = upload(packed, self._device)
         total = len(tokens)
         parts = torch.split(on_device, [total, total, total, len(logit_rows)])
         input_ids, where, targets, keep = parts
         if in_flight:
-            index = torch.tensor(in_flight, dtype=torch.int64).to(self._device, non_blocking=True)
+            index = upload(np.array(in_flight, dtype=np.int64), self._device)
             input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
         view = StepView(starts, counts, indptr, self._tables[slots, :width], targets)
         return Step(view, input_ids[None], where[None], keep, sampling, sample_logits, prompt_spans)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
+from asyncengine.batch import Batch, FinishedStep, Row, StepResult, TokenLogprob
 
 EMPTY = -1
 
@@ -65,7 +65,11 @@ class FakeExecutor:
         """Ticket -> error: rows that fail as data."""
         self.closed = False
 
+    def launch(self, batch: Batch) -> FinishedStep:
+        return FinishedStep(self.execute(batch))
+
     def execute(self, batch: Batch) -> StepResult:
+        """Compute one step. Subclasses change this."""
         if self.keep_batches:
             self.executed.append(batch)
         self._write(batch)

@@ -89,7 +89,7 @@ def replay(
         elif kind == "schedule":
             batch = scheduler.schedule(value)
             if batch is not None:
-                launched.append(executor.execute(batch))
+                launched.append(executor.launch(batch).wait())
         elif kind == "commit":
             scheduler.commit(launched.popleft(), value)
         elif kind == "end_all":
@@ -113,8 +113,10 @@ def _with_matcher(
 
 
 def _message_to_json(message: Message) -> list[Any]:
+    if isinstance(message, GrammarReady | AdapterReady) and message.error is not None:
+        message = replace(message, error=str(message.error))
     if isinstance(message, GrammarReady):
-        message = replace(message, matcher=None, error=None if message.error is None else str(message.error))
+        message = replace(message, matcher=None)
     return [type(message).__name__, asdict(message)]
 
 

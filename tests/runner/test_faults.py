@@ -138,9 +138,9 @@ def test_a_row_without_its_tokens_is_refused(make_runner: MakeRunner) -> None:
     driver.admit(job)
     row = driver.row(job)
     with pytest.raises(ValueError, match="tokens do not cover"):
-        driver.runner.execute(Batch(1, (row._replace(num_scheduled=9, pages=[1, 2, 3]),)))
+        driver.runner.launch(Batch(1, (row._replace(num_scheduled=9, pages=[1, 2, 3]),)))
     with pytest.raises(ValueError, match="pages do not cover"):
-        driver.runner.execute(Batch(1, (row._replace(pages=[]),)))
+        driver.runner.launch(Batch(1, (row._replace(pages=[]),)))
 
 
 def test_closing_twice(make_runner: MakeRunner) -> None:

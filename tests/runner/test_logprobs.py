@@ -60,7 +60,7 @@ def test_each_row_gets_as_many_as_it_asked_for(make_runner: MakeRunner) -> None:
 def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 40)
     tokens = torch.randint(0, 40, (11,))
-    whole = token_logprobs(logits, tokens, 50)
+    whole = token_logprobs(logits, tokens, 50).entries()
     monkeypatch.setattr("asyncengine.runner.logprobs._BLOCK_ELEMENTS", 100)
-    assert token_logprobs(logits, tokens, 50) == whole
+    assert token_logprobs(logits, tokens, 50).entries() == whole
     assert len(whole[0].top) == 40

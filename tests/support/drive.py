@@ -87,7 +87,7 @@ class Driver:
 
     def execute(self, rows: Sequence[Row]) -> StepResult:
         self.step += 1
-        result: StepResult = self.runner.execute(Batch(self.step, tuple(rows)))
+        result: StepResult = self.runner.launch(Batch(self.step, tuple(rows))).wait()
         assert result.step == self.step
         assert len(result.tokens) == len(rows)
         return result

@@ -20,6 +20,19 @@ def free_bytes(device: torch.device) -> int:
     return min(found) if found else 2**62
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did an allocation fail, on whatever device?"""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's own words on CPU
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back what torch's allocator keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def bound_kernel_caches() -> None:
     """Keep fewer compiled CPU kernels than torch's default of 1,024 in each of two caches, unless the environment says.
 

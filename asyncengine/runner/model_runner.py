@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,23 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.factory import make_backend, num_pages_for
-from asyncengine.batch import Batch
+from asyncengine.batch import Batch, FinishedStep, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import free_bytes
+from asyncengine.models.memory import free_bytes, is_out_of_memory, release_cached
+from asyncengine.protocols import StepHandle
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
-from asyncengine.runner.pending import PendingStep
+from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.runner.transfer import Readback, copy_stream, upload
+
+logger = logging.getLogger("asyncengine")
+
+OUT_OF_MEMORY = "the device has not enough memory for this request's step"
 
 
 class ModelRunner:
@@ -57,9 +63,26 @@ class ModelRunner:
         for index, module in enumerate(model.attention_modules):
             attach(module, LayerAttention(index, backend))
 
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: Batch) -> StepHandle:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
-        raising means the runner is broken."""
+        raising means the runner is broken.
+
+        A step that does not fit in memory is launched in halves; a row that does not fit alone ends with an error.
+        """
+        try:
+            return self._launch(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_cached(self._device)  # not above: the error's traceback would hold what the step had taken
+        if len(batch.rows) == 1:
+            return FinishedStep(StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
+        half = len(batch.rows) // 2
+        logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(batch.rows))
+        first = self.launch(batch._replace(rows=batch.rows[:half]))
+        return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
+
+    def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
         with torch.inference_mode():
             masks = self._masks.start(batch)

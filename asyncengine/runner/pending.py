@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncengine.batch import Batch, Row, StepResult
+from asyncengine.protocols import StepHandle
 from asyncengine.runner.logprobs import LogprobTensors
 from asyncengine.runner.masks import FilledMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampled
@@ -87,3 +88,25 @@ class PendingStep:
             tokens[place] = taken
             if forced:
                 result.forced[self.sampling[place]] = forced
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """A `protocols.StepHandle` of a step that was launched in two parts, one after the other."""
+
+    step: int
+    parts: tuple[StepHandle, StepHandle]
+    size: int
+    """Rows of the first part."""
+
+    @property
+    def ready(self) -> bool:
+        return all(part.ready for part in self.parts)
+
+    def wait(self) -> StepResult:
+        first, second = (part.wait() for part in self.parts)
+        joined = StepResult(self.step, [*first.tokens, *second.tokens], seconds=first.seconds + second.seconds)
+        for name in ("forced", "logprobs", "prompt_logprobs", "errors"):
+            moved = {self.size + index: value for index, value in getattr(second, name).items()}
+            getattr(joined, name).update(getattr(first, name) | moved)
+        return joined

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.checkpoints import MakeRunner
 from support.drive import GREEDY, Driver, prompts
 from support.tiny_models import VOCAB
 
 from asyncengine.batch import Batch
-from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.model_runner import OUT_OF_MEMORY, ModelRunner
 from asyncengine.runner.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 
@@ -147,3 +148,58 @@ def test_closing_twice(make_runner: MakeRunner) -> None:
     runner = make_runner("llama")
     runner.close()
     runner.close()
+
+
+class Hungry:
+    """Wraps a model so that a forward of more than `most` tokens does not fit, as torch says it on each device."""
+
+    def __init__(self, module: Any, most: int, error: Exception) -> None:
+        self.module, self.most, self.error = module, most, error
+        self.refused = 0
+
+    def __call__(self, *, input_ids: Any, **arguments: Any) -> Any:
+        if input_ids.shape[1] > self.most:
+            self.refused += 1
+            raise self.error
+        return self.module(input_ids=input_ids, **arguments)
+
+
+SAYINGS = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", SAYINGS)
+def test_a_step_that_does_not_fit_is_launched_in_parts(error: Exception, make_runner: MakeRunner) -> None:
+    params = SamplingParams(temperature=0.9, top_k=9, logprobs=True, top_logprobs=2, prompt_logprobs=True)
+    inputs = prompts([4, 6, 2, 5, 3], VOCAB, seed=4)
+    outputs = []
+    for most in (10_000, 7):
+        driver = Driver(make_runner("llama"))
+        hungry = Hungry(driver.runner._module, most, error)
+        driver.runner._module = hungry
+        jobs = [driver.job(prompt, 8, params, seed) for seed, prompt in enumerate(inputs)]
+        driver.run(jobs)
+        assert (hungry.refused > 0) == (most == 7)
+        outputs.append([(job.tokens, [e.token_id for e in job.logprobs], len(job.prompt_logprobs)) for job in jobs])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_request_that_does_not_fit_alone_ends_alone(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    driver.runner._module = Hungry(driver.runner._module, 7, SAYINGS[0])
+    jobs = [driver.job(prompt, 2) for prompt in prompts([4, 9, 3], VOCAB, seed=4)]
+    for job in jobs:
+        driver.admit(job)
+    result = driver.execute([driver.row(job) for job in jobs])
+    assert result.errors == {1: OUT_OF_MEMORY}
+    assert result.tokens[1] == -1
+    assert min(result.tokens[0], result.tokens[2]) >= 0
+
+
+def test_another_error_is_not_taken_for_want_of_memory(make_runner: MakeRunner) -> None:
+    driver = Driver(make_runner("llama"))
+    driver.runner._module = Hungry(driver.runner._module, 0, RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        driver.run([driver.job([3, 4], 2)])

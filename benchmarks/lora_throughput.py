@@ -3,11 +3,15 @@
     python benchmarks/lora_throughput.py [--shape small --batch 16 --input 64 --output 24 --rank 16 --rounds 3 --json]
 
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
-folder and drives the model runner by hand: prompts in one step, then one token for each request a step. Random adapters
-on all linears of the layers (q, k, v, o, gate, up, down), as many slots as adapters at most. The cases take turns, in
-changing order, each beside a run of the base model, which is run twice a round to show what the machine's company alone
-does. Ratios of tokens per second, medians over rounds; decoding and the prompt step apart. Targets: at least 0.85 with
-4 adapters and 0.70 with 16.
+folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
+which one request computes its prompt again while the others decode. Random adapters on all linears of the layers (q, k,
+v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number. The cases take
+turns, in changing order, each beside a run of the base model, which is run twice a round to show what the machine's
+company alone does. Ratios of tokens per second, medians over rounds; "all" is the prompts and the decoding together.
+Targets: at least 0.85 with 4 adapters and 0.70 with 16.
+
+On a machine that is busy, threads wait for each other at every operation and the clock says little: `--cpu-time` runs
+one thread and counts only what it computes itself.
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from execution_vs_transformers import SHAPES, make_checkpoint
@@ -36,6 +41,18 @@ SHAPES["qwen3-0.6b-seventh"] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4, 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
 TARGETS = {4: 0.85, 16: 0.70}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+MIXED_STEPS = 5
+
+
+class Seconds(NamedTuple):
+    prompt: float
+    """The step of all prompts."""
+    decode: float
+    """A step of one token for each request."""
+    mixed: float
+    """A step of one prompt and one token for each other request."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ def main() -> None:
             max_model_len=options.input + options.output, kv_cache_memory=f"{options.kv_mib}MiB", show_progress=False,
         )  # fmt: skip
         model = load_model(folder, config)
-        lora = install_lora(model.module, options.slots, options.rank)
+        lora = install_lora(model.module, options.slots, options.max_rank)
         runner = build_runner(model, config, lora=lora)
     seconds_to_write = fill(lora, options)
     report = measure(runner, options)
@@ -76,14 +93,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--max-rank", type=int, default=64, help="what would be allowed")
     parser.add_argument("--input", type=int, default=64, help="prompt tokens")
     parser.add_argument("--output", type=int, default=24, help="generated tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kv-mib", type=int, default=512)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, its own time: for a busy machine")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.cpu_time:
+        options.threads = 1
+    return options
+
+
+def clock(options: argparse.Namespace) -> Callable[[], float]:
+    return time.thread_time if options.cpu_time else time.perf_counter
 
 
 def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
@@ -91,7 +117,7 @@ def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, options.dtype)
     paths = [path for path in lora.layer_linears() if path.endswith(LINEARS)]
-    lora.allocate(paths)
+    lora.allocate(paths, options.rank)
     spent = []
     for slot in range(1, options.slots + 1):
         modules = {}
@@ -100,37 +126,57 @@ def fill(lora: LoraLayers, options: argparse.Namespace) -> float:
             a = torch.randn(options.rank, width, generator=generator) * width**-0.5
             b = torch.randn(out, options.rank, generator=generator) * 0.02
             modules[path] = Factors(a.to(dtype), b.to(dtype))
-        began = time.perf_counter()
+        began = clock(options)()
         lora.write(slot, Adapter(modules))
-        spent.append(time.perf_counter() - began)
+        spent.append(clock(options)() - began)
     return statistics.median(spent)
 
 
-def run(runner: ModelRunner, options: argparse.Namespace, adapters: int) -> tuple[float, float]:
-    """(seconds of the prompt step, median seconds of a decoding step) of a batch over `adapters` adapters."""
-    generator = random.Random(0)
-    vocab = int(SHAPES[options.shape]["vocab_size"])
-    length = -(-(options.input + options.output) // runner.page_size)
-    tokens = [[generator.randrange(vocab) for _ in range(options.input)] for _ in range(options.batch)]
-    pages = [list(range(1 + place * length, 1 + (place + 1) * length)) for place in range(options.batch)]
-    spec = RowSpec(1, GREEDY, 0, options.input, ())
-    spent = []
-    computed = 0
-    for step in range(1, options.output + 1):
+class Requests:
+    """A batch of requests over `adapters` adapters, driven step by step."""
+
+    def __init__(self, runner: ModelRunner, options: argparse.Namespace, adapters: int) -> None:
+        generator = random.Random(0)
+        vocab = int(SHAPES[options.shape]["vocab_size"])
+        length = -(-(options.input + options.output) // runner.page_size)
+        places = range(options.batch)
+        self.tokens = [[generator.randrange(vocab) for _ in range(options.input)] for _ in places]
+        self._pages = [list(range(1 + place * length, 1 + (place + 1) * length)) for place in places]
+        self._slots = [1 + place % adapters if adapters else 0 for place in places]
+        self._spec = RowSpec(1, GREEDY, 0, options.input, ())
+        self._runner, self._clock, self._steps = runner, clock(options), 0
+
+    def step(self, starts: list[int], ends: list[int]) -> tuple[float, list[int]]:
+        """(seconds, sampled tokens) of a step that computes positions [start, end) of each request."""
+        self._steps += 1
         rows = tuple(
-            Row(
-                spec, place, computed, len(tokens[place]) - computed, tokens[place], False, pages[place], True,
-                1 + place % adapters if adapters else 0,
-            )
-            for place in range(options.batch)
-        )  # fmt: skip
-        began = time.perf_counter()
-        result = runner.execute(Batch(step, rows))
-        spent.append(time.perf_counter() - began)
-        computed = len(tokens[0])
-        for row, token in zip(tokens, result.tokens, strict=True):
+            Row(self._spec, place, start, end - start, self.tokens[place], False, self._pages[place], True, slot)
+            for place, (start, end, slot) in enumerate(zip(starts, ends, self._slots, strict=True))
+        )
+        began = self._clock()
+        result = self._runner.launch(Batch(self._steps, rows)).wait()
+        return self._clock() - began, list(result.tokens)
+
+
+def run(runner: ModelRunner, options: argparse.Namespace, adapters: int) -> Seconds:
+    requests = Requests(runner, options, adapters)
+    tokens, spent = requests.tokens, []
+    computed = [0] * options.batch
+    for _ in range(options.output):
+        ends = [len(row) for row in tokens]
+        seconds, sampled = requests.step(computed, ends)
+        spent.append(seconds)
+        computed = ends
+        for row, token in zip(tokens, sampled, strict=True):
             row.append(token)
-    return spent[0], statistics.median(spent[1:])
+    mixed = []
+    for place in range(
+        min(MIXED_STEPS, options.batch)
+    ):  # what was computed last, once more; one of them from its start
+        starts = [0 if place == other else end - 1 for other, end in enumerate(computed)]
+        ends = [options.input if place == other else end for other, end in enumerate(computed)]
+        mixed.append(requests.step(starts, ends)[0])
+    return Seconds(spent[0], statistics.median(spent[1:]), statistics.median(mixed))
 
 
 def measure(runner: ModelRunner, options: argparse.Namespace) -> dict[str, Any]:
@@ -138,28 +184,28 @@ def measure(runner: ModelRunner, options: argparse.Namespace) -> dict[str, Any]:
     cases = [0, -1, *options.adapters]
     for case in cases:
         run(runner, argparse.Namespace(**{**vars(options), "output": 2}), max(case, 0))
-    found: dict[int, list[tuple[float, float]]] = {case: [] for case in cases}
+    found: dict[int, list[Seconds]] = {case: [] for case in cases}
     for turn in range(options.rounds):
         for case in cases if turn % 2 == 0 else reversed(cases):
             found[case].append(run(runner, options, max(case, 0)))
     report: dict[str, Any] = {"base": {}, "ratios": {}}
     names = {case: "base again" if case < 0 else f"{case} adapters" for case in cases[1:]}
-    prompt, decode = (statistics.median(values) for values in zip(*found[0], strict=True))
-    report["base"] = {"prompt_tokens_per_second": options.batch * options.input / prompt}
+    prompt, decode, _ = (statistics.median(values) for values in zip(*found[0], strict=True))
+    report["base"]["prompt_tokens_per_second"] = options.batch * options.input / prompt
     report["base"]["output_tokens_per_second"] = options.batch / decode
     for case, name in names.items():
-        ratios: dict[str, list[float]] = {"prompt": [], "decode": [], "all": []}
-        for (base_first, base_step), (first, step) in zip(found[0], found[case], strict=True):
-            ratios["prompt"].append(base_first / first)
-            ratios["decode"].append(base_step / step)
-            ratios["all"].append(total(base_first, base_step, options) / total(first, step, options))
+        ratios: dict[str, list[float]] = {key: [] for key in (*Seconds._fields, "all")}
+        for base, own in zip(found[0], found[case], strict=True):
+            for key, before, after in zip(Seconds._fields, base, own, strict=True):
+                ratios[key].append(before / after)
+            ratios["all"].append(total(base, options) / total(own, options))
         report["ratios"][name] = {key: statistics.median(values) for key, values in ratios.items()}
-        report["ratios"][name] |= {"target": TARGETS.get(case), "decode_rounds": ratios["decode"]}
+        report["ratios"][name] |= {"target": TARGETS.get(case), "rounds": ratios}
     return report
 
 
-def total(first: float, step: float, options: argparse.Namespace) -> float:
-    return first + step * (options.output - 1)
+def total(seconds: Seconds, options: argparse.Namespace) -> float:
+    return seconds.prompt + seconds.decode * (options.output - 1)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -168,11 +214,12 @@ def table(report: dict[str, Any]) -> str:
         f"base: {base['prompt_tokens_per_second']:.0f} prompt tokens/s, {base['output_tokens_per_second']:.1f} output "
         f"tokens/s; {options['slots']} slots of rank {options['rank']} take {report['adapter_mib']:.0f} MiB, "
         f"writing one takes {report['write_ms']:.0f} ms",
-        f"{'ratio to base':<14} {'prompt':>7} {'decode':>7} {'all':>6} {'target':>7}",
+        f"{'ratio to base':<14} {'decode':>7} {'mixed':>7} {'prompt':>7} {'all':>7} {'target':>7}",
     ]
     for name, row in report["ratios"].items():
         target = f"{row['target']:>7.2f}" if row["target"] else f"{'-':>7}"
-        lines.append(f"{name:<14} {row['prompt']:>7.2f} {row['decode']:>7.2f} {row['all']:>6.2f} {target}")
+        figures = " ".join(f"{row[key]:>7.2f}" for key in ("decode", "mixed", "prompt", "all"))
+        lines.append(f"{name:<14} {figures} {target}")
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter, BaseModule, LoraWeights
 from asyncengine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
 from asyncengine.lora.peft_config import PeftConfig, read_peft_config
-from asyncengine.lora.tensor_file import TensorFile, parse_json
+from asyncengine.lora.tensor_file import TensorFile, parse_json, pieces
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")
@@ -183,12 +183,15 @@ class PeftLoader:
         digest.update(head.encode())
         for tensor in (a, b):
             digest.update(tensor.view(torch.uint8).numpy().data)
-        folded = b.float() * (scaling * self._base[module].scale)
-        return LoraWeights(module, self._cast(pair.a, a), self._cast(pair.b, folded), pair.embedding)
+        factor = scaling * self._base[module].scale
+        return LoraWeights(module, self._cast(pair.a, a, 1.0), self._cast(pair.b, b, factor), pair.embedding)
 
-    def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in the model's dtype, finite: in a batch an infinity would reach its neighbours (0 * inf)."""
-        cast = tensor.to(self._dtype).contiguous()
-        if not bool(torch.isfinite(cast).all()):
-            raise AdapterError(name, f"has values beyond the model's {self._dtype} (lora_alpha / r counted in)")
+    def _cast(self, name: str, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        """`tensor` times `factor`, rounded once to the model's dtype. Finite: in a batch an infinity would reach its
+        neighbours (0 * inf)."""
+        cast = torch.empty(tensor.shape, dtype=self._dtype)
+        for source, target in zip(pieces(tensor), pieces(cast), strict=True):
+            target.copy_(source.float() * factor)
+            if not bool(torch.isfinite(target).all()):
+                raise AdapterError(name, f"has values beyond the model's {self._dtype} (lora_alpha / r counted in)")
         return cast

@@ -21,6 +21,16 @@ MAX_HEADER_BYTES = 8 << 20
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+_PIECE = 1 << 14
+"""Numbers that torch works on with one thread."""
+
+
+def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`tensor`, contiguous, as flat views so small that work on them stays on the calling thread: workers that read
+    files must not take a running step's cores, whose threads all wait for the last one."""
+    return torch.split(tensor.view(-1), _PIECE)
+
+
 class Extent(NamedTuple):
     """Where one tensor lies, counted from the end of the header."""
 
@@ -112,7 +122,7 @@ class TensorFile:
         if _read_into(self._stream, memoryview(content)) != len(content):
             raise AdapterError(self._field, "was cut off while it was read")
         tensor = torch.frombuffer(content, dtype=dtype).reshape(extent.shape)
-        if not bool(torch.isfinite(tensor).all()):
+        if not all(bool(torch.isfinite(piece).all()) for piece in pieces(tensor)):
             raise AdapterError(name, "holds values that are not finite (NaN or infinity)")
         return tensor
 

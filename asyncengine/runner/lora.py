@@ -15,7 +15,15 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.models.lora_linears import LoraStack, ModuleDims, Place, StepRows, find_places
+from asyncengine.models.lora_linears import ModuleDims, Place, find_places
+from asyncengine.models.lora_masked import MaskedStack, MaskedStep
+from asyncengine.models.lora_rows import RowStack, RowStep
+from asyncengine.models.lora_stack import LoraStack, Segment, padded_rank
+from asyncengine.runner.transfer import upload
+
+Step = RowStep | MaskedStep
+_KEPT_STEPS = 8
+"""Maps of a step's rows that are kept for the next one."""
 
 
 class LoraFactors(Protocol):
@@ -39,16 +47,24 @@ class LoraAdapter(Protocol):
     def modules(self) -> Mapping[str, LoraFactors]: ...
 
 
-def install_lora(module: Any, max_loras: int, max_rank: int, targets: Collection[str] | None = None) -> LoraLayers:
+def install_lora(
+    module: Any,
+    max_loras: int,
+    max_rank: int,
+    targets: Collection[str] | None = None,
+    *,
+    masked: bool | None = None,
+) -> LoraLayers:
     """Make `module`, a loaded and perhaps fused transformers model, ready for adapters in slots 1 .. max_loras.
 
-    `targets` limits what adapters may change to these paths. No memory is taken before `allocate` or `write`. Raises
-    `InvalidParameter` for a count below one or a target the model does not have.
+    `targets` limits what adapters may change to these paths. No memory is taken before `allocate` or `write`. `masked`:
+    apply them with the same shapes in every step, as CUDA graphs need it; None: wherever the device is not the CPU.
+    Raises `InvalidParameter` for a count below one or a target the model does not have.
     """
     for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
         if value < 1:
             raise InvalidParameter(name, "must be at least 1", value)
-    layers = LoraLayers(module, max_loras, max_rank)
+    layers = LoraLayers(module, max_loras, max_rank, masked)
     if targets is not None:
         layers.limit(targets)
     return layers
@@ -57,7 +73,7 @@ def install_lora(module: Any, max_loras: int, max_rank: int, targets: Collection
 class LoraLayers:
     """Slots 1 .. max_loras of one model; slot 0 means no adapter. Used by one thread, between and before forwards."""
 
-    def __init__(self, module: Any, max_loras: int, max_rank: int) -> None:
+    def __init__(self, module: Any, max_loras: int, max_rank: int, masked: bool | None = None) -> None:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.modules: dict[str, ModuleDims] = {}
@@ -69,16 +85,24 @@ class LoraLayers:
                 self._places[path] = (place, index)
         parameter = next(iter(module.parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
+        self._masked = self._device.type != "cpu" if masked is None else masked
+        self.version = 0
+        """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
         """By the first path of its place."""
         self._written: dict[int, list[LoraStack]] = {}
+        self._ranks = np.zeros(max_loras, dtype=np.int64)
+        """The largest padded rank in each slot."""
         self._hooks: list[Any] = []
-        self._tokens: StepRows | None = None
-        self._logits: StepRows | None = None
+        self._tokens: Step | None = None
+        self._logits: Step | None = None
+        self._known: dict[bytes, RowStep] = {}
+        """By the rows' slots: the next decoding step is often like the last one."""
 
     @property
     def nbytes(self) -> int:
-        """Device memory taken so far. It grows with the first adapter that targets a module, and never shrinks."""
+        """Device memory taken so far. It grows with the first adapter that targets a module or has a larger rank than
+        all before it, and never shrinks."""
         return sum(stack.nbytes for stack in self._stacks.values())
 
     def limit(self, targets: Collection[str]) -> None:
@@ -91,14 +115,14 @@ class LoraLayers:
         """What an adapter made for "all-linear" changes: every linear but the head; no embedding."""
         return [path for path in self.modules if not (self._places[path][0].embedding or self._places[path][0].head)]
 
-    def allocate(self, paths: Iterable[str]) -> None:
-        """Take the memory that adapters of these modules need, now instead of at the first `write`."""
+    def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
+        """Take the memory that adapters of these modules and this rank need, now instead of at the first `write`.
+
+        `rank` None: as large as it may be.
+        """
         for path in paths:
             place, _ = self._place("lora_targets", path)
-            key = place.parts[0][0]
-            if key not in self._stacks:
-                self._stacks[key] = LoraStack(place, self.max_loras, self.max_rank, self._dtype, self._device)
-                self._detach()  # the next step with adapters attaches all of them
+            self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
 
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
@@ -109,7 +133,8 @@ class LoraLayers:
         self._check_slot(slot)
         for path, factors in adapter.modules.items():
             self._check(path, factors)
-        self.allocate(adapter.modules)
+        for path, factors in adapter.modules.items():
+            self._make_room(self._places[path][0], factors.a.shape[0])
         self.clear(slot)
         used: dict[str, LoraStack] = {}
         for path, factors in adapter.modules.items():
@@ -118,10 +143,12 @@ class LoraLayers:
             used[key] = self._stacks[key]
             used[key].write(slot - 1, part, factors.a, factors.b)
         self._written[slot] = list(used.values())
+        self._ranks[slot - 1] = max((padded_rank(each.a.shape[0]) for each in adapter.modules.values()), default=0)
 
     def clear(self, slot: int) -> None:
         """Empty `slot`: no row may use it until it is written again. Idempotent."""
         self._check_slot(slot)
+        self._known.clear()
         for stack in self._written.pop(slot, []):
             stack.clear(slot - 1)
 
@@ -132,33 +159,72 @@ class LoraLayers:
         slot: it would answer as the base model does.
         """
         if not any(slots):
-            self._detach()
+            self.begin_none()
             return
+        self.check_slots(slots)
+        if self._masked:
+            self._tokens, self._logits = self._masked_steps(slots, counts, logit_rows)
+        else:
+            own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+            self._tokens, self._logits = self._row_step(own), self._row_step(own[logit_rows.numpy()])
+        self._attach()
+
+    def begin_none(self) -> None:
+        """Before forwards without adapters."""
+        self._detach()
+
+    def begin_fixed(self, slots: torch.Tensor) -> None:
+        """Before a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
+        graph, whoever has put what there by the time it is replayed. Needs `masked`."""
+        self._tokens = self._logits = MaskedStep(self.max_loras, slots)
+        self._attach()
+
+    def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
+        """Set the first of `into` to each row's slot, and the rest to none."""
+        own = np.full(len(into), -1, dtype=np.int64)
+        own[: len(slots)] = np.array(slots, dtype=np.int64) - 1
+        into.copy_(upload(own, self._device))
+
+    def check_slots(self, slots: Sequence[int]) -> None:
+        """Raises `InvariantViolation` for a slot that is not 0 and empty."""
         for slot in slots:
             if slot and slot not in self._written:
                 raise InvariantViolation(f"a row uses adapter slot {slot}, which is empty")
-        self._tokens, self._logits = self._rows(slots, counts, logit_rows)
-        if not self._hooks:
-            self._attach()
 
     def close(self) -> None:
         """Leave the model as it was loaded and free all slots. Idempotent."""
         self._detach()
         self._stacks.clear()
         self._written.clear()
+        self._known.clear()
 
-    def _rows(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> tuple[StepRows, StepRows]:
-        """Maps of all tokens and of those whose logits are wanted."""
-        first, last = 0, self.max_loras
-        if self._device.type == "cpu":  # elsewhere shapes stay the same from step to step, for CUDA graphs
-            first, last = min(slot for slot in slots if slot) - 1, max(slots)
+    def _row_step(self, own: Int64Array) -> RowStep:
+        key = own.tobytes()
+        if key not in self._known:
+            if len(self._known) == _KEPT_STEPS:
+                self._known.clear()
+            self._known[key] = RowStep(own, self._ranks)
+        return self._known[key]
+
+    def _masked_steps(
+        self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor
+    ) -> tuple[MaskedStep, MaskedStep]:
         own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
-        where = torch.from_numpy(own).to(self._device, non_blocking=True)
-        segments = None
-        if self._device.type == "cpu" or counts.max() > 1:  # a pure decoding step is what a CUDA graph holds
-            segments = _segments(slots, counts)
-        tokens = StepRows(first, last, where, segments)
-        return tokens, StepRows(first, last, where[logit_rows])
+        where = upload(own, self._device)
+        # a pure decoding step is what a CUDA graph holds
+        segments = _segments(slots, counts) if counts.max() > 1 else None
+        return MaskedStep(self.max_loras, where, segments), MaskedStep(self.max_loras, where[logit_rows])
+
+    def _make_room(self, place: Place, rank: int) -> None:
+        """Have a stack for `place` that can hold `rank`."""
+        key = place.parts[0][0]
+        if key in self._stacks:
+            self.version += self._stacks[key].grow(rank)
+            return
+        self.version += 1
+        form = MaskedStack if self._masked else RowStack
+        self._stacks[key] = form(place, self.max_loras, rank, self._dtype, self._device)
+        self._detach()  # the next step with adapters attaches all of them
 
     def _check(self, path: str, factors: LoraFactors) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
@@ -186,14 +252,14 @@ class LoraLayers:
             raise InvariantViolation(f"adapter slot {slot} is not in 1 .. {self.max_loras}")
 
     def _attach(self) -> None:
+        if self._hooks:
+            return
         for stack in self._stacks.values():
             self._hooks.append(stack.place.module.register_forward_hook(self._hook(stack)))
 
     def _hook(self, stack: LoraStack) -> Any:
         def add(_: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-            rows = self._logits if stack.place.head else self._tokens
-            assert rows is not None
-            stack.add(arguments[0], output, rows)
+            stack.add(arguments[0], output, self._logits if stack.place.head else self._tokens)
 
         return add
 
@@ -204,9 +270,9 @@ class LoraLayers:
         self._tokens = self._logits = None
 
 
-def _segments(slots: Sequence[int], counts: Int64Array) -> tuple[tuple[int, int, int], ...]:
+def _segments(slots: Sequence[int], counts: Int64Array) -> tuple[Segment, ...]:
     """(first token, end, slot counted from 0) of neighbouring tokens with one adapter."""
-    found: list[tuple[int, int, int]] = []
+    found: list[Segment] = []
     end = 0
     for slot, count in zip(slots, counts.tolist(), strict=True):
         begin, end = end, end + count

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.checkpoints import Checkpoint
-from support.drive import GREEDY, Driver, Job, prompts
-from support.lora_reference import LENGTHS, WANT, Reference, Weights
-from support.tiny_models import VOCAB
+from support.lora_driver import AdapterDriver, make_driver
+from support.lora_reference import Reference, Weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncengine.batch import Row
-from asyncengine.config import EngineConfig
-from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.models.loading import load_model
-from asyncengine.runner.lora import LoraLayers, install_lora
-from asyncengine.runner.model_runner import ModelRunner, build_runner
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.errors import InvariantViolation
+from asyncengine.models.lora_masked import MaskedStack
 
 pytest.importorskip("peft")
 
@@ -38,46 +30,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def reference(family: str) -> Reference:
     return Reference(family)
-
-
-class AdapterDriver(Driver):
-    """Rows use the adapter slot noted for their job."""
-
-    def __init__(self, runner: ModelRunner, lora: LoraLayers) -> None:
-        super().__init__(runner)
-        self.lora = lora
-        self.adapter_slots: dict[int, int] = {}
-
-    def row(self, job: Job, chunk: int | None = None) -> Row:
-        return super().row(job, chunk)._replace(adapter_slot=self.adapter_slots[job.spec.ticket])
-
-    def with_adapter(self, prompt: Sequence[int], slot: int, want: int = WANT, params: SamplingParams = GREEDY) -> Job:
-        job = self.job(prompt, want, params)
-        self.adapter_slots[job.spec.ticket] = slot
-        return job
-
-    def answers(self, slots: Sequence[int], chunk: int | None = None, preempt_every: int | None = None) -> list[Any]:
-        """For every slot the outputs of all prompts, everything in one batch, adapters alternating."""
-        inputs = prompts(LENGTHS, VOCAB)
-        jobs = [self.with_adapter(prompt, slot) for prompt in inputs for slot in slots]
-        outputs = self.run(jobs, chunk, preempt_every)
-        return [outputs[place :: len(slots)] for place in range(len(slots))]
-
-    def scores(self, slot: int) -> list[float]:
-        job = self.with_adapter(prompts([30], VOCAB)[0], slot, 1, SamplingParams(temperature=0.0, prompt_logprobs=True))
-        self.run([job])
-        return [entry.logprob for entry in job.prompt_logprobs]
-
-
-def make_driver(
-    checkpoint: Checkpoint, name: str, max_loras: int = 8, max_rank: int = 8, **fields: Any
-) -> AdapterDriver:
-    config = EngineConfig(
-        **{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", "dtype": "float32", **fields}
-    )
-    model = load_model(str(checkpoint(name)), config)
-    lora = install_lora(model.module, max_loras, max_rank)
-    return AdapterDriver(build_runner(model, config, lora=lora), lora)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +73,24 @@ def test_eight_adapters_and_the_base_in_one_batch(
     for chunk in (None, 1, 7):
         assert driver.answers(slots, chunk) == expected, f"chunk {chunk}"
     assert driver.answers(slots, 7, preempt_every=5) == expected
-    for price in (0.0, 1e9):  # always by segment, never by segment
-        for stack in driver.lora._stacks.values():
-            monkeypatch.setattr(stack, "_segment_price", price)
-        assert driver.answers(slots, 16) == expected
+    for length in (1, 2, 100):
+        monkeypatch.setattr("asyncengine.models.lora_rows.LONG", length)
+        driver.lora._known.clear()
+        assert driver.answers(slots, 16) == expected, f"products for segments from {length} rows on"
+
+
+@pytest.mark.parametrize("price", [0.0, 1e9])
+def test_the_same_shapes_in_every_step(
+    price: float, family: str, reference: Reference, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU gets: prompts always by segment, or never."""
+    monkeypatch.setattr(MaskedStack, "_segment_price", lambda _: price)
+    driver = make_driver(checkpoint, family, masked=True)
+    for slot, adapter in enumerate(reference.adapters, 1):
+        driver.lora.write(slot, adapter)
+    slots = [3, 0, 1, 2, 8, 4, 7, 5, 6]
+    expected = [reference.base if slot == 0 else reference.outputs[slot - 1] for slot in slots]
+    assert driver.answers(slots, 16) == expected
 
 
 def test_unfused_equals_peft(family: str, reference: Reference, checkpoint: Checkpoint) -> None:
@@ -183,93 +149,3 @@ def test_a_step_without_adapters_runs_no_other_operator(
     assert operators(driver, 0) == plain
     assert operators(driver, 1).total() > plain.total()
     assert operators(driver, 0) == plain, "after a step with one"
-
-
-# ---------------------------------------------------------------- one family is enough for the rest
-
-
-@pytest.fixture(scope="module")
-def llama() -> Reference:
-    return Reference("llama")
-
-
-@pytest.mark.parametrize("field", ["a", "b"])
-def test_what_does_not_fit_is_refused_and_changes_nothing(field: str, llama: Reference, checkpoint: Checkpoint) -> None:
-    driver = make_driver(checkpoint, "llama", max_rank=4)
-    driver.lora.write(1, llama.adapters[0])
-    before, taken = driver.scores(1), driver.lora.nbytes
-    path, good = list(llama.adapters[0].modules.items())[-1]
-    value = getattr(good, field)
-    for bad, message in (
-        ({path: replace(good, **{field: value[:, :-1]})}, "maps"),
-        ({path: replace(good, **{field: value.half()})}, "must be in the model's"),
-        ({path: replace(good, embedding=True)}, "kind of module"),
-        ({"model.layers.9.mlp.up_proj": good}, "no such module"),
-        (llama.adapters[1].modules, "max_lora_rank"),
-    ):
-        with pytest.raises(AdapterError, match=message):
-            driver.lora.write(1, Weights({**llama.adapters[0].modules, **bad}))
-    with pytest.raises(InvariantViolation):
-        driver.lora.write(0, llama.adapters[0])
-    assert (driver.scores(1), driver.lora.nbytes) == (before, taken)
-
-
-def test_memory_is_taken_for_targets_only(llama: Reference, checkpoint: Checkpoint) -> None:
-    driver = make_driver(checkpoint, "llama")
-    assert driver.lora.nbytes == 0
-    path = "model.layers.1.self_attn.o_proj"
-    driver.lora.allocate([path])
-    taken = driver.lora.nbytes
-    assert taken == 8 * 8 * sum(driver.lora.modules[path][:2]) * 4
-    driver.lora.write(6, Weights({path: llama.adapters[0].modules[path]}))
-    assert driver.lora.nbytes == taken
-    assert driver.scores(6) != driver.scores(0)
-
-
-def test_targets_are_limited(checkpoint: Checkpoint, llama: Reference) -> None:
-    config = EngineConfig(dtype="float32")
-    path = "model.layers.0.mlp.gate_proj"
-    module = load_model(str(checkpoint("llama")), config).module
-    layers = install_lora(module, 2, 8, [path])
-    assert list(layers.modules) == [path]
-    with pytest.raises(AdapterError, match="not among"):
-        layers.write(1, llama.adapters[0])
-    for arguments in ((0, 8, None), (2, 0, None), (2, 8, ["model.layers.0.mlp"])):
-        with pytest.raises(InvalidParameter):
-            install_lora(module, *arguments)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_close(dtype: str, llama: Reference, checkpoint: Checkpoint) -> None:
-    exact, rounded = (make_driver(checkpoint, "llama", dtype=name) for name in ("float32", dtype))
-    for driver in (exact, rounded):
-        driver.lora.write(2, llama.adapters[1].to(driver.lora._dtype))
-    differences = [abs(left - right) for left, right in zip(exact.scores(2), rounded.scores(2), strict=True)]
-    assert 0 < max(differences) < 0.3
-
-
-def test_one_adapter_that_overflows_harms_nobody_else(llama: Reference, checkpoint: Checkpoint) -> None:
-    driver = make_driver(checkpoint, "llama")
-    linears = {path: each for path, each in llama.adapters[1].modules.items() if not each.embedding}
-    huge = {path: replace(each, a=each.a.sign() * 3e38) for path, each in linears.items()}
-    driver.lora.write(1, llama.adapters[0])
-    driver.lora.write(2, Weights(huge))
-    prompt = prompts(LENGTHS, VOCAB)[1]
-    jobs = [driver.with_adapter(prompt, slot) for slot in (1, 2, 0)]
-    driver.run(jobs)
-    assert jobs[1].error is not None
-    assert (jobs[0].output, jobs[2].output) == (llama.outputs[0][1], llama.base[1])
-
-
-def test_which_rows_and_slots_take_part(checkpoint: Checkpoint) -> None:
-    driver = make_driver(checkpoint, "llama")
-    for slot in (2, 3, 5):
-        driver.lora.write(slot, Weights({}))
-    tokens, logits = driver.lora._rows([0, 3, 5, 5, 0], np.array([1, 3, 1, 2, 1]), torch.tensor([0, 3, 7]))
-    assert (tokens.first, tokens.last) == (2, 5)
-    assert tokens.segments == ((1, 4, 2), (4, 7, 4))
-    assert tokens.spared == 8 * 2 / 2
-    assert tokens.slots.tolist() == [0, 2, 2, 2, 4, 4, 4, 0]
-    assert tokens.keep.sum(0).flatten().tolist() == [3, 0, 3]
-    assert logits.keep.view(3, 3).tolist() == [[False] * 3, [True, False, False], [False] * 3]
-    assert logits.segments is None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import anyio.to_thread
 
@@ -34,9 +32,9 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 from asyncengine.submit import Accepted, ModelInfo
+from asyncengine.waiting import finished
 
 Build = Callable[[], EngineCore]
-T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -105,6 +103,7 @@ class AsyncEngine:
     def _serve(self, core: EngineCore) -> None:
         with self._serving:
             if self._closed:
+                core.discard()
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
                 return  # somebody else's start was faster
@@ -117,9 +116,7 @@ class AsyncEngine:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
         no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
         """
-        with self._serving:
-            self._closed, self._loaded = True, None
-            core, host = self._core, self._host
+        core, host = self._stop_serving()
         if core is None or host is None:
             return
         core.start_closing(drain, timeout)
@@ -127,11 +124,16 @@ class AsyncEngine:
         with anyio.CancelScope(shield=not drain):
             await host.wait_ended()
 
+    def _stop_serving(self) -> tuple[EngineCore | None, Host | None]:
+        with self._serving:
+            loaded, self._closed, self._loaded = self._loaded, True, None
+            if loaded is not None and self._core is None:  # whoever started it left before it was served
+                loaded.discard()
+            return self._core, self._host
+
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
-        with self._serving:
-            self._closed, self._loaded = True, None
-            core, host = self._core, self._host
+        core, host = self._stop_serving()
         if core is not None and isinstance(host, ThreadHost):
             core.start_closing(drain, timeout)
             host.join()
@@ -275,14 +277,3 @@ class AsyncEngine:
         if self.core.tokenizer is None:
             raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
         return self.core.tokenizer.decode(token_ids)
-
-
-async def finished(work: Future[T]) -> T:
-    """Await what another thread does. The engine closing under it raises `EngineClosed`, not a cancellation."""
-    try:
-        return await asyncio.wrap_future(work)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if work.cancelled() and task is not None and not task.cancelling():
-            raise EngineClosed("the engine has closed") from None
-        raise

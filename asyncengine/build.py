@@ -67,6 +67,8 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
 
     path = resolve_model(model)
     loaded = load_model(path, config)
+    if config.max_steps_in_flight is None and loaded.device.type == "cuda":
+        config = config.replace(max_steps_in_flight=2)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
         tokenizer.warm_up()
@@ -75,7 +77,7 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     try:
         ranks = [info.rank for info in adapters.list()]
         if ranks:  # before the KV cache takes its share of what is free
-            lora.allocate(lora.layer_linears())
+            lora.allocate(lora.layer_linears(), max(ranks))
         runner = build_runner(loaded, config, lora=lora)
         return _assemble(path, loaded, tokenizer, runner, adapters, config)
     except BaseException:

@@ -23,9 +23,14 @@ class EngineConfig:
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" picks cuda when there is one."""
     attention_backend: str = "auto"
-    """"auto" or "torch"."""
+    """"torch"; "flashinfer" (NVIDIA GPU, `asyncengine[cuda]`); "auto" picks flashinfer where it runs the model."""
+    cuda_graphs: bool = True
+    """On a GPU, run decode steps as CUDA graphs where the attention backend allows it."""
     num_threads: int | None = None
     """Threads torch uses inside one operator on CPU; None leaves torch's own choice."""
+    load_format: str = "auto"
+    """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
+    speed without a checkpoint."""
     fuse: bool = True
     """Replace norms, QKV, gate/up and rotary embedding by fused forms, each checked equal on random input first."""
     trust_remote_code: bool = False
@@ -41,6 +46,9 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     """Bytes of KV memory (or "2GiB", "512MB"); None takes a share of what is free, enough for
     `max_num_seqs` requests of full length at most."""
+    kv_cache_dtype: str = "auto"
+    """"auto": keys and values are kept in the model's type; "fp8": in 8 bits (float8_e4m3fn), twice as many tokens for
+    some loss of accuracy. Needs the flashinfer attention backend."""
     prefix_caching: bool = True
     eviction: str = "lru"
     """"lru", "lfu", "fifo" or "priority"."""
@@ -60,8 +68,10 @@ class EngineConfig:
     """How often a waiting request may be passed over by later ones before it goes first."""
     admission_lookahead: int = 64
     """How many waiting requests that cannot start yet (adapter, shared prefix) a step looks past."""
-    max_steps_in_flight: int = 1
-    """Steps launched before the first one's result is applied (2 = overlap scheduling)."""
+    max_steps_in_flight: int | None = None
+    """Steps launched before the first one's result is applied. 2 is overlap scheduling: the next step is planned and
+    launched while one runs, and an end of sequence is noticed one step late. None: 2 on a GPU, 1 on CPU, which gains
+    nothing."""
 
     # -- admission and deadlines
     max_queued_requests: int | None = None
@@ -153,7 +163,7 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
-        for name in ("fuse", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "must be True or False", getattr(self, name))
         object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
@@ -177,11 +187,14 @@ class EngineConfig:
 
 _OPTIONAL = {
     "num_threads", "long_prefill_token_threshold", "max_model_len", "max_queued_requests", "max_queued_tokens",
-    "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
+    "max_steps_in_flight", "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
     "grammar_timeout",
+)  # fmt: skip
+_SWITCHES = (
+    "fuse", "cuda_graphs", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward",
 )  # fmt: skip
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
@@ -193,7 +206,9 @@ _MINIMUM = {
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention_backend": ("auto", "torch"),
+    "attention_backend": ("auto", "torch", "flashinfer"),
+    "load_format": ("auto", "dummy"),
+    "kv_cache_dtype": ("auto", "fp8"),
     "eviction": ("lru", "lfu", "fifo", "priority"),
     "policy": ("fcfs", "priority", "longest-prefix-match", "shortest-remaining"),
     "when_full": ("error", "wait"),

@@ -18,7 +18,8 @@ from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
 from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.stats import EngineStats, Summary
+from asyncengine.snapshot import snapshot
+from asyncengine.stats import EngineStats
 from asyncengine.submit import Acceptance, Accepted, ModelInfo
 from asyncengine.text import TextTokenizer
 
@@ -177,6 +178,9 @@ class EngineCore:
             return
         try:
             accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+        except EngineClosed:
+            self.check_open()  # closed because it died? then that is what to say
+            raise
         except BaseException:
             self.loop.gate.leave(accepted.params.n, accepted.params.n * len(accepted.prompt))
             raise
@@ -233,7 +237,12 @@ class EngineCore:
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
         """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
-        return self._registry().load(name, resolve_adapter(path), pinned=pinned)
+        registry = self._registry()
+        try:
+            folder = resolve_adapter(path)
+        except TypeError:
+            raise AdapterError("path", "must be the path of an adapter's folder", path) from None
+        return registry.load(name, folder, pinned=pinned)
 
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """See `AdapterRegistry.unload`."""
@@ -248,6 +257,12 @@ class EngineCore:
             raise AdapterError("adapter", "this engine takes no adapters")
         return self.adapters
 
+    def discard(self) -> None:
+        """Let go of what loading took: nobody will serve this engine. Idempotent."""
+        for part in (self.adapters, self.loop.grammars):
+            if part is not None:
+                part.close()
+
     # ---------------------------------------------------------------- looking in
 
     def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
@@ -255,32 +270,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
-        scheduler, meter = self.loop.scheduler, self.loop.meter
-        running = list(scheduler.running.values())
-        counters = scheduler.counters
-        return EngineStats(
-            requests={
-                "waiting": len(scheduler.waiting),
-                "running": len(running),
-                "grammar_queue": len(scheduler.grammar_queue),
-                "adapter_queue": len(scheduler.adapter_queue),
-            },
-            finished=dict(meter.finished),
-            pages=scheduler.kv.counts([table for r in running if (table := r.table) is not None]),
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
-            forced_tokens=counters.forced_tokens,
-            computed_tokens=counters.computed_tokens,
-            preemptions=counters.preemptions,
-            steps=counters.steps,
-            first_token=Summary.of(list(meter.first_token)),
-            inter_token=Summary.of(list(meter.inter_token)),
-            step=Summary.of(list(meter.step)),
-            loop_lag=Summary.of(list(meter.loop_lag)),
-            uptime=self.loop.clock.now() - self.started_at,
-            adapters={} if self.adapters is None else self.adapters.counts(),
-        )
+        return snapshot(self.loop, {} if self.adapters is None else self.adapters.counts(), self.started_at)
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncengine.batch import TokenLogprob
 from asyncengine.clock import Clock
 from asyncengine.mailbox import Mailbox, Waiter, wake_all
-from asyncengine.messages import Abort, Message, StopText
+from asyncengine.messages import Abort, StopText
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
 from asyncengine.stats import Meter
@@ -59,8 +59,9 @@ class Delivery:
     """Every open stream of one engine, by ticket. Lives on the engine's loop."""
 
     def __init__(
-        self, clock: Clock, meter: Meter, post: Callable[[Message], object], table: TokenTable | None = None
+        self, clock: Clock, meter: Meter, post: Callable[[StopText | Abort], object], table: TokenTable | None = None
     ) -> None:
+        """`post`: told before the consumer when a stream ends here and not by the scheduler."""
         self.streams: dict[int, OutputStream] = {}
         self.expected: dict[int, None] = {}
         """Tickets posted and not opened yet. Posters add to it, from any thread."""

@@ -24,7 +24,7 @@ from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.gate import Gate
 from asyncengine.inbox import Inbox
-from asyncengine.messages import AdapterReady, Drain, Generate, GrammarReady, Message
+from asyncengine.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import Meter
@@ -79,11 +79,12 @@ class EngineLoop:
         self.gate = gate or Gate(None, None)
         self.inbox: Inbox[Submission | Message] = Inbox()
         self.meter = Meter()
-        self.delivery = Delivery(clock, self.meter, self.inbox.post, table)
+        self.delivery = Delivery(clock, self.meter, self._end_early, table)
         self.hooks = Hooks()
         self.record = recorder
         self.failure: BaseException | None = None
         """What killed the engine, if something did."""
+        self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
         self._drain: Drain | None = None
         self._left_queue = (0, 0)
@@ -101,7 +102,7 @@ class EngineLoop:
                 self._deliver()  # 4 outputs of the step before go out while this one runs
                 if not self.in_flight:
                     await self._idle()
-                elif batch is None or len(self.in_flight) >= self.config.max_steps_in_flight:
+                elif batch is None or len(self.in_flight) >= self.depth:
                     result = await self._watch(self.in_flight[0])  # 5 consumers run here
                     self._commit(result)  # 6 the only place where results are applied
         except BaseException as error:
@@ -118,8 +119,7 @@ class EngineLoop:
     def _apply_inbox(self) -> None:
         for item in self.inbox.take():
             self._apply(item)
-        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:
-            # one whose grammar or adapter is there was answered at once: it need not miss this step
+        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
             for item in self.inbox.take():
                 self._apply(item)
 
@@ -177,18 +177,27 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         outputs = self.scheduler.take_outputs()
-        self.delivery.deliver(outputs)
         for output in outputs:
-            if output.reason is not None:  # whatever ended it, it waits for nothing and uses nothing any more
-                if self.grammars is not None:
-                    self.grammars.cancel(output.ticket)
-                if self.adapters is not None:
-                    self.adapters.cancel(output.ticket)
+            if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
+                self._let_go(output.ticket)
+        self.delivery.deliver(outputs)
         counters = self.scheduler.counters
         left = (counters.left_queue, counters.left_queue_tokens)
         if left != self._left_queue:
             self.gate.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
             self._left_queue = left
+
+    def _let_go(self, ticket: int) -> None:
+        """Whatever ended it, the request waits for nothing and uses nothing any more."""
+        if self.grammars is not None:
+            self.grammars.cancel(ticket)
+        if self.adapters is not None:
+            self.adapters.cancel(ticket)
+
+    def _end_early(self, message: StopText | Abort) -> None:
+        """Delivery has ended a stream by itself. The scheduler hears of it before it plans another step."""
+        self._let_go(message.ticket)
+        self.inbox.post(message)
 
     async def _idle(self) -> None:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 from asyncengine.assembler import Assembler
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
+from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
 from asyncengine.requests import (
@@ -26,8 +25,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
 from asyncengine.submit import Accepted, ModelInfo
-
-T = TypeVar("T")
+from asyncengine.waiting import finished_blocking
 
 
 class Engine:
@@ -141,13 +139,13 @@ class Engine:
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
         """As `AsyncEngine.load_adapter`."""
-        return _finished(self.aengine.core.load_adapter(name, path, pinned))
+        return finished_blocking(self.aengine.core.load_adapter(name, path, pinned))
 
     def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """As `AsyncEngine.unload_adapter`."""
         if wait:
             self._check_thread()
-        _finished(self.aengine.core.unload_adapter(name, wait))
+        finished_blocking(self.aengine.core.unload_adapter(name, wait))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """As `AsyncEngine.adapters`."""
@@ -179,10 +177,3 @@ class Engine:
     def detokenize(self, token_ids: list[int]) -> str:
         """As `AsyncEngine.detokenize`."""
         return self.aengine.detokenize(token_ids)
-
-
-def _finished(work: Future[T]) -> T:
-    try:
-        return work.result()
-    except CancelledError:
-        raise EngineClosed("the engine has closed") from None

@@ -29,7 +29,8 @@ class Claims:
     """Each claim is made, started, granted and given back. Started claims wait in order of arrival.
 
     One that finds no room, because everything in memory is in use, lets later ones pass whose adapter is in memory:
-    `max_passes` of them. Then nothing is granted before it, and what is in use drains.
+    `max_passes` of them. Then nothing is granted before it, and what is in use drains. But what stays in memory in any
+    case is always granted: it is in nobody's way, or its claims are what must drain.
     """
 
     def __init__(
@@ -95,15 +96,19 @@ class Claims:
         """Grant what can be granted; the contents to read for those that wait."""
         reload: list[Meaning] = []
         blocked: _Claim | None = None
+        full = False  # somebody has been passed often enough
         for digest, group in list(self._waiting.items()):
             claims = list(group.values())
             if self._store.get(digest) is not None:
+                passing = (full or blocked is not None) and not self._stays(digest)
                 for claim in claims:
-                    if blocked is not None and blocked.passes >= self._max_passes:
+                    if passing and (full or (blocked is not None and blocked.passes >= self._max_passes)):
                         break
-                    self._grant(claim, calls)
-                    if blocked is not None:
+                    if passing and blocked is not None:
                         blocked.passes += 1
+                    self._grant(claim, calls)
+            elif full:
+                continue
             elif digest not in self._reloading and blocked is None:
                 meaning = claims[0].meaning
                 if self._store.victims(meaning.nbytes, self._stays) is not None:
@@ -117,7 +122,7 @@ class Claims:
                     blocked = claims[0]
             first = blocked or claims[0]
             if first.passes >= self._max_passes and first.ticket in self._waiting.get(first.meaning.digest, {}):
-                break
+                full = True
         return reload
 
     def _grant(self, claim: _Claim, calls: Calls) -> None:

@@ -52,12 +52,20 @@ class StepView:
     """[rows, most pages of a row]; row r uses the first ceil((start + count) / page_size), the rest is arbitrary."""
     kv_slots: torch.Tensor
     """Device, int64 [tokens]: page * page_size + offset where each token's key and value go."""
+    graph: int | None = None
+    """The step is padded to the CUDA graph of this many decode rows, and only fixed memory of that size may be used.
+    A padding row looks like any other: start 0, count 1, page table [0], kv slot 0."""
 
 
 class AttentionBackend(Protocol):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 
     name: str
+
+    @property
+    def graphs(self) -> bool:
+        """Whether `write` and `attend` may be captured in a CUDA graph."""
+        ...
 
     @property
     def num_pages(self) -> int:
@@ -69,8 +77,15 @@ class AttentionBackend(Protocol):
         """Bytes of the KV pool."""
         ...
 
+    def prepare_graph(self, size: int) -> None:
+        """Make what graphs of `size` decode rows need, before any is captured; the largest size first."""
+        ...
+
     def plan(self, step: StepView) -> None:
-        """Host work of one step, before the forward: index tensors and masks, once per group of equal layers."""
+        """Host work and uploads of one step, before the forward or the replay: once per group of equal layers.
+
+        Never part of a graph; `write` and `attend` after it only launch work on the device.
+        """
         ...
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

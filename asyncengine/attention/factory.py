@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Sequence
 
 import torch
 
 from asyncengine.attention.base import AttentionBackend, LayerSpec, page_bytes
+from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
-from asyncengine.errors import OutOfMemory
+from asyncengine.errors import InvalidParameter, OutOfMemory
+
+logger = logging.getLogger("asyncengine")
 
 _CPU_SHARE, _CPU_CAP = 0.25, 4 * 2**30
 _CUDA_SHARE = 0.85
@@ -31,7 +37,7 @@ def num_pages_for(
     `max_model_len` tokens fill, and on CPU at most 4 GiB (the machine has other work). Raises `OutOfMemory` with the
     numbers if a request of modest length would not fit, or if more is asked for than is free.
     """
-    size = page_bytes(layers, config.page_size, dtype)
+    size = page_bytes(layers, config.page_size, kv_dtype(config, dtype))
     assert config.kv_cache_memory is None or isinstance(config.kv_cache_memory, int)
     if config.kv_cache_memory is not None:
         budget = config.kv_cache_memory
@@ -56,11 +62,89 @@ def num_pages_for(
     return pages
 
 
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Type of KV memory for a model of `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
 def make_backend(
-    config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    layers: Sequence[LayerSpec],
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
 ) -> AttentionBackend:
-    """The backend `config.attention_backend` names ("auto": the torch one)."""
+    """The backend `config.attention_backend` names; "auto": FlashInfer where it is installed and runs, else torch.
+
+    No row is longer than `max_model_len` tokens (None: than the whole pool). Raises `InvalidParameter` if FlashInfer
+    is asked for by name and cannot run, or if only FlashInfer could do what is asked.
+    """
+    reason = 'attention_backend is "torch"'
+    if config.attention_backend != "torch":
+        found = _flashinfer_missing(layers, dtype, device)
+        if found is None:
+            backend = _try_flashinfer(config, layers, num_pages, dtype, device, max_model_len)
+            if not isinstance(backend, str):
+                return backend
+            found = backend
+        reason = found
+        if config.attention_backend == "flashinfer":
+            raise InvalidParameter("attention_backend", f"flashinfer cannot be used: {reason}", "flashinfer")
+        if device.type == "cuda":
+            logger.warning("attention runs on the slower torch backend: %s", reason)
+    if kv_dtype(config, dtype) != dtype:
+        raise InvalidParameter("kv_cache_dtype", f"needs the flashinfer attention backend; {reason}", "fp8")
     return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device)
+
+
+def _flashinfer_missing(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why FlashInfer cannot run this model here, as far as can be told without importing it; None: it may."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "it needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed: pip install 'asyncengine[cuda]'"
+    return why_not(layers, dtype)
+
+
+def _try_flashinfer(
+    config: EngineConfig,
+    layers: Sequence[LayerSpec],
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+) -> FlashInferBackend | str:
+    """A backend whose kernels have all run once, or why there is none."""
+    try:
+        flashinfer = load_flashinfer()
+    except Exception as error:  # it touches compilers, drivers and the home directory on import
+        return f"importing flashinfer failed: {type(error).__name__}: {error}"
+    longest = num_pages
+    if max_model_len is not None:  # and one page for a step that was launched before the end was known
+        longest = min(num_pages, -(-max_model_len // config.page_size) + 1)
+    backend = FlashInferBackend(
+        layers,
+        num_pages,
+        config.page_size,
+        dtype,
+        device,
+        max_rows=config.max_num_seqs,
+        max_pages_per_row=longest,
+        kv_dtype=kv_dtype(config, dtype),
+        flashinfer=flashinfer,
+    )
+    logger.info("preparing FlashInfer's kernels; those not compiled on this machine before take minutes")
+    try:
+        backend.warm_up()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no compiler, no such kernel: each comes with its own exception
+        backend.close()
+        return f"its kernels do not run: {type(error).__name__}: {error}"
+    return backend
 
 
 def _mib(count: int) -> str:

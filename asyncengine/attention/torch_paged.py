@@ -76,6 +76,7 @@ class TorchPagedBackend:
     """`AttentionBackend` in torch operations. `num_pages` includes page 0, which stays zero."""
 
     name = "torch"
+    graphs = False
 
     def __init__(
         self,
@@ -104,6 +105,9 @@ class TorchPagedBackend:
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _GroupPlan] = {}
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=device)
+
+    def prepare_graph(self, size: int) -> None:
+        raise RuntimeError("the torch backend chooses its operations by the lengths of the rows: no graphs")
 
     def plan(self, step: StepView) -> None:
         self._kv_slots = step.kv_slots

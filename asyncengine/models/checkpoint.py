@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete model folder."""
+    """A complete model folder; of a model whose weights are made up, without files and tensors."""
 
     folder: Path
     config: dict[str, Any]
@@ -47,13 +47,13 @@ _ITEM_BYTES = {
 
 
 def open_checkpoint(path_or_id: str, config: EngineConfig) -> Checkpoint:
-    """Find the folder (downloading a hub id), read config.json and every shard's header.
+    """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
     Raises `ModelNotFound` naming what is missing or broken.
     """
     folder = _find_folder(path_or_id, config)
     raw = _read_json(folder / "config.json", path_or_id)
-    files = _weight_files(folder, path_or_id)
+    files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, tuple[str, int]] = {}
     for file in files:
         tensors.update(_read_header(file))
@@ -83,8 +83,9 @@ def _download(hub_id: str, config: EngineConfig) -> Path:
     module: Any = utils
     bar = module.tqdm
     quiet: Any = type("QuietBar", (bar,), {"__init__": make_bar})
+    wanted = [kind for kind in _DOWNLOAD if config.load_format != "dummy" or kind != "*.safetensors"]
     try:
-        return Path(snapshot_download(hub_id, revision=config.revision, allow_patterns=_DOWNLOAD, tqdm_class=quiet))
+        return Path(snapshot_download(hub_id, revision=config.revision, allow_patterns=wanted, tqdm_class=quiet))
     except RevisionNotFoundError:
         raise ModelNotFound(f"{hub_id} has no revision {config.revision!r} on the Hugging Face hub") from None
     except RepositoryNotFoundError:

@@ -7,6 +7,7 @@ dropped before the next is built, so that the weights are never held twice.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from asyncengine.models.kernels import DeviceKernels
 from asyncengine.models.linears import FastLinear, GatedMLP, Held, MergedQKV, RMSNorm, can_pack
 from asyncengine.models.mapped import MappedFiles
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.rotary import fuse_rotary
+
+logger = logging.getLogger("asyncengine")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -30,12 +34,14 @@ def fuse(
     run: Callable[[], torch.Tensor],
     files: MappedFiles,
     progress: LoadProgress,
+    kernels: DeviceKernels | None = None,
 ) -> list[str]:
     """Fuse what can be fused in place; returns what was done, e.g. ["qkv x 28", "rms_norm x 113"].
 
-    `run` executes a short forward of the model as it stands and returns its logits.
+    `run` executes a short forward of the model as it stands and returns its logits. `kernels` are tried before torch's
+    own operations; what was done by them is counted once more, e.g. "rms_norm kernel x 113".
     """
-    fuser = _Fuser(module, files)
+    fuser = _Fuser(module, files, kernels)
     ordered = _called_in_order(attention_modules, run)
     parents = [part for part in module.modules() if any(True for _ in part.children())]
     progress.stage("preparing layers", len(parents))
@@ -48,7 +54,10 @@ def fuse(
                 fuser.merge_gate_up(parent, name, child)
             progress.advance()
         fuser.pack_linears(module)
-        fuser.done["rope"] = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device)
+        if fuser.kernels is not None:
+            fuser.done["rope kernel"] = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device, fuser.kernels)
+        others = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device)
+        fuser.done["rope"] = fuser.done["rope kernel"] + others
     return [f"{name} x {count}" for name, count in sorted(fuser.done.items()) if count]
 
 
@@ -96,8 +105,9 @@ def _child(part: Any, name: str) -> Any:
 class _Fuser:
     """Swaps parts of one model and counts what it did."""
 
-    def __init__(self, module: Any, files: MappedFiles) -> None:
+    def __init__(self, module: Any, files: MappedFiles, kernels: DeviceKernels | None) -> None:
         self.done: Counter[str] = Counter()
+        self.kernels = kernels
         self._files = files
         parameter = next(iter(module.parameters()))
         self.dtype, self.device = parameter.dtype, parameter.device
@@ -123,10 +133,16 @@ class _Fuser:
         expected = child(x)
         for weight in (child.weight.data, 1 + child.weight.data):
             candidate = RMSNorm(weight, epsilon)
-            if same(expected, candidate(x)):
-                setattr(parent, name, candidate)
-                self.done["rms_norm"] += 1
-                return
+            if not same(expected, candidate(x)):
+                continue
+            if self.kernels is not None:
+                faster = RMSNorm(weight, epsilon, self.kernels.rms_norm)
+                if self._error(faster, x, expected) is not None:
+                    candidate = faster
+                    self.done["rms_norm kernel"] += 1
+            setattr(parent, name, candidate)
+            self.done["rms_norm"] += 1
+            return
 
     def merge_qkv(self, attention: Any) -> None:
         parts = [_child(attention, name) for name in _QKV]
@@ -157,9 +173,33 @@ class _Fuser:
             return
         candidate = GatedMLP(merged, down, activation)
         if isinstance(expected, torch.Tensor) and same(expected, candidate(x)):
-            setattr(parent, name, candidate)
+            setattr(parent, name, self._with_kernel(candidate, merged, down, activation, x))
             self._drop([gate, up])
             self.done["gate_up"] += 1
+
+    def _with_kernel(
+        self, plain: GatedMLP, merged: FastLinear, down: Any, activation: Any, x: torch.Tensor
+    ) -> GatedMLP:
+        """`plain` with the gated activation that comes nearest, if one comes near enough."""
+        if self.kernels is None:
+            return plain
+        expected = plain(x)
+        forms = [GatedMLP(merged, down, activation, gated) for gated in self.kernels.gated()]
+        errors = [(error, form) for form in forms if (error := self._error(form, x, expected)) is not None]
+        if not errors:
+            return plain
+        self.done["gate_up kernel"] += 1
+        return min(errors, key=lambda entry: entry[0])[1]
+
+    def _error(self, candidate: Any, x: torch.Tensor, expected: torch.Tensor) -> float | None:
+        """Largest difference of a form that runs on a kernel; None: it cannot be built here, or it differs."""
+        try:
+            found = candidate(x)
+        except Exception as error:  # no compiler, a size it does not know: torch's own forms stay
+            logger.warning("fused kernels are torch's own: %s: %s", type(error).__name__, error)
+            self.kernels = None  # the next one would fail alike, perhaps after minutes of compiling
+            return None
+        return float((expected.float() - found.float()).abs().max()) if same(expected, found) else None
 
     def pack_linears(self, module: Any) -> None:
         """Every linear left, but for those that share their weight with the embedding."""

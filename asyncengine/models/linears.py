@@ -83,28 +83,48 @@ class Held(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) with gate and up in one product."""
+    """down(act(gate(x)) * up(x)) with gate and up in one product.
 
-    def __init__(self, gate_up: FastLinear, down: nn.Module, activation: Apply) -> None:
+    `gated`, if given, does the activation and the multiplication: [..., 2 * width] -> [..., width].
+    """
+
+    def __init__(self, gate_up: FastLinear, down: nn.Module, activation: Apply, gated: Apply | None = None) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down_proj = down
         self._activation = activation
+        self._gated = gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down_proj(self._activation(gate).mul_(up))
+        both = self.gate_up(x)
+        if self._gated is not None:
+            inner = self._gated(both)
+        else:
+            gate, up = both.chunk(2, dim=-1)
+            inner = self._activation(gate).mul_(up)
+        out: torch.Tensor = self.down_proj(inner)
         return out
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight in one operation (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight in one operation (Zhang and Sennrich 2019).
 
-    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+    `kernel`, if given, computes it from (x, weight, epsilon).
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        epsilon: float,
+        kernel: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self._shape = tuple(weight.shape)
         self._epsilon = epsilon
+        self._kernel = kernel
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is not None:
+            return self._kernel(x, self.weight, self._epsilon)
         return nn.functional.rms_norm(x, self._shape, self.weight, self._epsilon)

@@ -20,8 +20,10 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.models.dummy import count_elements, make_random
 from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
 from asyncengine.models.fusions import fuse
+from asyncengine.models.kernels import device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.memory import bound_kernel_caches, free_bytes
 from asyncengine.models.progress import LoadProgress
@@ -70,11 +72,10 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         check_config(hf_config, checkpoint)
         device = resolve_device(config.device)
         dtype = _resolve_dtype(config, hf_config, checkpoint)
-        _check_memory(checkpoint, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
         bar.stage("reading weights")
-        module = _from_pretrained(checkpoint, hf_config, config, dtype, device)
+        module = _load_module(checkpoint, hf_config, config, dtype, device)
         check_class(hf_config.model_type, type(module))
         bar.stage("checking attention")
         probed = probe(module, device)
@@ -107,7 +108,8 @@ def _prepare(module: Any, probed: Probed, config: EngineConfig, device: torch.de
     files = MappedFiles()
     fused: list[str] = []
     if config.fuse:
-        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar)
+        kernels = device_kernels(config, next(iter(module.parameters())).dtype, device)
+        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar, kernels)
         if not agree(probed.logits, run_recorded(module, device)[0]):
             raise UnsupportedModel(f"family {module.config.model_type!r} runs only unfused: set fuse=False")
     own_weights(module, files)
@@ -147,8 +149,22 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any, checkpoint: Checkpoint)
     return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
 
 
-def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    need, free = checkpoint.elements * dtype.itemsize, free_bytes(device)
+def _load_module(
+    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """transformers' model on `device`: from the checkpoint's files, or made up."""
+    if config.load_format == "dummy":
+        with _quiet_transformers():
+            _check_memory(count_elements(hf_config, config, dtype), dtype, device)
+            module = make_random(hf_config, config, dtype, device)
+    else:
+        _check_memory(checkpoint.elements, dtype, device)
+        module = _from_pretrained(checkpoint, hf_config, config, dtype).to(device)
+    return module.eval().requires_grad_(False)
+
+
+def _check_memory(elements: int, dtype: torch.dtype, device: torch.device) -> None:
+    need, free = elements * dtype.itemsize, free_bytes(device)
     if need > free:
         raise OutOfMemory(
             f"the weights take {need / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
@@ -156,9 +172,7 @@ def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
         )
 
 
-def _from_pretrained(
-    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> Any:
+def _from_pretrained(checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with _quiet_transformers():
@@ -180,7 +194,7 @@ def _from_pretrained(
         if bad:
             more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
             raise ModelNotFound(f"{checkpoint.folder} {what} the tensor {bad[0]}{more}")
-    return module.to(device).eval().requires_grad_(False)
+    return module
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from asyncengine.models.kernels import DeviceKernels, Rotation
+
 _FUNCTION = "apply_rotary_pos_emb"
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -40,18 +42,25 @@ def _changes(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
 
-def fuse_rotary(attention_modules: list[Any], same: Same, dtype: torch.dtype, device: torch.device) -> int:
-    """Give attention modules whose family rotates halves a faster application; returns how many.
+def fuse_rotary(
+    attention_modules: list[Any],
+    same: Same,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: DeviceKernels | None = None,
+) -> int:
+    """Give attention modules whose family rotates halves a faster application, `kernels`' if given; returns how many.
 
-    A module's `forward` is rebound on the instance with the one global name exchanged, so neither the family's source
-    nor any other engine in the process is touched. Candidates are compared with the original on random input.
+    Those that have one already are left alone. A module's `forward` is rebound on the instance with the one global name
+    exchanged, so neither the family's source nor any other engine in the process is touched. Candidates are compared
+    with the original on random input.
     """
     rebound: dict[type, FunctionType | None] = {}
     count = 0
     for module in attention_modules:
         kind = type(module)
         if kind not in rebound:
-            rebound[kind] = _rebind(kind, same, dtype, device)
+            rebound[kind] = _rebind(kind, same, dtype, device, kernels)
         forward = rebound[kind]
         if forward is not None and "forward" not in module.__dict__:
             module.forward = MethodType(forward, module)
@@ -59,7 +68,9 @@ def fuse_rotary(attention_modules: list[Any], same: Same, dtype: torch.dtype, de
     return count
 
 
-def _rebind(kind: type, same: Same, dtype: torch.dtype, device: torch.device) -> FunctionType | None:
+def _rebind(
+    kind: type, same: Same, dtype: torch.dtype, device: torch.device, kernels: DeviceKernels | None
+) -> FunctionType | None:
     forward: Any = kind.__dict__.get("forward")
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
@@ -67,14 +78,16 @@ def _rebind(kind: type, same: Same, dtype: torch.dtype, device: torch.device) ->
     if _FUNCTION not in forward.__code__.co_names or original is None:
         return None
     candidate = _halves_rotated(original)
+    if kernels is not None:
+        candidate = _by_kernel(candidate, kernels.rotation())
     query, key, cos, sin = (
         torch.randn(shape, dtype=torch.float32).to(dtype).to(device)
-        for shape in ((1, 4, 5, 8), (1, 2, 5, 8), (1, 5, 8), (1, 5, 8))
+        for shape in ((1, 4, 5, 64), (1, 2, 5, 64), (1, 5, 64), (1, 5, 64))
     )
-    cos, sin = (torch.cat((part[..., :4],) * 2, dim=-1) for part in (cos, sin))
+    cos, sin = (torch.cat((part[..., :32],) * 2, dim=-1) for part in (cos, sin))
     try:
         expected, found = original(query, key, cos, sin), candidate(query, key, cos, sin)
-    except (TypeError, ValueError, RuntimeError):  # another calling convention: not ours to replace
+    except Exception:  # another calling convention, or a kernel that cannot be built: not ours to replace
         return None
     if not all(same(left, right) for left, right in zip(expected, found, strict=True)):
         return None
@@ -99,6 +112,20 @@ def _halves_rotated(original: Rotate) -> Rotate:
             return original(query, key, cos, sin, *args, **kwargs)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    return apply
+
+
+def _by_kernel(halves: Rotate, rotation: Rotation) -> Rotate:
+    """`rotation` where it has a kernel, else `halves`."""
+
+    def apply(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = cos.dim() == 3 and cos.shape[0] == 1 and cos.shape[-1] == query.shape[-1]
+        if args or kwargs or not whole or not rotation.fits(query):
+            return halves(query, key, cos, sin, *args, **kwargs)
+        return rotation(query, key, cos, sin)
 
     return apply
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes, is_out_of_memory, release_cached
+from asyncengine.models.progress import LoadProgress
 from asyncengine.protocols import StepHandle
+from asyncengine.runner.graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
@@ -56,6 +59,9 @@ class ModelRunner:
         self._copies = copy_stream(model.device)
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
+        self._graphs: DecodeGraphs | None = None
+        self._unwritten: dict[int, Any] = {}
+        """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
         self._lora = lora
         self._masks = MaskFiller(model.vocab_size, model.device)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
@@ -69,6 +75,8 @@ class ModelRunner:
 
         A step that does not fit in memory is launched in halves; a row that does not fit alone ends with an error.
         """
+        for swap in batch.swaps:
+            self._unwritten[swap.slot] = swap.weights
         try:
             return self._launch(batch)
         except Exception as error:
@@ -79,8 +87,12 @@ class ModelRunner:
             return FinishedStep(StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
         half = len(batch.rows) // 2
         logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(batch.rows))
-        first = self.launch(batch._replace(rows=batch.rows[:half]))
+        first = self.launch(Batch(batch.step, batch.rows[:half]))
         return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
+
+    def rehearse(self, batch: Batch) -> StepResult:
+        """One whole step. Raises `torch.OutOfMemoryError` if it does not fit."""
+        return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
@@ -97,25 +109,40 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, step: Step) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
+        adapters = [row.adapter_slot for row in batch.rows]
+        if self._lora is not None:
+            for slot in [slot for slot in self._unwritten if slot in adapters]:
+                self._lora.write(slot, self._unwritten[slot])
+                del self._unwritten[slot]
+        if self._graphs is not None and (size := self._graphs.size_for(step)) is not None:
+            return self._graphs.run(step, size, adapters)
         self._backend.plan(step.view)
         if self._lora is not None:
-            for swap in batch.swaps:
-                self._lora.write(swap.slot, swap.weights)
-            self._lora.begin([row.adapter_slot for row in batch.rows], step.view.counts, step.logit_rows)
-        output = self._module(
-            input_ids=step.input_ids,
-            position_ids=step.positions,
-            use_cache=False,
-            logits_to_keep=step.logit_rows,
-        )
+            self._lora.begin(adapters, step.view.counts, step.logit_rows)
+        return self._compute(step.input_ids, step.positions, step.logit_rows)
+
+    def _compute(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        output = self._module(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logit_rows)
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    def use_graphs(
+        self, sizes: Sequence[int], capture: Capture, progress: Callable[[], None] | None = None
+    ) -> DecodeGraphs:
+        """Run decode steps of up to the largest of `sizes` rows as graphs, which are captured now."""
+        graphs = DecodeGraphs(self._compute, self._backend, self._lora, sizes, self._device, capture)
+        with torch.inference_mode():
+            graphs.capture_all(progress)
+        self._graphs = graphs
+        return graphs
 
     def close(self) -> None:
         """Free KV memory and let go of the weights. Idempotent."""
         for module in self._attention_modules:
             attach(module, None)
         self._attention_modules = []
+        if self._graphs is not None:
+            self._graphs.close()
         self._backend.close()
         self._masks.close()
         if self._lora is not None:
@@ -158,10 +185,27 @@ def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers |
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    pages = num_pages_for(
-        model.layers, config, model.max_model_len, model.dtype, model.device, free_bytes(model.device)
-    )
-    backend = make_backend(config, model.layers, pages, model.dtype, model.device)
-    return ModelRunner(
+    free = free_bytes(model.device)
+    if model.device.type == "cuda" and config.kv_cache_memory is None:
+        from asyncengine.runner.rehearsal import working_bytes
+
+        free -= working_bytes(model, config)
+    pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, model.device, free)
+    backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
+    runner = ModelRunner(
         model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward, lora=lora
     )
+    if model.device.type == "cuda" and config.cuda_graphs and backend.graphs:
+        _capture_graphs(runner, config, model.device)
+    return runner
+
+
+def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:
+    """Capture all decode graphs, and say what they took."""
+    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    before = free_bytes(device)
+    with LoadProgress(config.show_progress) as progress:
+        progress.stage("capturing CUDA graphs", len(sizes))
+        graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+    taken = (before - free_bytes(device)) / 2**20
+    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", len(sizes), graphs.seconds, taken)

@@ -56,7 +56,7 @@ class Steps:
         self.scheduler = Scheduler(self.config, self.kv, adapters)
         self.executor = executor or FakeExecutor(pages, self.config.page_size, model)
         self.now = 0.0
-        self.depth = self.config.max_steps_in_flight
+        self.depth = self.config.max_steps_in_flight or 1
         self.batches: list[Batch] = []
         self.launched: deque[StepResult] = deque()
         self.tokens: dict[int, list[int]] = defaultdict(list)

@@ -1,0 +1,196 @@
+"""The host half of the FlashInfer backend: what its plans are given, and how much memory they need. No device here.
+
+All index arrays of a step lie in one pinned int32 array. Its front is read by FlashInfer's plan on the host; the rest
+goes to the device in one copy:
+
+    host only | qo_indptr  seq_lens
+    uploaded  | kv_indptr  last_page_len  batch_indices  positions  kv_indices
+
+Pages come last, so that for a given number of rows and tokens every other part has a fixed place: a CUDA graph reads
+the same addresses whatever the lengths of its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import LayerSpec, StepView
+
+_ALIGN = 4
+"""Parts begin at multiples of this many int32: 16 bytes."""
+_HEAD_DIMS = (64, 128, 256, 512)
+_LEAST_FLOAT_WORKSPACE = 128 * 2**20
+_CUDA_CORE_GROUPS = (1, 2, 3)
+"""Query heads per kv head for which FlashInfer's CUDA-core decode kernel exists and beats the tensor-core one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> LayerGroup:
+        return cls(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.scale, spec.window, spec.softcap)
+
+    @property
+    def window_left(self) -> int:
+        """Keys before the query's own that it sees, FlashInfer's way to give a window; -1: all."""
+        return -1 if self.window is None else self.window - 1
+
+    @property
+    def heads_per_kv_head(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def decodes_on_tensor_cores(self) -> bool:
+        return self.heads_per_kv_head not in _CUDA_CORE_GROUPS or self.head_dim > 256
+
+
+def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype) -> str | None:
+    """Why FlashInfer's kernels cannot run these layers, in words; None: they can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    for spec in layers:
+        if spec.sinks is not None:
+            return f"layer {spec.index} has attention sinks"
+        if spec.key_dim != spec.value_dim:
+            return f"layer {spec.index} has keys of {spec.key_dim} and values of {spec.value_dim} dimensions"
+        if spec.key_dim not in _HEAD_DIMS:
+            return f"layer {spec.index} has heads of {spec.key_dim} dimensions, not one of {_HEAD_DIMS}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostArrays:
+    """One step as FlashInfer's plans want it. Views of one int32 host array, R rows."""
+
+    uploaded: torch.Tensor
+    """What the device needs, in the order of `DeviceArrays`."""
+    qo_indptr: torch.Tensor
+    """[R + 1]"""
+    seq_lens: torch.Tensor
+    """[R] keys of each row, this step's included."""
+    kv_indptr: torch.Tensor
+    """[R + 1] where each row's pages begin and end among all pages listed."""
+    last_page_len: torch.Tensor
+    """[R] tokens in the last page of each row, 1 to page_size."""
+    num_pages: int
+    """Pages listed, over all rows."""
+    longest_query: int
+    """Most tokens of a row."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArrays:
+    """The uploaded part on the device. Views of one int32 array, R rows and T tokens."""
+
+    kv_indptr: torch.Tensor
+    """[R + 1]"""
+    last_page_len: torch.Tensor
+    """[R]"""
+    batch_indices: torch.Tensor
+    """[T] row of each token."""
+    positions: torch.Tensor
+    """[T] position of each token in its sequence."""
+    kv_indices: torch.Tensor
+    """[pages listed] or more: in a graph's fixed array, all there is room for."""
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, rows: int, tokens: int) -> DeviceArrays:
+        """Views of `memory`, whose front is laid out for `rows` and `tokens`."""
+        sizes = (rows + 1, rows, tokens, tokens)
+        indptr, last, batch, positions = _split(memory, sizes)
+        return cls(indptr, last, batch, positions, memory[_begins(sizes)[-1] :])
+
+
+def uploaded_size(rows: int, tokens: int, pages: int) -> int:
+    """int32 elements of the uploaded part."""
+    return _begins((rows + 1, rows, tokens, tokens))[-1] + pages
+
+
+def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Tensor]) -> HostArrays:
+    """Fill one array of `allocate` (int32 elements -> host tensor) with everything a step's plans need."""
+    rows, tokens = len(step.counts), int(step.qo_indptr[-1])
+    ends = step.starts + step.counts
+    pages = -(-ends // page_size)
+    listed = np.arange(step.page_tables.shape[1]) < pages[:, None]
+    num_pages = int(pages.sum())
+    row_of_token = np.repeat(np.arange(rows), step.counts)
+
+    front = _begins((rows + 1, rows))[-1]
+    memory = allocate(front + uploaded_size(rows, tokens, num_pages))
+    on_host = _split(memory[:front], (rows + 1, rows))
+    device = DeviceArrays.over(memory[front:], rows, tokens)
+    kv_indptr = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(pages, out=kv_indptr[1:])
+    for target, values in (
+        (on_host[0], step.qo_indptr),
+        (on_host[1], ends),
+        (device.kv_indptr, kv_indptr),
+        (device.last_page_len, ends - (pages - 1) * page_size),
+        (device.batch_indices, row_of_token),
+        (device.positions, np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token]),
+        (device.kv_indices, step.page_tables[listed]),
+    ):
+        target.numpy()[:] = values
+    return HostArrays(
+        uploaded=memory[front:],
+        qo_indptr=on_host[0],
+        seq_lens=on_host[1],
+        kv_indptr=device.kv_indptr,
+        last_page_len=device.last_page_len,
+        num_pages=num_pages,
+        longest_query=int(step.counts.max()),
+    )
+
+
+def float_workspace_bytes(groups: Sequence[LayerGroup], max_rows: int, processors: int) -> int:
+    """Bytes of the workspace in which FlashInfer keeps partial results when it splits long sequences.
+
+    Its recommended 128 MiB are too little for wide models: a plan that needs more raises. What a plan can ask for is
+    bounded as in `PrefillPlan` of FlashInfer's scheduler.cuh: per tile of queries one float32 output and one weight
+    for each head; splitting prompts makes at most two tiles per processor and kv head, a decode graph of `max_rows`
+    rows reserves one tile and a bit per row.
+    """
+    most = _LEAST_FLOAT_WORKSPACE
+    for group in groups:
+        per_query = 4 * group.num_heads * (group.head_dim + 1)
+        split = 2 * processors // group.num_kv_heads
+        prompt = split * (128 if group.head_dim < 256 else 64)
+        tile = 16 if group.heads_per_kv_head <= 16 else 64
+        decode = max(split, -(-max_rows * group.heads_per_kv_head // tile) + max_rows) * tile
+        most = max(most, per_query * max(prompt, decode) + 1024)
+    return most
+
+
+def graph_int_workspace_bytes(size: int, heads_per_kv_head: int, processors: int) -> int:
+    """Bytes of the integer workspace of a decode graph's wrapper: a few indices per tile, generously.
+
+    FlashInfer's own default of 8 MiB, on the device and pinned on the host, would come to hundreds of MiB over all
+    graph sizes.
+    """
+    tiles = 32 * processors + size * (heads_per_kv_head // 16 + 2)
+    return -(-(16 * tiles + 16 * size + 4096) // 4096) * 4096
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes begin, and where the next one would."""
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + -(-size // _ALIGN) * _ALIGN)
+    return begins
+
+
+def _split(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return [memory[begin : begin + size] for begin, size in zip(_begins(sizes), sizes, strict=False)]

@@ -1,0 +1,36 @@
+"""What a running engine looks like from outside, in one piece."""
+
+from __future__ import annotations
+
+from asyncengine.engine import EngineLoop
+from asyncengine.stats import EngineStats, Summary
+
+
+def snapshot(loop: EngineLoop, adapters: dict[str, int], started_at: float) -> EngineStats:
+    """From any thread: nothing is locked, so counts may be a step apart from each other."""
+    scheduler, meter = loop.scheduler, loop.meter
+    running = list(scheduler.running.values())
+    counters = scheduler.counters
+    return EngineStats(
+        requests={
+            "waiting": len(scheduler.waiting),
+            "running": len(running),
+            "grammar_queue": len(scheduler.grammar_queue),
+            "adapter_queue": len(scheduler.adapter_queue),
+        },
+        finished=dict(meter.finished),
+        pages=scheduler.kv.counts([table for r in running if (table := r.table) is not None]),
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        generated_tokens=counters.generated_tokens,
+        forced_tokens=counters.forced_tokens,
+        computed_tokens=counters.computed_tokens,
+        preemptions=counters.preemptions,
+        steps=counters.steps,
+        first_token=Summary.of(list(meter.first_token)),
+        inter_token=Summary.of(list(meter.inter_token)),
+        step=Summary.of(list(meter.step)),
+        loop_lag=Summary.of(list(meter.loop_lag)),
+        uptime=loop.clock.now() - started_at,
+        adapters=adapters,
+    )

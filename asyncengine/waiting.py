@@ -1,0 +1,49 @@
+"""Waiting for what another thread does, where the engine may close meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import CancelledError, Future
+from typing import TypeVar
+
+from asyncengine.errors import EngineClosed
+
+T = TypeVar("T")
+
+
+def finished_blocking(work: Future[T]) -> T:
+    """Its result. Raises `EngineClosed` if the engine cancelled it."""
+    try:
+        return work.result()
+    except CancelledError:
+        raise EngineClosed("the engine has closed") from None
+
+
+async def finished(work: Future[T]) -> T:
+    """Await what another thread does. If the engine closes under it that raises `EngineClosed`; cancelling the caller
+    cancels what has not begun."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[T] = loop.create_future()
+
+    def tell(done: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+            loop.call_soon_threadsafe(_copy, done, waiter)
+
+    work.add_done_callback(tell)
+    try:
+        return await waiter
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+
+
+def _copy(done: Future[T], waiter: asyncio.Future[T]) -> None:
+    if waiter.done():
+        return
+    if done.cancelled():
+        waiter.set_exception(EngineClosed("the engine has closed"))
+    elif (error := done.exception()) is not None:
+        waiter.set_exception(error)
+    else:
+        waiter.set_result(done.result())

@@ -1,0 +1,221 @@
+"""The FlashInfer backend against the torch backend, on a fake module that checks every call it gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.attention_pair import CPU, Pair, make_flashinfer
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+
+from asyncengine.attention.base import LayerSpec, page_bytes
+
+BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.3)
+VARIANTS = {
+    "group of 1": replace(BASE, num_kv_heads=4),
+    "group of 2": BASE,
+    "group of 4": replace(BASE, num_kv_heads=1),
+    "group of 7": replace(BASE, num_heads=14),
+    "128 dimensions": replace(BASE, key_dim=128, value_dim=128, scale=0.05),
+    "512 dimensions": replace(BASE, key_dim=512, value_dim=512, scale=0.02),
+    "window": replace(BASE, window=6),
+    "window of one": replace(BASE, window=1),
+    "softcap": replace(BASE, softcap=0.7),
+    "window and softcap": replace(BASE, window=9, softcap=1.1),
+}
+GEMMA = [
+    replace(BASE, window=6, softcap=2.0),
+    replace(BASE, index=1, softcap=2.0),
+    replace(BASE, index=2, window=6, softcap=2.0),
+]
+
+
+@pytest.fixture
+def fake() -> FakeFlashInfer:
+    return FakeFlashInfer(FakeMemory())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_equals_the_torch_backend(variant: str, page_size: int, fake: FakeFlashInfer) -> None:
+    layers = [VARIANTS[variant]]
+    backend = make_flashinfer(layers, fake, page_size=page_size, num_pages=420)
+    pair = Pair(backend, layers, rows=4)
+    assert pair.step([(0, 3), (1, 30), (3, 17)]) < 1e-5, "prompts"
+    assert pair.step([(1, 1), (0, 1), (3, 1)]) < 1e-5, "decodes of different lengths"
+    assert pair.step([(2, 9), (1, 1), (0, 7), (3, 1)]) < 1e-5, "a prompt, chunks and decodes together"
+    for _ in range(3):
+        assert pair.step([(row, 1) for row in (3, 2, 1, 0)]) < 1e-5
+    assert fake.calls["prefill"] == 2
+    assert fake.calls["decode"] == 4
+
+
+def test_the_comparison_can_fail(fake: FakeFlashInfer) -> None:
+    pair = Pair(make_flashinfer([replace(BASE, scale=0.31)], fake), [BASE], rows=1)
+    assert pair.step([(0, 9)]) > 1e-3
+
+
+def test_groups_are_planned_once_a_step(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer(GEMMA, fake)
+    pair = Pair(backend, GEMMA, rows=2)
+    assert pair.step([(0, 11), (1, 2)]) < 1e-5
+    assert pair.step([(0, 1), (1, 1)]) < 1e-5
+    before = fake.memory.queued
+    pair.plan([(0, 1), (1, 1)])
+    per_group = 1 + 2  # its staging area, row pointers, last lengths
+    assert fake.memory.queued - before == 1 + 2 * per_group
+    assert backend.kv_bytes == 140 * page_bytes(GEMMA, 4, torch.float32)
+
+
+def test_plans_wait_for_the_one_before_only(fake: FakeFlashInfer) -> None:
+    """The event of a plan is waited for by the next plan of the same wrapper; nothing else waits."""
+    pair = Pair(make_flashinfer([BASE], fake), [BASE], rows=2)
+    for parts, waits in (([(0, 5)], 0), ([(1, 5)], 1), ([(0, 1)], 1), ([(0, 1)], 2), ([(1, 4)], 3)):
+        pair.step(parts)
+        assert fake.memory.waits == waits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, fake: FakeFlashInfer) -> None:
+    pair = Pair(make_flashinfer(GEMMA, fake, dtype=dtype), GEMMA, rows=2, dtype=dtype)
+    assert pair.step([(0, 20), (1, 3)]) < 0.1
+    assert pair.step([(0, 1), (1, 1)]) < 0.1
+
+
+def test_eight_bit_keys_and_values(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    assert backend.kv_bytes == 140 * page_bytes([BASE], 4, torch.float8_e4m3fn)
+    pair = Pair(backend, [BASE], rows=2, dtype=torch.bfloat16)
+    assert 0 < pair.step([(0, 20), (1, 3)]) < 0.5
+    assert 0 < pair.step([(0, 1), (1, 1)]) < 0.5
+    backend.write(0, torch.full((2, 2, 64), 1e4, dtype=torch.bfloat16), torch.zeros(2, 2, 64, dtype=torch.bfloat16))
+    stored = backend._pools[0][pair.tables[0][20 // 4], 0, 0].float()  # position 20 of row 0, planned last
+    assert bool((stored == 448).all()), "too large values saturate"
+
+
+def test_inputs_with_gaps_inside_a_head_are_packed(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake)
+    pair = Pair(backend, [BASE], rows=1)
+    pair.plan([(0, 3)])
+    inputs = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in pair.inputs(BASE, 3))
+    backend.write(0, inputs[1], inputs[2])
+    assert torch.allclose(backend.attend(0, inputs[0]), pair.expected(BASE, inputs), atol=1e-5)
+
+
+def test_what_a_former_owner_left_is_not_read(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake)
+    backend._pools[0][1:] = math.nan
+    pair = Pair(backend, [BASE], rows=2)
+    assert pair.step([(0, 6), (1, 3)]) < 1e-5
+    for _ in range(6):
+        assert pair.step([(0, 1), (1, 1)]) < 1e-5
+
+
+def test_warm_up_runs_every_kernel_once_per_group_and_leaves_no_trace(fake: FakeFlashInfer) -> None:
+    for page_size in (1, 4):
+        backend = make_flashinfer(GEMMA, fake, page_size=page_size, num_pages=420)
+        fake.calls.clear()
+        backend.warm_up()
+        assert fake.calls == {"append": 4, "prefill": 2, "decode": 2}
+        assert not bool(backend._pools[0][0].any())
+        assert Pair(backend, GEMMA, rows=1).step([(0, 9)]) < 1e-5
+
+
+def test_closing_frees_the_pool(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake)
+    backend.prepare_graph(2)
+    backend.close()
+    assert backend._pools == []
+    assert backend._workspace.numel() == 0
+
+
+# ---------------------------------------------------------------- CUDA graphs
+
+
+def test_padding_rows_change_nothing(fake: FakeFlashInfer) -> None:
+    """Five rows in a graph of eight, over page boundaries, beside steps that are not padded."""
+    backend = make_flashinfer(GEMMA, fake)
+    backend.prepare_graph(8)
+    pair = Pair(backend, GEMMA, rows=5)
+    assert pair.step([(row, 3 + 7 * row) for row in range(5)]) < 1e-5
+    kept = [pool.clone() for pool in backend._pools]
+    for count in (5, 4, 1, 5):
+        for _ in range(3):
+            assert pair.step([(row, 1) for row in range(count)], padded=8) < 1e-5
+    assert pair.step([(row, 2) for row in range(5)]) < 1e-5
+    used = {page for table in pair.tables for page in table}
+    for pool, before in zip(backend._pools, kept, strict=True):
+        unused = [page for page in range(1, 140) if page not in used]
+        assert torch.equal(pool[unused].nan_to_num(), before[unused].nan_to_num()), "written to nobody's page"
+
+
+def test_a_captured_graph_follows_the_plans(fake: FakeFlashInfer) -> None:
+    """Captured once per size, replayed over many steps: what is launched reads fixed memory that each plan refills."""
+    backend = make_flashinfer(GEMMA, fake)
+    pair = Pair(backend, GEMMA, rows=8, most=68)
+    assert pair.step([(row, 2 + 5 * row) for row in range(8)]) < 1e-5
+    graphs = {}
+    for size in (8, 4, 1):
+        with torch.inference_mode():
+            backend.prepare_graph(size)
+        backend.prepare_graph(size)  # once more changes nothing
+        inputs = [pair.inputs(spec, size) for spec in GEMMA]
+        pair.plan([], padded=size)
+        with fake.capture() as graph:
+            outs = []
+            for spec, (query, key, value) in zip(GEMMA, inputs, strict=True):
+                backend.write(spec.index, key, value)
+                outs.append(backend.attend(spec.index, query))
+        graphs[size] = (graph, inputs, outs)
+    for step, (size, count) in enumerate([(8, 5), (4, 4), (8, 8), (1, 1), (4, 3), (1, 1), (8, 6), (8, 7)] * 4):
+        rows = [(row, 1) for row in range(step % 2, step % 2 + count) if row < 8]
+        graph, inputs, outs = graphs[size]
+        for parts, spec in zip(inputs, GEMMA, strict=True):
+            for fixed, fresh in zip(parts, pair.inputs(spec, size), strict=True):
+                fixed.copy_(fresh)
+        pair.plan(rows, padded=size)
+        graph.replay()
+        for spec, parts, out in zip(GEMMA, inputs, outs, strict=True):
+            wanted = pair.expected(spec, parts)
+            assert torch.allclose(out[: len(rows)], wanted[: len(rows)], atol=1e-5), f"step {step}"
+        pair.advance(rows)
+
+
+def test_graph_memory_is_shared_and_bounded(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer(GEMMA, fake, max_pages_per_row=30)
+    for size in (8, 4, 2, 1):
+        backend.prepare_graph(size)
+    addresses = {graph.memory.data_ptr() for graph in backend._graphs.values()}
+    assert len(addresses) == 1
+    assert backend._graphs[8].arrays.kv_indices.numel() >= 8 * 30
+    assert all(wrapper._wrapper.int_workspace_bytes < 2**18 for wrapper in backend._graphs[8].wrappers.values())
+    backend.prepare_graph(16)
+    assert backend._graphs[16].memory.data_ptr() not in addresses
+    assert backend._graphs[8].memory.data_ptr() in addresses, "captured graphs keep theirs"
+
+
+def test_rows_of_the_longest_length_fit_a_graph(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake, max_pages_per_row=25, num_pages=140)
+    backend.prepare_graph(4)
+    pair = Pair(backend, [BASE], rows=4, most=100)
+    assert pair.step([(row, 99) for row in range(4)]) < 1e-5
+    assert pair.step([(row, 1) for row in range(4)], padded=4) < 1e-5
+
+
+def test_a_step_that_does_not_fit_its_graph_is_refused(fake: FakeFlashInfer) -> None:
+    backend = make_flashinfer([BASE], fake)
+    backend.prepare_graph(4)
+    pair = Pair(backend, [BASE], rows=2)
+    for step in (replace(pair.view([(0, 1), (1, 1)]), graph=4), replace(pair.view([(0, 3)], padded=4), graph=4)):
+        with pytest.raises(ValueError, match="decode graph of 4 rows cannot run"):
+            backend.plan(step)
+
+
+def test_the_torch_backend_captures_nothing(fake: FakeFlashInfer) -> None:
+    pair = Pair(make_flashinfer([BASE], fake), [BASE], rows=1, device=CPU)
+    assert pair.flashinfer.graphs
+    assert not pair.torch.graphs
+    with pytest.raises(RuntimeError, match="no graphs"):
+        pair.torch.prepare_graph(1)

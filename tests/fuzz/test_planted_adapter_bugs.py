@@ -1,0 +1,269 @@
+"""Would the adapter fuzz notice? Each test plants one bug of adapters, and answers and ends alone must show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fuzz.adapter_fuzz import AdapterLife
+
+from asyncengine.batch import AdapterSwap
+from asyncengine.core import EngineCore
+from asyncengine.engine import EngineLoop
+from asyncengine.errors import EngineError
+from asyncengine.lora.admission import AdapterSlots
+from asyncengine.lora.claims import Claims
+from asyncengine.lora.host_store import HostStore
+from asyncengine.lora.registry import AdapterRegistry
+from asyncengine.messages import AdapterReady
+from asyncengine.scheduler.admission import Admission
+from asyncengine.scheduler.scheduler import Scheduler
+from asyncengine.scheduler.slots import Slots
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+# ---------------------------------------------------------------- slots
+
+
+def lose_a_swap(patch: pytest.MonkeyPatch) -> None:
+    """Of two slots that change in one step, the second keeps its old content."""
+    take = AdapterSlots.take_swaps
+    patch.setattr(AdapterSlots, "take_swaps", lambda self: take(self)[:1])
+
+
+def swap_one_step_late(patch: pytest.MonkeyPatch) -> None:
+    take = AdapterSlots.take_swaps
+    late: dict[int, tuple[AdapterSwap, ...]] = {}
+
+    def broken(self: AdapterSlots) -> tuple[AdapterSwap, ...]:
+        swaps, late[id(self)] = late.get(id(self), ()), take(self)
+        return swaps
+
+    patch.setattr(AdapterSlots, "take_swaps", broken)
+
+
+def release_before_the_step_retires(patch: pytest.MonkeyPatch) -> None:
+    release = Slots.release
+    patch.setattr(Slots, "release", lambda self, request, fence: release(self, request, 0))
+
+
+def keep_the_old_slot_after_preemption(patch: pytest.MonkeyPatch) -> None:
+    acquire, release = Slots.acquire, Slots.release
+    old: dict[int, int] = {}
+
+    def released(self: Slots, request: Any, fence: int) -> None:
+        old[id(request)] = request.adapter_slot
+        release(self, request, fence)
+
+    def acquired(self: Slots, request: Any, running: Any) -> None:
+        acquire(self, request, running)
+        if request.preemptions and request.adapter:
+            request.adapter_slot = old[id(request)]
+
+    patch.setattr(Slots, "release", released)
+    patch.setattr(Slots, "acquire", acquired)
+
+
+def keep_the_adapter_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
+    """Its slot is taken once more at every admission."""
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler, request: Any) -> None:
+        if request.adapter:
+            self._slots._adapters.admit(request.adapter, [])  # type: ignore[union-attr]
+        preempt(self, request)
+
+    patch.setattr(Scheduler, "_preempt", broken)
+
+
+def evict_an_adapter_in_use(patch: pytest.MonkeyPatch) -> None:
+    """Only one of several requests keeps its slot."""
+    release = AdapterSlots.release
+
+    def broken(self: AdapterSlots, digest: str) -> None:
+        users = self._users.get(digest, 0)
+        if users > 1:
+            self._idle[digest] = None
+        release(self, digest)
+
+    patch.setattr(AdapterSlots, "release", broken)
+
+
+# ---------------------------------------------------------------- cache
+
+
+def share_prefixes_across_adapters(patch: pytest.MonkeyPatch) -> None:
+    namespace = Admission._namespace
+    patch.setattr(Admission, "_namespace", lambda self, request: ("", *namespace(self, request)[1:]))
+
+
+# ---------------------------------------------------------------- claims and memory
+
+
+def let_go_when_the_adapter_is_there(patch: pytest.MonkeyPatch) -> None:
+    """The claim ends when the request leaves the adapter queue: what it will copy may be dropped under it."""
+
+    def broken(self: EngineLoop, ticket: int, error: Exception | None) -> None:
+        self.inbox.post(AdapterReady(ticket, error))
+        if self.adapters is not None:
+            self.adapters.cancel(ticket)
+
+    patch.setattr(EngineLoop, "_adapter_done", broken)
+
+
+def hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A granted claim does not keep its content in memory."""
+    patch.setattr(HostStore, "hold", lambda self, digest: None)
+    patch.setattr(HostStore, "let_go", lambda self, digest: None)
+
+
+def forget_claims_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
+    let_go = EngineLoop._let_go
+
+    def broken(self: EngineLoop, ticket: int) -> None:
+        if ticket not in self.delivery.streams or self.delivery.streams[ticket].num_tokens:
+            let_go(self, ticket)
+
+    patch.setattr(EngineLoop, "_let_go", broken)
+
+
+def claim_for_the_first_sample_only(patch: pytest.MonkeyPatch) -> None:
+    claim = AdapterRegistry.claim
+    patch.setattr(AdapterRegistry, "claim", lambda self, tickets, name: claim(self, tickets[:1], name))
+
+
+def tell_only_the_first_that_a_load_failed(patch: pytest.MonkeyPatch) -> None:
+    fail = Claims._fail
+
+    def broken(self: Claims, claims: Any, error: Exception, calls: Any) -> None:
+        fail(self, claims[:1], error, calls)
+        for claim in claims[1:]:
+            self._leave(claim)
+
+    patch.setattr(Claims, "_fail", broken)
+
+
+def copy_what_the_name_means_now(patch: pytest.MonkeyPatch) -> None:
+    """Requests that claimed the old content get the new one."""
+    get = AdapterRegistry.get
+
+    def broken(self: AdapterRegistry, digest: str) -> Any:
+        adapter = get(self, digest)
+        now = self._names.get(adapter.name)
+        return adapter if now is None or self._store.get(now.digest) is None else self._store.get(now.digest)
+
+    patch.setattr(AdapterRegistry, "get", broken)
+
+
+def drop_replaced_content_under_its_requests(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: AdapterRegistry, digest: str) -> bool:
+        return any(of.pinned for of in self._names.values() if of.digest == digest)
+
+    patch.setattr(AdapterRegistry, "_stays", broken)
+
+
+def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
+    load = AdapterRegistry._load
+
+    def broken(self: AdapterRegistry, name: str, path: str, pinned: bool, order: int) -> Any:
+        return load(self, name, path, pinned, 10**6 - order)
+
+    patch.setattr(AdapterRegistry, "_load", broken)
+
+
+def take_changed_files_for_the_same(patch: pytest.MonkeyPatch) -> None:
+    """What is read again goes under the digest that was asked for, whatever it is."""
+    read = AdapterRegistry._read
+    reload = AdapterRegistry._reload
+
+    def broken(self: AdapterRegistry, meaning: Any) -> None:
+        def lying(name: str, path: str) -> Any:
+            adapter = read(self, name, path)
+            real.append(adapter.digest)
+            object.__setattr__(adapter, "digest", meaning.digest)
+            return adapter
+
+        real: list[str] = []
+        self._read = lying  # type: ignore[method-assign]
+        reload(self, meaning)
+        del self._read  # type: ignore[method-assign]
+        found = self._store._resident.get(meaning.digest)
+        if found is not None and real and real[0] != meaning.digest:
+            object.__setattr__(found, "digest", real[0])  # what its weights really are
+
+    patch.setattr(AdapterRegistry, "_reload", broken)
+
+
+def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
+    """Once a claim that waits for memory has been passed often enough, nobody is granted before it: not even those
+    whose content cannot leave memory because they claim it, and no name means it any more."""
+    pump, stays = Claims.pump, AdapterRegistry._stays
+
+    def broken(self: Claims, calls: Any) -> Any:
+        registry, victims = self._stays.__self__, self._store.victims  # type: ignore[attr-defined]
+
+        def real(need: int, keeps: Any, leaves: Any = None) -> Any:
+            return victims(need, lambda digest: stays(registry, digest), leaves)
+
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(self, "_stays", lambda digest: False)
+            within.setattr(self._store, "victims", real)
+            return pump(self, calls)
+
+    patch.setattr(Claims, "pump", broken)
+
+
+def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: EngineCore, accepted: Any) -> None:
+        if accepted.adapter is not None and self.adapters is not None:
+            accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+
+    patch.setattr(EngineCore, "_claim_adapter", broken)
+
+
+PLANTS: list[Plant] = [
+    lose_a_swap,
+    swap_one_step_late,
+    keep_the_old_slot_after_preemption,
+    keep_the_adapter_of_who_is_preempted,
+    evict_an_adapter_in_use,
+    share_prefixes_across_adapters,
+    let_go_when_the_adapter_is_there,
+    hold_nothing,
+    forget_claims_of_who_leaves,
+    claim_for_the_first_sample_only,
+    tell_only_the_first_that_a_load_failed,
+    copy_what_the_name_means_now,
+    let_the_first_load_win,
+    take_changed_files_for_the_same,
+    keep_the_places_of_who_is_refused_late,
+]
+SELDOM_SHOWN: list[Plant] = [
+    release_before_the_step_retires,
+    drop_replaced_content_under_its_requests,
+    hold_up_those_who_must_drain,
+]
+"""The fake device copies in order with its steps, files can be read again, and one who leaves ends a deadlock."""
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_answers_show(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, EngineError, KeyError)):
+        live(watched=False)
+
+
+@pytest.mark.parametrize("plant", SELDOM_SHOWN, ids=lambda plant: plant.__name__)
+def test_the_books_show(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        live(watched=True)
+
+
+def live(watched: bool, seeds: int = 60) -> None:
+    for seed in range(seeds):
+        life = AdapterLife(seed, depth=2)
+        life.watched = watched
+        life.run()

@@ -1,0 +1,279 @@
+"""However a request with an adapter ends, it gives back what it claimed: memory, device slot, place at the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from support.adapter_engine import PROMPT, Lab, greedy
+from support.fake_engine import gather_all, in_thread, until
+from support.plug_points import Compiler, Letters
+from support.threads import no_new_engine_thread
+
+from asyncengine.errors import AdapterError, AdapterNotFound, QueueFull, RequestFailed
+from asyncengine.requests import RequestOptions
+
+HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    with no_new_engine_thread():
+        yield
+
+
+@pytest.fixture(params=HOSTINGS)
+async def lab(request: pytest.FixtureRequest) -> AsyncIterator[Lab]:
+    """Two adapters in memory that holds one: using "b" needs no file, using "a" does."""
+    made = Lab(hosted=request.param, room=1, max_num_seqs=2, max_queued_requests=8, max_loras=1, pages=400)
+    async with made.engine:
+        await made.load("a", "b")
+        yield made
+        made.loader.gate.set()
+        made.executor.release()
+        await made.settled()
+        assert made.right(await made.engine.generate(PROMPT, greedy(9), adapter="b"), PROMPT, 9, "b")
+        assert made.right(await made.engine.generate(PROMPT, greedy(9), adapter="a"), PROMPT, 9, "a")
+        assert made.right(await made.engine.generate(PROMPT, greedy(9)), PROMPT, 9)
+        await made.settled()
+
+
+async def test_refused_before_anything_is_claimed(lab: Lab) -> None:
+    for options in ({"adapter": "nobody"}, {"adapter": ""}, {"adapter": 7}, {"adapter": "a", "priority": "high"}):
+        with pytest.raises((AdapterNotFound, ValueError)):
+            await lab.engine.generate(PROMPT, greedy(3), **options)
+    with pytest.raises(ValueError, match="max_tokens"):
+        await lab.engine.generate(PROMPT, greedy(10**7), adapter="a")
+    assert lab.claims == 0
+
+
+async def test_refused_at_a_full_gate(lab: Lab) -> None:
+    lab.executor.hold()
+    calls = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="b")) for _ in range(30)]
+    await until(lambda: sum(call.done() for call in calls) >= 18)
+    assert lab.claims == 30 - sum(call.done() for call in calls)
+    lab.executor.release()
+    outcomes = await gather_all(calls)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+    assert 18 <= len(refused) < 30
+    assert all(lab.right(one, PROMPT, 4, "b") for one in outcomes if not isinstance(one, QueueFull))
+
+
+async def test_samples_that_do_not_fit_the_gate_claim_nothing(lab: Lab) -> None:
+    with pytest.raises(QueueFull):
+        await lab.engine.generate(PROMPT, greedy(4, n=9), adapter="b")
+    assert lab.claims == 0
+
+
+@pytest.mark.parametrize("hosted", HOSTINGS)
+async def test_cancelled_while_waiting_at_the_gate(hosted: bool) -> None:
+    lab = Lab(hosted=hosted, max_queued_requests=1, when_full="wait", max_num_seqs=1)
+    async with lab.engine:
+        await lab.load("a")
+        lab.executor.hold()
+        calls = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="a")) for _ in range(6)]
+        await until(lambda: len(lab.engine.core.loop.gate._applicants) >= 4)
+        claimed = lab.claims
+        assert 1 <= claimed <= 2
+        waiting = [call for call in calls if not call.done()][-3:]
+        for call in waiting:
+            call.cancel()
+        await asyncio.wait(waiting)
+        assert lab.claims == claimed
+        lab.executor.release()
+        done = await gather_all(calls)
+        assert all(isinstance(one, asyncio.CancelledError) for one in done[-3:])
+        assert all(lab.right(one, PROMPT, 4, "a") for one in done[:-3])
+        await lab.settled()
+
+
+@pytest.mark.parametrize("when_full", ["error", "wait"])
+async def test_unloaded_between_accept_and_post(when_full: str) -> None:
+    """The name was there when the request was checked, and is gone when it has passed the gate."""
+    lab = Lab(max_queued_requests=3, max_queued_tokens=100, when_full=when_full, max_num_seqs=1)
+    async with lab.engine:
+        await lab.load("a", "b")
+        core = lab.engine.core
+        accepted = core.prepare(PROMPT, greedy(4, n=2), RequestOptions(adapter="a"))
+        await core.enter(accepted)
+        assert (core.loop.gate.waiting, core.loop.gate._tokens) == (2, 10)
+        await lab.engine.unload_adapter("a")
+        with pytest.raises(AdapterNotFound):
+            core.post(accepted)
+        assert (core.loop.gate.waiting, core.loop.gate._tokens) == (0, 0)
+        assert not core.loop.delivery.expected
+        assert not core.abort(accepted.request_id)
+        await lab.settled()
+        assert lab.right(await lab.engine.generate(PROMPT, greedy(4), adapter="b"), PROMPT, 4, "b")
+
+
+async def test_unloaded_while_waiting_at_the_gate() -> None:
+    lab = Lab(max_queued_requests=1, when_full="wait", max_num_seqs=1)
+    async with lab.engine:
+        await lab.load("a", "b")
+        lab.executor.hold()
+        first = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="b")) for _ in range(2)]
+        await until(lambda: lab.executor.entered.is_set() and bool(lab.engine.core.loop.gate._applicants) is False)
+        late = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter=name)) for name in "aab"]
+        await until(lambda: len(lab.engine.core.loop.gate._applicants) >= 2)
+        await lab.engine.unload_adapter("a")  # nothing has claimed it yet
+        lab.executor.release()
+        lost, also_lost, fine = await gather_all(late)
+        assert isinstance(lost, AdapterNotFound)
+        assert isinstance(also_lost, AdapterNotFound)
+        assert lab.right(fine, PROMPT, 4, "b")
+        assert all(lab.right(one, PROMPT, 4, "b") for one in await gather_all(first))
+        await lab.settled()
+
+
+# ---------------------------------------------------------------- leaving
+
+
+async def test_left_before_it_starts_while_it_runs_and_while_its_adapter_loads(lab: Lab) -> None:
+    lab.executor.hold()
+    lab.loader.gate.clear()
+    running = lab.engine.stream(PROMPT, greedy(200, ignore_eos=True), adapter="b")
+    await running.__aenter__()
+    await in_thread(lab.executor.entered.wait)
+    unstarted = lab.engine.stream(PROMPT, greedy(9), adapter="b")
+    loading = lab.engine.stream(PROMPT, greedy(9, n=3), adapter="a")
+    for stream in (unstarted, loading):
+        await stream.__aenter__()
+    assert lab.claims == 5
+    for stream in (unstarted, loading):
+        await stream.aclose()
+    lab.executor.release()
+    await anext(running)
+    await until(lambda: lab.claims == 1)
+    await running.aclose()
+    await until(lambda: lab.claims == 0)
+
+
+async def test_a_reader_that_leaves_by_any_way(lab: Lab) -> None:
+    async def read(way: str, name: str) -> None:
+        stream = lab.engine.stream(PROMPT, greedy(150, ignore_eos=True, n=2), adapter=name, request_id=way)
+        async for _ in stream:
+            if way == "break":
+                break
+            if way == "abort":
+                lab.engine.abort("abort")
+            elif way == "cancel":
+                current = asyncio.current_task()
+                assert current is not None
+                current.cancel()
+
+    for way in ("break", "abort", "cancel"):
+        for name in "ab":
+            with suppress(asyncio.CancelledError):
+                await asyncio.create_task(read(way, name))
+    await until(lambda: lab.claims == 0)
+
+
+@pytest.mark.parametrize("timeout", [0.02, 0.2])
+async def test_timed_out_while_its_adapter_loads(lab: Lab, timeout: float) -> None:
+    lab.loader.gate.clear()
+    calls = [lab.engine.generate(PROMPT, greedy(9, n=n), adapter="a", timeout=timeout) for n in (1, 2)]
+    other = lab.engine.generate(PROMPT, greedy(9), adapter="b")
+    first, second, fine = await asyncio.gather(*calls, other)
+    assert (first.finish_reason, second.finish_reason) == ("timeout", "timeout")
+    assert lab.right(fine, PROMPT, 9, "b")
+    assert lab.claims == 0
+
+
+async def test_samples_of_one_request_claim_one_content_each(lab: Lab) -> None:
+    made = await lab.engine.generate(PROMPT, greedy(6, n=3), adapter="a")
+    assert made.samples[0].token_ids == lab.expected(PROMPT, 6, "a")
+    assert len({tuple(sample.token_ids) for sample in made.samples}) == 3
+
+
+async def test_a_load_that_fails_ends_only_who_needs_it(lab: Lab) -> None:
+    lab.loader.contents["a"] = "bad"
+    calls = [lab.engine.generate(PROMPT, greedy(5, n=1 + i % 2), adapter="ab"[i % 2]) for i in range(4)]
+    outcomes = await gather_all([*calls, lab.engine.generate(PROMPT, greedy(5))])
+    for i, outcome in enumerate(outcomes[:4]):
+        if i % 2 == 0:
+            assert isinstance(outcome, AdapterError), outcome
+        else:
+            assert outcome.samples[0].token_ids == lab.expected(PROMPT, 5, "b")
+    assert len({id(outcome) for outcome in outcomes}) == 5
+    assert lab.right(outcomes[4], PROMPT, 5)
+    del lab.loader.contents["a"]
+
+
+async def test_who_waits_for_memory_and_who_holds_it_do_not_wait_for_each_other(lab: Lab) -> None:
+    """Memory for one content. "b" has it, "a" waits for it and has been passed over often enough, so later requests
+    for "b" wait behind "a"; and "b" cannot be dropped for "a" any more, for no name means it: it goes on."""
+    lab.registry._claims._max_passes = 1
+    long = greedy(500, ignore_eos=True)
+    running = lab.engine.stream(PROMPT, long, adapter="b")
+    await anext(running)
+    first = asyncio.create_task(lab.engine.generate(PROMPT, greedy(5), adapter="a"))
+    await until(lambda: lab.registry._claims.num_waiting == 1)
+    passing = lab.engine.stream(PROMPT, long, adapter="b")
+    await anext(passing)
+    late = asyncio.create_task(lab.engine.generate(PROMPT, greedy(5), adapter="b"))
+    await until(lambda: lab.registry._claims.num_waiting == 2)
+    leaving = asyncio.create_task(lab.engine.unload_adapter("b", wait=True))
+    await until(lambda: len(lab.engine.adapters()) == 1)
+    for stream in (running, passing):
+        await stream.aclose()
+    async with asyncio.timeout(5):
+        made = await asyncio.gather(first, late)
+        await leaving
+    assert [one.token_ids for one in made] == [lab.expected(PROMPT, 5, name) for name in "ab"]
+    await lab.load("b")
+
+
+# ---------------------------------------------------------------- adapter and grammar
+
+
+Steps = Callable[[Lab, Compiler], Awaitable[None]]
+
+
+@pytest.mark.parametrize("first", ["grammar", "adapter"])
+@pytest.mark.parametrize("fault", ["", "grammar", "adapter", "leaves"])
+async def test_adapter_and_grammar_in_one_request(first: str, fault: str) -> None:
+    """Either may be there first, either may fail, and the caller may leave with one of the two at hand."""
+    compiler = Compiler()
+    lab = Lab(room=1, wiring={"grammars": compiler})
+    async with lab.engine:
+        await lab.load("a", "b")
+        lab.loader.gate.clear()
+        if fault == "adapter":
+            lab.loader.contents["a"] = "bad"
+        params = greedy(20, grammar=Letters([10, 11], 5))
+        call = asyncio.create_task(lab.engine.generate(PROMPT, params, adapter="a"))
+        await until(lambda: bool(compiler.started) and bool(lab.loader.reads))
+        queues = lab.engine.stats().requests
+        assert (queues["grammar_queue"], queues["adapter_queue"]) == (1, 1)
+
+        async def adapter() -> None:
+            lab.loader.gate.set()
+            await until(lambda: not lab.engine.core.loop.scheduler.adapter_queue)
+
+        async def grammar() -> None:
+            if 1 in compiler.pending:
+                await in_thread(lambda: compiler.finish(1, ValueError("too large") if fault == "grammar" else None))
+            await until(lambda: not lab.engine.core.loop.scheduler.grammar_queue)
+
+        one, other = (grammar, adapter) if first == "grammar" else (adapter, grammar)
+        await one()
+        assert lab.right(await lab.engine.generate(PROMPT, greedy(6)), PROMPT, 6), "others proceed"
+        if fault == "leaves":
+            call.cancel()
+            await asyncio.wait([call])
+            await until(lambda: lab.claims == 0)
+        await other()
+        (outcome,) = await gather_all([call])
+        if fault == "leaves":
+            assert isinstance(outcome, asyncio.CancelledError)
+        elif fault:
+            assert isinstance(outcome, AdapterError if fault == "adapter" else RequestFailed), outcome
+        else:
+            assert outcome.finish_reason == "stop"
+            assert len(outcome.token_ids) == 5
+            assert set(outcome.token_ids) <= {10, 11}
+        await lab.settled()
+        assert not compiler.pending

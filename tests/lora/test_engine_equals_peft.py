@@ -1,0 +1,66 @@
+"""The whole engine with adapters from disk against peft over transformers: same tokens, whoever shares the batch."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from typing import Any
+
+import pytest
+from support.adapter_engine import slots_of
+from support.lora_engine import assert_given_back, load
+from support.lora_zoo import Zoo, random_prompts
+
+from asyncengine import AsyncEngine, SamplingParams
+
+pytest.importorskip("peft")
+
+FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "qwen3moe"]
+WANT = 8
+PROMPTS = random_prompts([37, 37])
+"""Longer than two pages and than the window of the families that have one; the first two pages are the same."""
+GREEDY = SamplingParams(max_tokens=WANT, temperature=0, ignore_eos=True)
+NAMES = [None, *(f"a{index}" for index in range(8))]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks of 1": {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 1},
+    "chunks of 7, no cache, preempted": {
+        "max_num_batched_tokens": 7, "prefix_caching": False, "preempt_every": 5,
+    },
+    "chunks of 16, 2 slots, preempted": {"max_num_batched_tokens": 16, "max_loras": 2, "preempt_every": 7},
+    "two steps in flight, 3 slots, preempted": {"max_steps_in_flight": 2, "max_loras": 3, "preempt_every": 4},
+    "two steps in flight, 1 slot, memory for 3, no cache": {
+        "max_steps_in_flight": 2, "max_loras": 1, "adapter_memory": "120KB", "prefix_caching": False,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def zoos(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda family: Zoo(family, tmp_path_factory.mktemp(family)))
+
+
+async def answers(engine: AsyncEngine, jobs: list[tuple[str | None, list[int]]]) -> list[list[int]]:
+    made = await asyncio.gather(*(engine.generate(prompt, GREEDY, adapter=name) for name, prompt in jobs))
+    return [completion.token_ids for completion in made]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_greedy_equals_peft(family: str, zoos: Any) -> None:
+    """Eight adapters and the base model: each alone, and all mixed however the engine is set."""
+    zoo = zoos(family)
+    jobs = [(name, prompt) for prompt in PROMPTS for name in NAMES]
+    expected = [zoo.answer(name, prompt, WANT) for name, prompt in jobs]
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) - 3, "equality means something"
+    for title, settings in SETTINGS.items():
+        async with await load(zoo, adapters=zoo.paths, **settings) as engine:
+            assert await answers(engine, jobs) == expected, title
+            stats = engine.stats()
+            assert (stats.preemptions > 0) == ("preempted" in title)
+            assert (stats.cached_tokens > 0) == ("no cache" not in title)
+            assert slots_of(engine.core).copies >= 8
+            assert stats.adapters["in_memory"] == 8 if "memory" not in title else stats.adapters["in_memory"] < 8
+            await assert_given_back(engine)
+            if title.startswith("chunks of 1"):
+                alone = [(await answers(engine, [job]))[0] for job in jobs[:9:2]]
+                assert alone == expected[:9:2], "alone"

@@ -1,0 +1,169 @@
+"""Loading and unloading while an engine serves: refused, awaited, cancelled, or cut off by the engine's end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from support.adapter_engine import PROMPT, Face, greedy
+from support.fake_adapters import digest_of
+from support.fake_engine import until
+from support.threads import no_new_engine_thread
+from text.tokenizer_zoo import byte_level, fast
+
+from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, InvalidParameter
+from asyncengine.testing import FakeModel
+from asyncengine.text import TextTokenizer
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    with no_new_engine_thread():
+        yield
+
+
+@pytest.fixture(params=["owned", "hosted", "blocking"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def face(kind: str) -> AsyncIterator[Face]:
+    made = Face(kind, pages=600)
+    async with made.engine:
+        yield made
+        made.loader.gate.set()
+        made.executor.release()
+        await made.settled()
+
+
+async def test_load_list_use_unload(face: Face) -> None:
+    infos = [await face.load_adapter(name, name) for name in ("b", "a")]
+    assert [(info.name, info.digest, info.requests, info.in_memory) for info in infos] == [
+        (name, digest_of(name), 0, True) for name in ("b", "a")
+    ]
+    assert face.names() == ["a", "b"]
+    assert face.engine.adapters() == (infos[1], infos[0])
+    assert face.engine.stats().adapters == {"loaded": 2, "in_memory": 2, "nbytes": 1600}
+    assert face.right(await face.engine.generate(PROMPT, greedy(9), adapter="a"), PROMPT, 9, "a")
+    await face.unload_adapter("a")
+    assert face.names() == ["b"]
+    for call in (face.unload_adapter("a"), face.engine.generate(PROMPT, greedy(9), adapter="a")):
+        with pytest.raises(AdapterNotFound, match="loaded: 'b'"):
+            await call
+
+
+async def test_what_cannot_be_loaded_is_told_and_changes_nothing(face: Face) -> None:
+    face.loader.contents.update({"broken": "bad", "buggy": "bug"})
+    face.loader.sizes["huge"] = 10**6
+    await face.load_adapter("a", "a", pinned=True)
+    before = face.engine.adapters()
+    for name, path in (("x", "broken"), ("x", "buggy"), ("a", "huge"), ("", "a"), ("a\n", "a"), (None, "a")):
+        with pytest.raises(AdapterError):
+            await face.load_adapter(name, path)  # type: ignore[arg-type]
+    assert face.engine.adapters() == before
+
+
+async def test_what_is_no_path_is_refused_by_name(face: Face) -> None:
+    for path in (None, 7, b"a"):
+        with pytest.raises(InvalidParameter, match="path"):
+            await face.load_adapter("a", path)
+
+
+async def test_unload_is_refused_while_in_use_and_waits_if_told_to(face: Face) -> None:
+    await face.load("a", "b")
+    streams = [await face.running("a") for _ in range(3)]
+    with pytest.raises(AdapterInUse, match="3 requests"):
+        await face.unload_adapter("a")
+    assert face.names() == ["a", "b"]
+    waiting = asyncio.create_task(face.unload_adapter("a", wait=True))
+    await until(lambda: face.names() == ["b"])
+    with pytest.raises(AdapterNotFound):
+        await face.engine.generate(PROMPT, greedy(3), adapter="a")
+    for stream in streams:
+        assert not waiting.done()
+        await stream.aclose()
+    await waiting
+    assert face.registry.counts()["in_memory"] == 1
+
+
+async def test_waiting_to_unload_does_not_keep_old_requests_from_finishing(face: Face) -> None:
+    """Also those that had not started; the name may be taken again meanwhile."""
+    await face.load("a")
+    face.executor.hold()
+    calls = [asyncio.create_task(face.engine.generate(PROMPT, greedy(9, n=1 + i % 2), adapter="a")) for i in range(4)]
+    await until(lambda: face.claims == 6)
+    waiting = [asyncio.create_task(face.unload_adapter("a", wait=True))]
+    await until(lambda: face.names() == [])
+    face.loader.contents["a"] = "changed"
+    await face.load_adapter("a", "a")
+    newer = asyncio.create_task(face.engine.generate(PROMPT, greedy(9), adapter="a"))
+    await until(lambda: face.claims == 7)
+    face.executor.release()
+    for made in await asyncio.gather(*calls):
+        assert made.samples[0].token_ids == face.expected(PROMPT, 9, "a")
+    await asyncio.gather(*waiting)
+    assert face.right(await newer, PROMPT, 9, "changed")
+
+
+async def test_many_wait_for_the_same_requests(face: Face) -> None:
+    """Two names of one content: the first to go is not what the requests need."""
+    face.loader.contents.update({"one": "same", "two": "same"})
+    await face.load("one", "two")
+    stream = await face.running("one")
+    await face.unload_adapter("one")
+    with pytest.raises(AdapterInUse):
+        await face.unload_adapter("two")
+    waiting = asyncio.create_task(face.unload_adapter("two", wait=True))
+    await until(lambda: face.names() == [])
+    await stream.aclose()
+    await waiting
+    assert face.registry.counts() == {"loaded": 0, "in_memory": 0, "nbytes": 0}
+
+
+async def test_a_finished_request_is_not_in_the_way(face: Face) -> None:
+    """Whoever has read the end of a request may unload what it used at once, from any thread."""
+    deliver, delivery = face.engine.core.loop.delivery.deliver, face.engine.core.loop.delivery
+
+    def slowly(outputs: Any) -> None:
+        deliver(outputs)
+        if face.engine.hosted and any(output.reason for output in outputs):
+            threading.Event().wait(0.01)  # consumers on other threads are quicker than the rest of this turn
+
+    delivery.deliver = slowly  # type: ignore[method-assign]
+    for turn in range(5):
+        await face.load_adapter("a", "a")
+        made = await face.engine.generate(PROMPT, greedy(2 + turn, n=1 + turn % 2), adapter="a")
+        assert made.samples[0].token_ids == face.expected(PROMPT, 2 + turn, "a")
+        await face.unload_adapter("a")
+
+
+class Reciter(FakeModel):
+    """Says `script`, one token after the other."""
+
+    def __init__(self, script: list[int], vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.script = script
+
+    def next_token(self, tokens: Any, seed: int = 0) -> int:
+        return self.script[len(tokens) % len(self.script)]
+
+
+async def test_nor_is_one_that_a_stop_string_ended(kind: str) -> None:
+    """Its text is complete before the scheduler knows."""
+    words = TextTokenizer(fast(byte_level(qwen=False)))
+    script = words.encode("The quick brown fox jumps over the lazy dog. " * 9)
+    face = Face(kind, wiring={"tokenizer": words})
+    face.executor.model = Reciter(script, words.vocab_size)
+    async with face.engine:
+        for _ in range(5):
+            await face.load_adapter("a", "a")
+            made = await face.engine.generate(PROMPT, greedy(90, stop=["fox"], ignore_eos=True), adapter="a")
+            assert made.finish_reason == "stop"
+            assert "fox" not in made.text
+            await face.unload_adapter("a")
+        await face.settled()

@@ -1,0 +1,186 @@
+"""Decode steps as graphs, with a stand-in for CUDA's: padding, fixed memory, what runs without, adapters.
+
+The stand-in calls the captured work again at each replay and copies the result to where it was, so whatever the work
+reads from fixed memory is current and whatever it closed over is what it was at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.drive import Driver, prompts
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.lora_driver import AdapterDriver
+from support.tiny_models import VOCAB
+from support.wide_models import make_wide
+
+from asyncengine import SamplingParams
+from asyncengine.attention.flashinfer import FlashInferBackend
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import load_model
+from asyncengine.runner.graphs import graph_sizes
+from asyncengine.runner.lora import LoraLayers, install_lora
+from asyncengine.runner.model_runner import ModelRunner
+
+WANT = 12
+SIZES = [1, 2, 4, 8]
+
+
+@dataclass
+class Recalled:
+    work: Callable[[], torch.Tensor]
+    output: torch.Tensor
+    capture: Recall
+
+    def replay(self) -> None:
+        self.capture.replays.append(self.output.shape[0])
+        self.output.copy_(self.work())
+
+
+class Recall:
+    """A `Capture`."""
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.replays: list[int] = []
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Recalled:
+        output = work().clone()
+        self.captured.append(output.shape[0])
+        return Recalled(work, output, self)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wide("qwen2", tmp_path_factory.mktemp("graphs") / "qwen2")
+
+
+def make_runner(path: Path, lora: Callable[[Any], LoraLayers | None] = lambda module: None) -> ModelRunner:
+    config = EngineConfig(page_size=4, max_num_seqs=64, num_threads=1)
+    model = load_model(str(path), config)
+    fake = FakeFlashInfer(FakeMemory())
+    backend = FlashInferBackend(
+        model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
+        memory=fake.memory,
+    )  # fmt: skip
+    return ModelRunner(model, backend, 4, 64, lora=lora(model.module))
+
+
+def test_sizes() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert graph_sizes(1000)[-3:] == [240, 248, 256]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)])
+def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) -> None:
+    """Rows come and go, so that steps of 1 to 7 rows are padded; prompts and chunks run without."""
+    outputs = []
+    for graphs in (False, True):
+        runner = make_runner(folder)
+        capture = Recall()
+        if graphs:
+            assert runner.use_graphs(SIZES, capture).sizes == SIZES
+            assert capture.captured == [8, 4, 2, 1]
+        driver = Driver(runner)
+        for chunk, preempt_every in ((None, None), (5, 4)):
+            jobs = [
+                driver.job(prompt, WANT - 2 * place, params, place)
+                for place, prompt in enumerate(prompts([3, 9, 22, 1, 6], VOCAB))
+            ]
+            outputs.append(driver.run(jobs, chunk, preempt_every))
+        if graphs:
+            assert set(capture.replays) == set(SIZES)
+        runner.close()
+    assert outputs[:2] == outputs[2:]
+    assert len({token for output in outputs[0] for token in output}) > 8
+
+
+def test_steps_that_no_graph_holds_run_without(folder: Path) -> None:
+    runner = make_runner(folder)
+    capture = Recall()
+    runner.use_graphs([1, 2, 4], capture)
+    driver = Driver(runner)
+    scored = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2, prompt_logprobs=True)
+    driver.run([driver.job(prompt, 3) for prompt in prompts([2, 3, 4, 5, 6], VOCAB)])
+    assert capture.replays == []  # five rows
+    (job,) = (driver.job(prompt, 4, scored) for prompt in prompts([7], VOCAB))
+    driver.run([job], 1)
+    assert len(job.prompt_logprobs) == 6
+    assert len(job.logprobs) == 4
+    assert capture.replays == [1] * 4  # steps that score a prompt position run without
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_left_in_padding_rows_reaches_nobody(rows: int, folder: Path) -> None:
+    """A wide step, then a narrow one: the memory of the rows that are gone holds their tokens and slots."""
+    outputs = []
+    for graphs in (False, True):
+        runner = make_runner(folder)
+        if graphs:
+            runner.use_graphs([8], Recall())
+        driver = Driver(runner)
+        driver.run([driver.job(prompt, 4) for prompt in prompts([5] * 8, VOCAB, seed=1)])
+        outputs.append(driver.run([driver.job(prompt, 9) for prompt in prompts([4] * rows, VOCAB, seed=2)]))
+    assert outputs[0] == outputs[1]
+
+
+class Weights:
+    """A `LoraAdapter` with random factors on two kinds of products."""
+
+    def __init__(self, lora: LoraLayers, rank: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * 0.2
+
+        self.modules = {
+            path: SimpleNamespace(a=random(rank, dims.inputs), b=random(dims.outputs, rank), embedding=False)
+            for path, dims in lora.modules.items()
+            if path.endswith(("q_proj", "down_proj"))
+        }
+
+
+def adapted(runner: ModelRunner, lora: LoraLayers) -> list[list[int]]:
+    """Outputs of five rows under slots 0, 1, 2, 1, 0, in turns with steps of base rows only; then with another rank."""
+    lora.write(1, Weights(lora, 4, 1))
+    lora.write(2, Weights(lora, 8, 2))
+    outputs = []
+    for turn in range(3):
+        driver = AdapterDriver(runner, lora)
+        slots = [0, 1, 2, 1, 0] if turn != 1 else [0] * 5
+        inputs = prompts([3, 9, 6, 1, 4], VOCAB)
+        outputs += driver.run([driver.with_adapter(*each, 8) for each in zip(inputs, slots, strict=True)])
+        if turn == 1:
+            lora.write(2, Weights(lora, 20, 3))  # takes new memory: what was captured reads the old
+    return outputs
+
+
+def test_adapters_in_graphs(folder: Path) -> None:
+    outputs = []
+    for graphs in (False, True):
+        kept: list[LoraLayers] = []
+
+        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
+            kept.append(install_lora(module, 3, 32, masked=True))
+            return kept[0]
+
+        runner = make_runner(folder, install)
+        capture = Recall()
+        if graphs:
+            runner.use_graphs(SIZES, capture)
+        outputs.append(adapted(runner, kept[0]))
+        if graphs:
+            assert capture.captured[len(SIZES) :] == [8, 8], "when first needed, and again after the memory moved"
+            assert len(capture.replays) > 15
+    assert outputs[0] == outputs[1]
+    first, base, second = (outputs[0][place : place + 5] for place in (0, 5, 10))
+    assert [a == b for a, b in zip(first, base, strict=True)] == [True, False, False, False, True]
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True, True]

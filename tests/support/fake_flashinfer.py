@@ -1,0 +1,474 @@
+"""A stand-in for the `flashinfer` module and for device memory, on a machine without a GPU.
+
+Every call is checked as the real kernels would (and where they would not check but compute garbage: more strictly),
+then computed with torch in float32 from what lies in memory *when the kernel runs*. Launches can be captured and
+replayed like a CUDA graph: a replay sees the same tensors, with whatever they hold by then.
+
+The device is always behind: what was queued counts as finished only once an event recorded after it was waited for.
+Until then a staging area must not be filled again and an uploaded host array must not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MIB = 2**20
+HEAD_DIMS = (64, 128, 256, 512)
+
+
+class FakeEvent:
+    """Knows how much was queued when it was recorded."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self.memory = memory
+        self.mark: int | None = None
+
+    def record(self) -> None:
+        assert not self.memory.capturing, "an event of a plan has no place in a graph"
+        self.mark = self.memory.queued
+
+    def synchronize(self) -> None:
+        assert self.mark is not None, "waiting for an event that was never recorded"
+        self.memory.waits += 1
+        self.memory.finish(self.mark)
+
+
+class FakeMemory:
+    """`DeviceMemory` on CPU: remembers which arrays would be pinned, which on the device, and which copies pend."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.queued = 0
+        self.finished = 0
+        self.waits = 0
+        self.capturing = False
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._device: dict[int, torch.Tensor] = {}
+        self._pending: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def host(self, count: int) -> torch.Tensor:
+        made = torch.full((count,), -(2**31), dtype=torch.int32)
+        self._pinned[_address(made)] = made
+        return made
+
+    def reserve(self, count: int) -> torch.Tensor:
+        made = torch.zeros(count, dtype=torch.int32)
+        self._device[_address(made)] = made
+        return made
+
+    def upload(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        assert self.is_pinned(source), "copying from pageable memory waits"
+        assert not self.capturing, "an upload has no place in a graph"
+        self.queue()
+        self._pending.append((self.queued, source, source.clone()))
+        if into is None:
+            made = source.clone()
+            self._device[_address(made)] = made
+            return made
+        assert self.is_device(into)
+        assert source.numel() <= into.numel(), "more than the fixed buffer holds"
+        into[: source.numel()] = source
+        return into[: source.numel()]
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def processors(self) -> int:
+        return 4
+
+    def queue(self) -> int:
+        self.queued += 1
+        return self.queued
+
+    def finish(self, mark: int) -> None:
+        """The device has done everything up to `mark`."""
+        self.finished = max(self.finished, mark)
+        for number, source, before in self._pending:
+            if number <= self.finished:
+                assert torch.equal(source, before), "a host array changed before its copy had run"
+        self._pending = [entry for entry in self._pending if entry[0] > self.finished]
+
+    def is_pinned(self, values: torch.Tensor) -> bool:
+        return _address(values) in self._pinned
+
+    def is_device(self, values: torch.Tensor) -> bool:
+        return _address(values) in self._device
+
+
+def _address(values: torch.Tensor) -> int:
+    return values.untyped_storage().data_ptr()
+
+
+class FakeGraph:
+    """Launches in order, with the tensors they were made with."""
+
+    def __init__(self) -> None:
+        self.launches: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+class FakeFlashInfer:
+    """The module object. `dtypes` may hold float32, which the real one lacks, for exact comparison."""
+
+    def __init__(
+        self, memory: FakeMemory, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    ) -> None:
+        self.memory = memory
+        self.dtypes = dtypes
+        self.calls: Counter[str] = Counter()
+        self._graph: FakeGraph | None = None
+
+    def BatchPrefillWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> PrefillWrapper:  # noqa: N802
+        return PrefillWrapper(self, *args, **kwargs)
+
+    def BatchDecodeWithPagedKVCacheWrapper(self, *args: Any, **kwargs: Any) -> DecodeWrapper:  # noqa: N802
+        return DecodeWrapper(self, *args, **kwargs)
+
+    @contextmanager
+    def capture(self) -> Iterator[FakeGraph]:
+        self._graph = FakeGraph()
+        self.memory.capturing = True
+        try:
+            yield self._graph
+        finally:
+            self._graph, self.memory.capturing = None, False
+
+    def launch(self, name: str, kernel: Callable[[], None]) -> None:
+        self.calls[name] += 1
+        if self._graph is not None:
+            self._graph.launches.append(kernel)
+        kernel()
+
+    def append_paged_kv_cache(
+        self,
+        append_key: torch.Tensor,
+        append_value: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        paged_kv_cache: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        kv_layout: str = "NHD",
+    ) -> None:
+        assert kv_layout == "NHD"
+        page_size, heads, dim = _check_cache(paged_kv_cache)
+        tokens = append_key.shape[0]
+        for new in (append_key, append_value):
+            assert new.shape == (tokens, heads, dim)
+            assert new.stride(-1) == 1
+            assert new.dtype == paged_kv_cache.dtype, "the kernel would read the bytes of one type as another"
+        for array in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+            self.check_device_array(array)
+        assert len(batch_indices) == len(positions) == tokens
+        assert len(kv_indptr) == len(kv_last_page_len) + 1
+
+        def kernel() -> None:
+            rows, places = batch_indices.long(), positions.long()
+            ends = (kv_indptr.diff() - 1) * page_size + kv_last_page_len
+            assert bool((places >= 0).all() and (places < ends[rows]).all()), "written behind the row's end"
+            pages = kv_indices[kv_indptr[rows].long() + places // page_size].long()
+            targets = (pages * page_size + places % page_size)[pages > 0]
+            assert len(targets.unique()) == len(targets), "two tokens written to one place"
+            for which, new in enumerate((append_key, append_value)):
+                paged_kv_cache[pages, which, places % page_size] = new
+
+        self.launch("append", kernel)
+
+    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        assert input.dim() in (2, 3)
+        assert input.is_contiguous()
+        assert weight.dtype == input.dtype
+        self.calls["rmsnorm"] += 1
+        return torch.nn.functional.rms_norm(input.float(), (input.shape[-1],), weight.float(), eps).to(input.dtype)
+
+    def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        return self._gated("silu", input, torch.nn.functional.silu)
+
+    def gelu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        return self._gated("gelu", input, torch.nn.functional.gelu)
+
+    def gelu_tanh_and_mul(self, input: torch.Tensor) -> torch.Tensor:
+        return self._gated("gelu_tanh", input, lambda x: torch.nn.functional.gelu(x, approximate="tanh"))
+
+    def _gated(self, name: str, both: torch.Tensor, activation: Any) -> torch.Tensor:
+        assert both.is_contiguous()
+        if both.shape[-1] * both.dtype.itemsize % 16 != 0:
+            raise ValueError("The pointers must be multiple of 16 bytes.")
+        gate, up = both.float().chunk(2, dim=-1)
+        self.calls[name] += 1
+        return (activation(gate) * up).to(both.dtype)
+
+    def apply_rope_with_cos_sin_cache(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        head_size: int,
+        cos_sin_cache: torch.Tensor,
+        is_neox: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert is_neox
+        assert head_size in HEAD_DIMS
+        if cos_sin_cache.dtype != torch.float32:
+            raise ValueError("cos_sin_cache should be float32")
+        assert cos_sin_cache.is_contiguous()
+        assert positions.dtype in (torch.int32, torch.int64)
+        cos, sin = (part.repeat(1, 2)[:, None] for part in cos_sin_cache[positions.long()].chunk(2, dim=-1))
+        outs = []
+        for part in (query, key):
+            assert part.dim() == 2
+            assert part.stride(-1) == 1
+            heads = part.view(part.shape[0], -1, head_size).float()
+            first, second = heads.chunk(2, dim=-1)
+            rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
+            outs.append(rotated.to(part.dtype).flatten(1))
+        self.calls["rope"] += 1
+        return outs[0], outs[1]
+
+    def check_device_array(self, array: torch.Tensor) -> None:
+        assert self.memory.is_device(array), "an index array that is not on the device"
+        assert array.dtype == torch.int32
+        assert array.dim() == 1
+        assert array.is_contiguous()
+
+    def check_host_array(self, array: torch.Tensor, length: int) -> None:
+        assert self.memory.is_pinned(array), "not pinned: a copy from it waits"
+        assert array.dtype == torch.int32
+        assert array.shape == (length,)
+        assert array.is_contiguous()
+
+
+def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
+    assert cache.dim() == 5
+    assert cache.shape[1] == 2
+    assert cache.stride(-1) == 1
+    return cache.shape[2], cache.shape[3], cache.shape[4]
+
+
+class Wrapper:
+    """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic."""
+
+    def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
+        assert kv_layout == "NHD"
+        assert backend == "fa2", "auto would take the slower fa3 for fp8"
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert float_workspace_buffer.numel() >= 128 * MIB
+        assert not bool(float_workspace_buffer[:4096].any()), "must be zero at first use"
+        self.fake = fake
+        self.float_workspace = float_workspace_buffer
+        self.int_workspace_bytes = 8 * MIB
+        self.staged: int | None = None
+        self.planned: dict[str, Any] = {}
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert int_workspace_buffer.dtype == float_workspace_buffer.dtype == torch.uint8
+        self.float_workspace = float_workspace_buffer
+        self.int_workspace_bytes = int_workspace_buffer.numel()
+
+    def stage(self, tiles: int) -> None:
+        """Fill the pinned staging area and queue its copy."""
+        memory = self.fake.memory
+        assert not memory.capturing, "a plan has no place in a graph"
+        assert self.staged is None or self.staged <= memory.finished, "staging area overwritten before its copy ran"
+        assert self.int_workspace_bytes >= 16 * tiles, "integer workspace too small"
+        self.staged = memory.queue()
+
+    def check_pages(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, lens: torch.Tensor, page_size: int
+    ) -> None:
+        rows = len(last)
+        for array, length in ((indptr, rows + 1), (last, rows), (lens, rows)):
+            self.fake.check_host_array(array, length)
+        self.fake.check_device_array(indices)
+        assert int(indptr[0]) == 0
+        assert bool((indptr.diff() >= 1).all()), "each row has at least one page"
+        assert len(indices) == int(indptr[-1])
+        assert bool(((last >= 1) & (last <= page_size)).all())
+        assert torch.equal(lens, (indptr.diff() - 1) * page_size + last)
+        for row in range(rows):
+            pages = indices[int(indptr[row]) : int(indptr[row + 1])].tolist()
+            assert pages == [0] * len(pages) or 0 not in pages, "the padding page among a row's own"
+            assert len(set(pages)) == len(pages) or pages[0] == 0
+
+    def check_model(
+        self, heads: int, kv_heads: int, dim: int, page_size: int, options: dict[str, Any], causal: bool
+    ) -> None:
+        assert heads % kv_heads == 0
+        assert dim in HEAD_DIMS
+        assert options["pos_encoding_mode"] == "NONE", "the model rotates by itself"
+        assert options["q_data_type"] == options["o_data_type"]
+        assert options["q_data_type"] in self.fake.dtypes
+        assert options["kv_data_type"] in (options["q_data_type"], torch.float8_e4m3fn)
+        assert options["non_blocking"] is True
+        assert options["window_left"] >= -1
+        assert options["logits_soft_cap"] is None or options["logits_soft_cap"] > 0
+        self.planned = {
+            **options, "heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size, "causal": causal,
+        }  # fmt: skip
+
+    def launch(self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        plan = dict(self.planned)
+        assert plan, "plan comes before run"
+        page_size, kv_heads, dim = _check_cache(cache)
+        assert (page_size, kv_heads, dim) == (plan["page_size"], plan["kv_heads"], plan["dim"])
+        assert q.shape[1:] == (plan["heads"], dim)
+        assert q.stride(-1) == 1
+        assert (q.dtype, cache.dtype) == (plan["q_data_type"], plan["kv_data_type"])
+        out = torch.full(q.shape, math.nan, dtype=plan["o_data_type"])
+        self.fake.launch(name, lambda: _attention(plan, q, cache, arrays, out))
+        return out
+
+
+def _attention(
+    plan: dict[str, Any], q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...], out: torch.Tensor
+) -> None:
+    qo_indptr, kv_indptr, kv_indices, last_page_len = arrays
+    scale = plan["sm_scale"] if plan["sm_scale"] is not None else plan["dim"] ** -0.5
+    group = plan["heads"] // plan["kv_heads"]
+    for row in range(len(last_page_len)):
+        first, end = int(qo_indptr[row]), int(qo_indptr[row + 1])
+        pages = kv_indices[int(kv_indptr[row]) : int(kv_indptr[row + 1])].long()
+        length = (len(pages) - 1) * plan["page_size"] + int(last_page_len[row])
+        key, value = (cache[pages, which].flatten(0, 1)[:length].float() for which in (0, 1))
+        key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), key) * scale
+        if plan["logits_soft_cap"]:
+            scores = plan["logits_soft_cap"] * torch.tanh(scores / plan["logits_soft_cap"])
+        at = torch.arange(length - (end - first), length)[:, None]
+        keys = torch.arange(length)[None]
+        hidden = keys > at if plan["causal"] else torch.zeros(end - first, length, dtype=torch.bool)
+        if plan["window_left"] >= 0:
+            hidden = hidden | (keys < at - plan["window_left"])
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+
+
+class PrefillWrapper(Wrapper):
+    """`BatchPrefillWithPagedKVCacheWrapper`, without CUDA graphs."""
+
+    def __init__(
+        self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto"
+    ) -> None:
+        super().__init__(fake, float_workspace_buffer, kv_layout, backend)
+        self.arrays: tuple[torch.Tensor, ...] = ()
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        seq_lens: torch.Tensor,
+        max_token_per_sequence: int,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        window_left: int = -1,
+        **options: Any,
+    ) -> None:
+        rows = len(paged_kv_last_page_len)
+        self.fake.check_host_array(qo_indptr, rows + 1)
+        assert int(qo_indptr[0]) == 0
+        assert bool((qo_indptr.diff() >= 1).all())
+        assert int(qo_indptr.diff().max()) == max_token_per_sequence
+        assert bool((qo_indptr.diff() <= seq_lens).all())
+        self.check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens, page_size)
+        options.update(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left)
+        self.check_model(num_qo_heads, num_kv_heads, head_dim_qk, page_size, options, causal)
+        self.stage(rows)
+        upload = self.fake.memory.upload
+        self.arrays = (upload(qo_indptr), upload(paged_kv_indptr), paged_kv_indices, upload(paged_kv_last_page_len))
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        assert not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
+        assert q.shape[0] == int(self.arrays[0][-1])
+        return self.launch("prefill", q, paged_kv_cache, self.arrays)
+
+
+class DecodeWrapper(Wrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper`, one query per row; with CUDA graphs it reads its fixed buffers only."""
+
+    def __init__(
+        self,
+        fake: FakeFlashInfer,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(fake, float_workspace_buffer, kv_layout, backend)
+        self.use_tensor_cores = use_tensor_cores
+        self.use_cuda_graph = use_cuda_graph
+        self.arrays: tuple[torch.Tensor, ...] = ()
+        self.size: int | None = None
+        if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None
+            assert paged_kv_indices_buffer is not None
+            assert paged_kv_last_page_len_buffer is not None
+            self.size = len(paged_kv_last_page_len_buffer)
+            assert len(paged_kv_indptr_buffer) == self.size + 1
+            buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            for buffer in buffers:
+                fake.check_device_array(buffer)
+            self.arrays = (torch.arange(self.size + 1), *buffers)
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        seq_lens: torch.Tensor,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        window_left: int = -1,
+        **options: Any,
+    ) -> None:
+        rows = len(last_page_len)
+        self.check_pages(indptr, indices, last_page_len, seq_lens, page_size)
+        group = num_qo_heads // num_kv_heads
+        assert self.use_tensor_cores == (group >= 4 or head_dim > 256), "no CUDA-core kernel for this, or a slow one"
+        options.update(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left)
+        frozen = {key: self.planned.get(key) for key in options}
+        self.check_model(num_qo_heads, num_kv_heads, head_dim, page_size, options, causal=False)
+        self.stage(rows * (group // 16 + 2))
+        upload = self.fake.memory.upload
+        if self.size is None:
+            self.arrays = (torch.arange(rows + 1), upload(indptr), indices, upload(last_page_len))
+            return
+        assert rows == self.size, "the number of rows is fixed in a graph"
+        assert not any(frozen.values()) or frozen == options, "a captured kernel cannot change its options"
+        _, indptr_buffer, indices_buffer, last_buffer = self.arrays
+        assert len(indices) <= len(indices_buffer)
+        upload(indptr, into=indptr_buffer)
+        indices_buffer[: len(indices)] = indices
+        upload(last_page_len, into=last_buffer)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        assert self.use_cuda_graph or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
+        assert q.shape[0] == len(self.arrays[3]), "one query per row"
+        qo_indptr, indptr, indices, last = self.arrays
+        return self.launch("decode", q, paged_kv_cache, (qo_indptr, indptr, indices, last))

@@ -39,6 +39,7 @@ from asyncengine.outputs import (
     ToolCallDelta,
     Usage,
 )
+from asyncengine.requests import ChatKeywords, RequestKeywords
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
@@ -56,6 +57,7 @@ __all__ = [
     "AdapterNotFound",
     "AsyncEngine",
     "BudgetTooSmall",
+    "ChatKeywords",
     "Chunk",
     "Completion",
     "ContextLengthExceeded",
@@ -79,6 +81,7 @@ __all__ = [
     "OutOfMemory",
     "QueueFull",
     "RequestFailed",
+    "RequestKeywords",
     "RequestTimeout",
     "Sample",
     "SamplingParams",

@@ -88,6 +88,7 @@ class Assembler:
             tool_calls=samples[0].tool_calls,
             reasoning=samples[0].reasoning,
             schema_error=samples[0].schema_error,
+            broken_calls=samples[0].broken_calls,
         )
 
     def _sample(self, index: int) -> Sample:
@@ -103,6 +104,7 @@ class Assembler:
             tool_calls=[] if self._reader is None else self._reader.calls(index),
             reasoning="".join(chunk.reasoning for chunk in chunks),
             schema_error=None if last.finish_reason == "tool_calls" else self._schema_error(text),
+            broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
         )
 
     def _schema_error(self, text: str) -> str | None:

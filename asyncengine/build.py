@@ -13,7 +13,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.core import EngineCore
 from asyncengine.demo import MODEL_PATH, resolve_adapter
 from asyncengine.engine import EngineLoop, Recorder
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.gate import Gate
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
@@ -101,14 +101,22 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
         loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=config.max_passes
     )
     try:
-        named = {name: registry.load(name, resolve_adapter(path)) for name, path in dict(config.adapters).items()}
-        seen = {} if loader.root is None else discover(loader.root)
+        paths = {name: resolve_adapter(path, config.adapter_root) for name, path in dict(config.adapters).items()}
+        named = {name: registry.load(name, path) for name, path in paths.items()}
+        try:
+            seen = {} if loader.root is None else discover(loader.root)
+        except OSError as error:
+            reason = f"cannot be read ({type(error).__name__})"
+            raise InvalidParameter("adapter_root", reason, config.adapter_root) from error
         found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
-        for loading in named.values():
-            loading.result()
+        for name, loading in named.items():
+            try:
+                loading.result()
+            except AdapterError as error:
+                raise type(error)(error.field, f"{error.limit} (adapter {name!r})", error.value) from error
         for name, loading in found.items():
-            if (error := loading.exception()) is not None:
-                logger.warning("adapter %s in adapter_root is left out: %s", name, error)
+            if (broken := loading.exception()) is not None:
+                logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
     except BaseException:
         registry.close()
         raise

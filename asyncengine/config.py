@@ -249,7 +249,7 @@ def _parse_adapters(value: Any) -> tuple[tuple[str, str], ...]:
         raise InvalidParameter("adapters", "must map names to folders", value) from None
     if not all(isinstance(name, str) for name in named):
         raise InvalidParameter("adapters", "must map names to folders", value)
-    return tuple(named.items())
+    return tuple(sorted(named.items()))
 
 
 def _parse_path(name: str, value: Any) -> str:

@@ -239,7 +239,7 @@ class EngineCore:
         """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
         registry = self._registry()
         try:
-            folder = resolve_adapter(path)
+            folder = resolve_adapter(path, self.config.adapter_root)
         except TypeError:
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return registry.load(name, folder, pinned=pinned)

@@ -122,6 +122,8 @@ class Sample:
     reasoning: str = ""
     schema_error: str | None = None
     """What the text breaks of its schema, where `unsupported="validate"` leaves that to be checked at the end."""
+    broken_calls: list[ToolCall] = field(default_factory=list)
+    """Begun and never finished, with the arguments so far: a stop string, an abort or a deadline came first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +144,4 @@ class Completion:
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
     schema_error: str | None = None
+    broken_calls: list[ToolCall] = field(default_factory=list)

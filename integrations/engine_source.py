@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
+from asyncengine import DEMO_MODEL, AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
@@ -63,7 +63,7 @@ class EngineSource:
         if self.model:
             return self.model
         if isinstance(engine, EngineHandle):
-            return engine.spec[0]
+            return "demo" if engine.spec[0] == str(DEMO_MODEL) else engine.spec[0]
         try:
             return engine.info.name
         except EngineClosed:  # not started yet

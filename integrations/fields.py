@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypedDict
+from types import MappingProxyType
+from typing import Any, Self, cast
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from asyncengine import SamplingParams
+from asyncengine import AsyncEngine, ChatKeywords, Engine, RequestKeywords, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.engine_source import AnyEngine, EngineSource
@@ -19,36 +20,10 @@ SAMPLING_FIELDS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "grammar",
 )  # fmt: skip
 """Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
-
-
-class EngineKeywords(TypedDict, total=False):
-    """Keywords of the engine's calls that are neither the prompt nor sampling parameters."""
-
-    adapter: str
-    timeout: float
-    priority: int
-    cache_salt: str
-    request_id: str
-
-
-class TextArguments(EngineKeywords):
-    """Arguments of the engine's `generate` and `stream`, sync or async, but for the prompt."""
-
-    params: SamplingParams
-
-
-class ChatExtras(TypedDict, total=False):
-    """What only a chat may ask for; see `asyncengine.requests.ChatRequest`."""
-
-    tools: Sequence[Mapping[str, Any]]
-    tool_choice: str | Mapping[str, Any]
-    parallel_tool_calls: bool
-    response_format: Any
-    template_kwargs: Mapping[str, Any]
-
-
-class ChatArguments(TextArguments, ChatExtras):
-    """Arguments of the engine's `chat` and `stream_chat`, sync or async, but for the messages."""
+ADAPTER_SETTINGS = ("adapters", "adapter_root")
+"""Fields of `EngineFields` that are `EngineConfig` fields of the same name."""
+EMPTY_MEANS_NONE = ("tools", "template_kwargs")
+"""Frameworks pass them empty where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +31,17 @@ class Call:
     """One request but for its prompt: the same for the sync and async, the streaming and whole calls."""
 
     params: SamplingParams
-    keywords: EngineKeywords
-    extras: ChatExtras
+    keywords: ChatKeywords
+    """Of the engine's `chat` and `stream_chat`, sync or async."""
     model_name: str
     """What the answer reports: the adapter's name where one is used."""
 
-    def for_text(self) -> TextArguments:
-        """Raises `InvalidParameter` for the first keyword that only a chat may have."""
-        for name, value in self.extras.items():
-            raise InvalidParameter(name, "is for chats: text completion uses no chat template", value)
-        return TextArguments(params=self.params, **self.keywords)
-
-    def for_chat(self) -> ChatArguments:
-        return ChatArguments(params=self.params, **self.extras, **self.keywords)
+    def for_text(self) -> RequestKeywords:
+        """Of `generate` and `stream`. Raises `InvalidParameter` for the first keyword that only a chat may have."""
+        for name, value in self.keywords.items():
+            if name not in RequestKeywords.__annotations__:
+                raise InvalidParameter(name, "is for chats: text completion uses no chat template", value)
+        return cast(RequestKeywords, self.keywords)
 
 
 class EngineFields(BaseModel):
@@ -87,11 +60,15 @@ class EngineFields(BaseModel):
     )
     """Path, hub id, or "demo" (the bundled model). Defaults to the environment variable ASYNCENGINE_MODEL."""
     adapter: str | None = None
-    """Name of a loaded LoRA adapter."""
+    """Name of the LoRA adapter that answers; None: the base model alone. Each call may choose another."""
+    adapters: dict[str, str] | None = None
+    """Adapters that the shared engine loads at its start: name -> folder of a PEFT checkpoint."""
+    adapter_root: str | None = None
+    """Folder whose adapters the shared engine loads at its start, and the only one that it takes any from."""
     engine: AnyEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine that the caller owns; None: the process-wide shared engine of (model, engine_config)."""
     engine_config: dict[str, Any] = Field(default_factory=dict)
-    """`EngineConfig` fields of the shared engine."""
+    """Further `EngineConfig` fields of the shared engine."""
 
     temperature: float | None = None
     max_tokens: int | None = None
@@ -118,30 +95,53 @@ class EngineFields(BaseModel):
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, validation_alias=AliasChoices("model_kwargs", "additional_kwargs")
     )
-    """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatExtras`."""
+    """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatKeywords`."""
 
     _source: EngineSource | None = PrivateAttr(default=None)
 
-    @field_validator("model", mode="before")
+    @field_validator("model", "adapter_root", "adapters", mode="before")
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: cls._path_as_text(path) for name, path in value.items()}
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
     def _check_engine_fields(self) -> Self:
-        if self.engine is not None and self.engine_config:
-            raise InvalidParameter("engine_config", "must be empty where engine is given: that engine is configured")
+        settings = self._settings()
+        if self.engine is not None and settings:
+            first = "engine_config" if self.engine_config else next(iter(settings))
+            raise InvalidParameter(first, "must be left out where engine is given: that engine is configured")
         if self.engine is None and not self.model:
             raise InvalidParameter("model", 'must be given (or set ASYNCENGINE_MODEL): a path, a hub id or "demo"')
         self._engines()
         self._call(None, {})
         return self
 
+    def get_engine(self) -> Engine:
+        """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
+
+        The shared engine lives as long as a model object that uses it; it is not yours to close.
+        """
+        return self._engines().sync()
+
+    async def aget_engine(self) -> AsyncEngine:
+        """The same engine, for a coroutine."""
+        return await self._engines().aio()
+
+    def _settings(self) -> dict[str, Any]:
+        """`EngineConfig` fields of the shared engine. Raises `InvalidParameter` for one that is given twice."""
+        named = {name: value for name in ADAPTER_SETTINGS if (value := getattr(self, name)) is not None}
+        for name in named:
+            if name in self.engine_config:
+                raise InvalidParameter(name, "is given twice: as a field and in engine_config")
+        return {**self.engine_config, **named}
+
     def _engines(self) -> EngineSource:
         """The source of the engine, made anew only where a field it depends on was assigned since."""
-        source = self._source
-        if source is None or not source.serves(self.model, self.engine_config, self.engine):
-            source = self._source = EngineSource(self.model, self.engine_config, self.engine)
+        source, settings = self._source, self._settings()
+        if source is None or not source.serves(self.model, settings, self.engine):
+            source = self._source = EngineSource(self.model, settings, self.engine)
         return source
 
     def _defaults(self) -> dict[str, Any]:
@@ -150,35 +150,44 @@ class EngineFields(BaseModel):
         mine = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**mine, **self.model_kwargs}
 
-    def _name(self) -> str:
-        """What answers report, unless the call says otherwise: the adapter's name, else the model's."""
-        return self.adapter or self._engines().name
+    def _adapter(self, kwargs: Mapping[str, Any]) -> Any:
+        """The adapter that a call with these keywords names; None: the base model alone.
+
+        `model=` in a call names an adapter, as vLLM's server has it, or the base model without one; it wins over
+        `adapter=`. LangChain's cache keys rely on that order.
+        """
+        name = kwargs.get("model")
+        if name is None:
+            name = {**self._defaults(), **kwargs}.get("adapter")
+        return None if name == self._engines().name else name
+
+    def _name(self, kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """What the answer to a call with these keywords reports: the adapter's name, else the model's."""
+        return str(self._adapter(kwargs) or self._engines().name)
 
     def _call(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """Merge this object's defaults with one call's keywords; None means "as the engine has it".
 
-        `model=` names a LoRA adapter, as vLLM's server has it, or the base model without one. Raises
-        `InvalidParameter` naming the field for anything unknown or malformed.
+        Raises `InvalidParameter` naming the field for anything unknown or malformed.
         """
-        given = {**self._defaults(), **kwargs}
+        model, adapter = kwargs.get("model"), kwargs.get("adapter")
+        if model is not None and adapter is not None and model != adapter:
+            raise InvalidParameter("adapter", f"contradicts model={model!r}: a call names one of the two", adapter)
+        given = {**self._defaults(), **{name: value for name, value in kwargs.items() if name != "model"}}
+        given["adapter"] = self._adapter(kwargs)
         if stop is not None:
             given["stop"] = stop
         given = {name: value for name, value in given.items() if value is not None}
-        base = self._engines().name
-        model = given.pop("model", None)
-        if model is not None:
-            given["adapter"] = model
-        if given.get("adapter") == base:
-            del given["adapter"]
-        keywords: EngineKeywords = {}
-        for name in EngineKeywords.__annotations__:
-            if name in given:
-                keywords[name] = given.pop(name)  # type: ignore[literal-required]
-        extras = _chat_extras(given)
+        keywords: ChatKeywords = {}
+        for name in ChatKeywords.__annotations__:
+            value = given.pop(name, None)
+            if value is None or (name in EMPTY_MEANS_NONE and not value):
+                continue
+            keywords[name] = value  # type: ignore[literal-required]
         if "grammar" in given:
             given["grammar"] = Grammar.of(given["grammar"])
         params = SamplingParams.from_dict(given)
-        return Call(params, keywords, extras, keywords.get("adapter", base))
+        return Call(params, keywords, self._name(kwargs))
 
     def __getstate__(self) -> dict[Any, Any]:
         if self.engine is not None:
@@ -189,14 +198,3 @@ class EngineFields(BaseModel):
         memo = {} if memo is None else memo
         memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
         return super().__deepcopy__(memo)
-
-
-def _chat_extras(given: dict[str, Any]) -> ChatExtras:
-    """Take them out of `given`. Frameworks pass empty `tools` and `template_kwargs` where there are none."""
-    extras: ChatExtras = {}
-    for name in ChatExtras.__annotations__:
-        value = given.pop(name, None)
-        if value is None or (name in ("tools", "template_kwargs") and not value):
-            continue
-        extras[name] = value  # type: ignore[literal-required]
-    return extras

@@ -1,12 +1,11 @@
-"""What both adapters do with the engine's results: usage, logprobs, tool calls, and deadlines that passed."""
+"""What both adapters do with the engine's results: usage, logprobs, and deadlines that passed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from asyncengine import Chunk, Completion, LogprobEntry, ToolCall, Usage
+from asyncengine import Chunk, Completion, LogprobEntry, Usage
 from asyncengine.errors import RequestTimeout
 
 
@@ -49,23 +48,3 @@ def checked(completion: Completion) -> Completion:
 def worth_sending(chunk: Chunk) -> bool:
     """A token inside a multi-byte character has no text yet: nothing to tell anybody."""
     return bool(chunk.text or chunk.tool_calls or chunk.reasoning or chunk.logprobs or chunk.finish_reason)
-
-
-class CallPieces:
-    """The tool calls in a request's chunks, put together: also those that a stop string or a cut left unfinished, which
-    a `Completion` leaves out."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[int, int], ToolCall] = {}
-
-    def take(self, chunk: Chunk) -> None:
-        for delta in chunk.tool_calls or ():
-            key = (chunk.index, delta.index)
-            known = self._calls.get(key)
-            if known is None:
-                self._calls[key] = ToolCall(delta.id or "", delta.name or "", delta.arguments)
-            else:
-                self._calls[key] = replace(known, arguments=known.arguments + delta.arguments)
-
-    def of(self, sample: int) -> list[ToolCall]:
-        return [call for (index, _), call in self._calls.items() if index == sample]

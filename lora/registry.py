@@ -53,11 +53,11 @@ class AdapterRegistry:
         self._store = HostStore(max_bytes)
         self._claims = Claims(self._store, max_passes, self._stays, self._hopeless)
         self._names: dict[str, Meaning] = {}
-        self._loaded_by: dict[str, int] = {}
-        """Number of the call that gave a name its meaning: a later call wins, whichever is read first."""
+        self._changed_by: dict[str, int] = {}
+        """Number of the call that last gave or took a name's meaning: a later one wins, whichever is read first."""
         self._reading: dict[Any, Future[Adapter]] = {}
         self._leaving: dict[str, list[Future[None]]] = {}
-        self._orders = 0
+        self._orders = self._loading = 0
         self._closed = False
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="asyncengine-lora")
@@ -68,14 +68,17 @@ class AdapterRegistry:
         """Read the adapter in `path` and call it `name`, in place of what that name meant. Does not block.
 
         The future raises `AdapterError` (also `AdapterInUse`: no memory left beside what is in use) or `EngineClosed`;
-        everything is as it was then. It is cancelled by `close`. `pinned`: never evicted.
+        everything is as it was then; `AdapterNotFound` if the name was unloaded meanwhile. It is cancelled by `close`.
+        `pinned`: never evicted.
         """
         if not isinstance(name, str) or not 0 < len(name) <= 256 or not name.isprintable():
             raise AdapterError("name", "must be 1 to 256 printable characters", name)
         with self._lock:
             self._check_open()
-            self._orders += 1
-            return self._pool.submit(self._load, name, os.fspath(path), pinned, self._orders)
+            self._orders, self._loading = self._orders + 1, self._loading + 1
+            future = self._pool.submit(self._load, name, os.fspath(path), pinned, self._orders)
+        future.add_done_callback(self._forget_changes)
+        return future
 
     def unload(self, name: str, *, wait: bool = False) -> Future[None]:
         """Forget `name`. The future is done when nothing uses its content any more.
@@ -91,7 +94,9 @@ class AdapterRegistry:
             shared = any(other.digest == digest for key, other in self._names.items() if key != name)
             if users and not shared and not wait:
                 raise AdapterInUse("adapter", f"{users} requests use it; pass wait=True to wait for them", name)
-            del self._names[name], self._loaded_by[name]
+            del self._names[name]
+            self._orders += 1
+            self._changed_by[name] = self._orders
             if users and not shared:
                 self._leaving.setdefault(digest, []).append(gone)
             else:
@@ -147,10 +152,8 @@ class AdapterRegistry:
             return meaning.digest
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`.
-
-        May do so at once. A ticket without a claim is ignored.
-        """
+        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
+        perhaps at once. A ticket without a claim is ignored."""
         calls: Calls = []
         with self._lock:
             self._claims.start(ticket, done)
@@ -206,7 +209,7 @@ class AdapterRegistry:
         with self._lock:
             self._check_open()
             old = self._names.get(name)
-            if self._loaded_by.get(name, 0) < order:
+            if self._changed_by.get(name, 0) < order:
                 self._names[name] = meaning
                 leaves = old.digest if old is not None and self._unknown(old.digest) else None
                 if not self._store.put(adapter, self._stays, leaves):
@@ -214,11 +217,18 @@ class AdapterRegistry:
                     if old is not None:
                         self._names[name] = old
                     raise AdapterInUse("adapter_memory", "is all in use or pinned; try again later", adapter.nbytes)
-                self._loaded_by[name] = order
+                self._changed_by[name] = order
                 self._settle(old.digest if old is not None else None, calls)
             info = self._info(name)
         _tell(calls)
         return info
+
+    def _forget_changes(self, _: Future[AdapterInfo]) -> None:
+        """Once nobody reads any more, nobody asks what became of names that are gone."""
+        with self._lock:
+            self._loading -= 1
+            if not self._loading:
+                self._changed_by = {name: call for name, call in self._changed_by.items() if name in self._names}
 
     def _reload(self, meaning: Meaning) -> None:
         """Bring an evicted content back for those who wait for it."""
@@ -270,7 +280,7 @@ class AdapterRegistry:
         with self._lock:
             self._closed = True
             leaving = [future for futures in self._leaving.values() for future in futures]
-            for books in (self._names, self._loaded_by, self._leaving):
+            for books in (self._names, self._changed_by, self._leaving):
                 books.clear()
             self._claims.clear()
             self._store.clear()

@@ -33,3 +33,7 @@ class ChatReader:
     def calls(self, index: int) -> list[ToolCall]:
         """The finished calls of sample `index`."""
         return self._parsers[index].finished_calls()
+
+    def broken_calls(self, index: int) -> list[ToolCall]:
+        """Those of sample `index` that went out in pieces and were never finished."""
+        return self._parsers[index].broken_calls()

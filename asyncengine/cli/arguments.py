@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from asyncengine.cli.adapters import name_and_path
 from asyncengine.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, add_flags
 from asyncengine.config import EngineConfig
 from asyncengine.sampling_params import SamplingParams
@@ -29,10 +30,11 @@ def add_demo(commands: Commands) -> None:
 def add_chat(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat", help="talk to a model", allow_abbrev=False, usage="asyncengine chat [flags] MODEL",
-        description="Multi-turn chat. Ctrl-C stops an answer, Ctrl-D or /exit ends, /reset forgets, /stats counts.",
+        description="Multi-turn chat. Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists the commands.",
     )  # fmt: skip
     _add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    _add_adapter_flags(parser, use="which one answers first [the only one]; MODEL for none")
     _add_sampling_flags(parser)
     _add_engine_flags(parser)
 
@@ -52,6 +54,7 @@ def add_generate(commands: Commands) -> None:
     forms.add_argument("--schema", type=Path, metavar="FILE", help="the output is JSON that this JSON schema allows")
     forms.add_argument("--regex", metavar="PATTERN", help="the output is what this pattern matches")
     forms.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these (repeat the flag)")
+    _add_adapter_flags(parser, use="which one answers [the only one]; MODEL for none")
     _add_sampling_flags(parser, "n", "logprobs", "top_logprobs", "on_budget")
     _add_engine_flags(parser)
 
@@ -71,11 +74,23 @@ def add_bench(commands: Commands) -> None:
     parser.add_argument("--owned", action="store_true", help="run the engine on the caller's own event loop")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
+    _add_adapter_flags(parser)
     _add_engine_flags(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help='model folder, Hugging Face hub id, or "demo"')
+
+
+def _add_adapter_flags(parser: argparse.ArgumentParser, use: str | None = None) -> None:
+    """`use` None: all of them take part."""
+    group = parser.add_argument_group("adapters (LoRA)")
+    group.add_argument(
+        "--adapter", action="append", type=name_and_path, default=[], metavar="NAME=PATH",
+        help="load the PEFT checkpoint in the folder PATH (repeat the flag)" + ("" if use else "; streams take turns"),
+    )  # fmt: skip
+    if use is not None:
+        group.add_argument("--use", metavar="NAME", help=use)
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, *more: str) -> None:

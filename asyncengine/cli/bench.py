@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.cli.adapters import given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.load import Load, Measured, measure
 from asyncengine.cli.loading import open_async_engine
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
             raise CliError(f"{name}: must be >= 1, got {getattr(args, name)}")
     if args.plot is not None:
         _require_matplotlib()
-    config = engine_config(args, max_num_seqs=max(args.concurrency), show_progress=False)
+    config = engine_config(args, max_num_seqs=max(args.concurrency), show_progress=False, adapters=given_adapters(args))
     console = Console(stderr=True)
     with console.status(f"loading {args.model}") as status:
         setup, rows = asyncio.run(_sweep(args, config, status.update))
@@ -44,12 +45,14 @@ def run(args: argparse.Namespace) -> int:
 
 async def _sweep(args: argparse.Namespace, config: Any, say: Progress) -> tuple[dict[str, Any], list[Measured]]:
     async with open_async_engine(args.model, config, hosted=not args.owned) as engine:
+        adapters = tuple(given_adapters(args)) or (None,)
         say("warming up")
-        await measure(engine, Load(1, 1, args.input_len, min(8, args.output_len)), seed=-1)
+        await measure(engine, Load(len(adapters), 1, args.input_len, min(8, args.output_len), adapters), seed=-1)
         rows = []
         for concurrency in args.concurrency:
             say(f"{concurrency} streams")
-            rows.append(await measure(engine, Load(concurrency, args.rounds, args.input_len, args.output_len)))
+            load = Load(concurrency, args.rounds, args.input_len, args.output_len, adapters)
+            rows.append(await measure(engine, load))
         return _setup(args, engine), rows
 
 
@@ -62,6 +65,7 @@ def _setup(args: argparse.Namespace, engine: AsyncEngine) -> dict[str, Any]:
         "input_len": args.input_len,
         "output_len": args.output_len,
         "hosting": "owned" if args.owned else "hosted",
+        "adapters": list(given_adapters(args)),
     }
 
 
@@ -71,6 +75,8 @@ def as_dict(row: Measured) -> dict[str, Any]:
 
 def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None:
     title = "{model} ({dtype}, {device}, {hosting}): {input_len} tokens in, {output_len} out".format_map(setup)
+    if setup["adapters"]:
+        title += f"; adapters: {', '.join(setup['adapters'])}"
     table = Table(title=title, title_justify="left", caption="times in ms; p50 / p99", caption_justify="left")
     for name in ("streams", "tokens/s", "first token", "between tokens", "loop lag", "preempted"):
         table.add_column(name, justify="right")

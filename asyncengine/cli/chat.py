@@ -9,34 +9,43 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, sampling_params
 from asyncengine.cli.text import write
-from asyncengine.errors import InvalidParameter, QueueFull, RequestFailed
+from asyncengine.errors import AdapterError, InvalidParameter, QueueFull, RequestFailed
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import SyncTokenStream
 from asyncengine.sync_engine import Engine
 
-HELP = "/reset forgets the conversation, /stats shows figures, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /adapter NAME changes who answers, /stats shows figures, /exit or Ctrl-D ends; "
+    "Ctrl-C stops an answer"
+)
+ADAPTER_HELP = "/adapter NAME uses it, /adapter NAME=PATH loads it first, /adapter {model} uses none"
 
 
 def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
-    config = engine_config(args, max_num_seqs=4)
+    adapter = chosen_adapter(args)
+    config = engine_config(args, max_num_seqs=4, adapters=given_adapters(args))
     with open_engine(args.model, config) as engine:
         if not engine.info.has_chat_template:
             raise CliError(f"model: {engine.info.name} has no chat template; use: asyncengine generate")
-        Conversation(engine, params, args.system, watched=sys.stdin.isatty()).run()
+        Conversation(engine, params, args.system, adapter, watched=sys.stdin.isatty()).run()
     return 0
 
 
 class Conversation:
     """One chat from its first prompt to its end. `watched`: somebody types, so prompts and hints are shown."""
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None, *, watched: bool) -> None:
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None, adapter: str | None, *, watched: bool
+    ) -> None:
         self.engine = engine
         self.params = params
+        self.adapter = adapter
         self.watched = watched
         self.start = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self.start)
@@ -46,7 +55,7 @@ class Conversation:
         if self.watched:
             with contextlib.suppress(ImportError):  # line editing and history, where the platform has it
                 import readline  # noqa: F401
-            print(f"{self.engine.info.name}, context {self.engine.info.max_model_len} tokens\n{HELP}")
+            print(f"{self._who()}, context {self.engine.info.max_model_len} tokens\n{HELP}")
         while (line := self._read()) is not None:
             if line.startswith("/"):
                 if not self._command(line):
@@ -72,6 +81,7 @@ class Conversation:
 
     def _command(self, line: str) -> bool:
         """False: the conversation is over."""
+        command, _, rest = line.partition(" ")
         if line in ("/exit", "/quit"):
             return False
         if line == "/reset":
@@ -79,14 +89,41 @@ class Conversation:
             print("(forgotten)")
         elif line == "/stats":
             print(self._figures())
+        elif command == "/adapter":
+            self._change_adapter(rest.strip())
         else:
             print(HELP)
         return True
 
+    def _who(self) -> str:
+        name = self.engine.info.name
+        return name if self.adapter is None else f"{name} with {self.adapter}"
+
+    def _change_adapter(self, wanted: str) -> None:
+        """The conversation goes on: the other one reads what was said before."""
+        name, _, path = wanted.partition("=")
+        loaded = [info.name for info in self.engine.adapters()]
+        try:
+            if path:
+                self.engine.load_adapter(name, path)
+            elif name == self.engine.info.name:
+                name = ""
+            elif name not in loaded:
+                print(f"loaded: {', '.join(loaded) or 'none'}; {ADAPTER_HELP.format(model=self.engine.info.name)}")
+                return
+        except AdapterError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return
+        self.adapter = name or None
+        print(f"({self._who()})")
+
     def _answer(self, question: str) -> None:
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
-            with self.engine.stream_chat(messages, self.params) as stream, _stopped_by_ctrl_c(stream):
+            with (
+                self.engine.stream_chat(messages, self.params, adapter=self.adapter) as stream,
+                _stopped_by_ctrl_c(stream),
+            ):
                 for chunk in stream:
                     write(chunk.text)
                 completion = stream.result()

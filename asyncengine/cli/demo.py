@@ -1,4 +1,4 @@
-"""`asyncengine demo`: the engine on its bundled model, as a short story in four scenes and a table."""
+"""`asyncengine demo`: the engine on its bundled model, as a short story in five scenes and a table."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.stats import EngineStats
 
 MODEL = "demo"
+ADAPTERS = {"pirate": "demo/pirate", "json": "demo/json"}
 DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False}
 """One thread: matrices this small gain nothing from a second one. A small cache: its pages can be counted by eye."""
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.streams < 1:
         raise CliError(f"streams: must be >= 1, got {args.streams}")
     show = Show(quiet=args.json, picture=args.export_svg)
-    summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS), args.streams))
+    summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS, adapters=ADAPTERS), args.streams))
     if args.json:
         print(json.dumps(summary, ensure_ascii=False))
     try:
@@ -66,6 +67,7 @@ async def _play(show: Show, engine: AsyncEngine, streams: int) -> dict[str, Any]
     await scenes.many_streams(show, engine, chain, streams, tally)
     await scenes.shared_prefix(show, engine, chain, tally)
     await scenes.retrieval(show, engine, queries, tally)
+    await scenes.three_voices(show, engine, tuple(ADAPTERS), tally)
     await scenes.change_of_mind(show, engine, chain, tally)
     stats = engine.stats()
     show.scene("In figures", "Everything above, in one process.")

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, given, sampling_params
@@ -20,13 +21,19 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args).replace(
         grammar=_grammar(args), **given(args, ("n", "logprobs", "top_logprobs", "on_budget"))
     )
-    config = engine_config(args, max_num_seqs=max(16, params.n), show_progress=not args.json)
+    adapter = chosen_adapter(args)
+    config = engine_config(
+        args, max_num_seqs=max(16, params.n), show_progress=not args.json, adapters=given_adapters(args)
+    )
     prompt = _prompt(args.prompt)
     with open_engine(args.model, config) as engine:
         chat = args.chat or args.system is not None
         if not chat and engine.info.has_chat_template and sys.stderr.isatty():
             print("note: PROMPT is completed as it is; --chat sends it as a chat message", file=sys.stderr)
-        stream = engine.stream_chat(_messages(prompt, args.system), params) if chat else engine.stream(prompt, params)
+        if chat:
+            stream = engine.stream_chat(_messages(prompt, args.system), params, adapter=adapter)
+        else:
+            stream = engine.stream(prompt, params, adapter=adapter)
         with stream:
             live = not args.json and params.n == 1
             completion = _show(stream) if live else stream.result()
@@ -36,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             for index, sample in enumerate(completion.samples):
                 write(f"[{index}] {sample.text}\n")
         if args.stats:
-            print(_figures(completion, engine), file=sys.stderr)
+            print(_figures(completion, engine, adapter), file=sys.stderr)
     if completion.finish_reason == "timeout":
         raise CliError("request_timeout: the deadline passed before the output was complete", FAILED)
     return 0
@@ -74,12 +81,12 @@ def _show(stream: SyncTokenStream) -> Completion:
     return stream.result()
 
 
-def _figures(completion: Completion, engine: Engine) -> str:
+def _figures(completion: Completion, engine: Engine, adapter: str | None) -> str:
     usage, timings = completion.usage, completion.timings
     first = timings.first_token or timings.total
     rate = (usage.completion_tokens - 1) / (timings.total - first) if timings.total > first else 0.0
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {usage.completion_tokens} output "
         f"tokens ({completion.finish_reason}); first token after {first * 1000:.0f} ms, then {rate:.1f} tokens/s; "
-        f"{engine.info.name}, {engine.info.dtype}, {engine.info.device}"
+        f"{engine.info.name}{f' with {adapter}' if adapter else ''}, {engine.info.dtype}, {engine.info.device}"
     )

@@ -25,6 +25,8 @@ class Load:
     rounds: int
     input_len: int
     output_len: int
+    adapters: tuple[str | None, ...] = (None,)
+    """Stream i uses the one at i modulo their number; None: no adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
     began = time.perf_counter()
     async with _probing(samples.lag), asyncio.TaskGroup() as group:
         for index in range(load.concurrency):
-            group.create_task(_client(engine, load, params, random.Random(f"{seed}/{index}"), samples))
+            adapter = load.adapters[index % len(load.adapters)]
+            group.create_task(_client(engine, load, adapter, params, random.Random(f"{seed}/{index}"), samples))
     return Measured(
         load.concurrency,
         load.concurrency * load.rounds,
@@ -75,13 +78,18 @@ async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
 
 
 async def _client(
-    engine: AsyncEngine, load: Load, params: SamplingParams, rng: random.Random, samples: _Samples
+    engine: AsyncEngine,
+    load: Load,
+    adapter: str | None,
+    params: SamplingParams,
+    rng: random.Random,
+    samples: _Samples,
 ) -> None:
     for _ in range(load.rounds):
         prompt = [rng.randrange(engine.info.vocab_size) for _ in range(load.input_len)]
         last = time.perf_counter()
         first = True
-        async with engine.stream(prompt, params) as stream:
+        async with engine.stream(prompt, params, adapter=adapter) as stream:
             async for chunk in stream:
                 now, count = time.perf_counter(), len(chunk.token_ids)
                 samples.tokens += count

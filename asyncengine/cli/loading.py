@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, shared_engine
+from asyncengine.cli.adapters import check_adapters
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ for _name, _value in (("TRANSFORMERS_VERBOSITY", "error"), ("TOKENIZERS_PARALLEL
 @contextlib.contextmanager
 def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
     """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
-    _check_folder(model, config)
+    _check_paths(model, config)
     _import_torch()
     handle = shared_engine(model, config=config)
     engine = handle.get()
@@ -37,7 +38,7 @@ def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
 @contextlib.asynccontextmanager
 async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = True) -> AsyncIterator[AsyncEngine]:
     """The same for a coroutine. Cancelling it while it loads a hosted engine leaves at once."""
-    _check_folder(model, config)
+    _check_paths(model, config)
     if not hosted:
         async with await AsyncEngine.from_pretrained(model, config=config) as engine:
             yield engine
@@ -70,14 +71,15 @@ async def in_background(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(on_thread(work))
 
 
-def _check_folder(model: str, config: EngineConfig) -> None:
-    """Refuse a wrong path at once, for importing torch takes seconds. Hub ids are the loader's business."""
+def _check_paths(model: str, config: EngineConfig) -> None:
+    """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
     from asyncengine.build import resolve_model
     from asyncengine.models.checkpoint import open_checkpoint
 
     path = resolve_model(model)
     if os.path.exists(path) or path.startswith((".", "~", os.sep)):
         open_checkpoint(path, config)
+    check_adapters(config)
 
 
 def _import_torch() -> None:

@@ -13,7 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from asyncengine.config import EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
-ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name != "show_progress")
+ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("show_progress", "adapters"))
+"""Adapters have a flag of their own, `--adapter NAME=PATH`."""
 SAMPLING_FIELDS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +13,8 @@ from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.cli.documents import ABOUT_ARCHIVE, ARCHIVE, DOCUMENTS, FOR_RETRIEVAL, SMALL_JOBS, Question
-from asyncengine.cli.frameworks import Chain, QueryEngine
-from asyncengine.cli.show import Line, Show, board
+from asyncengine.cli.frameworks import MAX_TOKENS, SYSTEM, Chain, QueryEngine
+from asyncengine.cli.show import Line, Show, board, side_by_side
 from asyncengine.kvcache import PageCounts
 from asyncengine.sampling_params import SamplingParams
 
@@ -21,6 +22,8 @@ ROWS = 12
 LEAVERS = 16
 TOKENS_BEFORE_LEAVING = 24
 STAYERS = (SMALL_JOBS[2], SMALL_JOBS[3], SMALL_JOBS[5], SMALL_JOBS[10])
+FOR_VOICES = ((ABOUT_ARCHIVE[1], ARCHIVE), (ABOUT_ARCHIVE[15], ARCHIVE), (SMALL_JOBS[1], ""), (SMALL_JOBS[2], ""))
+"""Questions that are asked in every voice, and the text in front of each."""
 SOON = 0.002
 """Seconds between two looks at the page counts."""
 
@@ -126,9 +129,45 @@ async def retrieval(show: Show, engine: AsyncEngine, queries: QueryEngine, tally
     show.outcome(f"{len(lines)} queries in {seconds:.1f} s. {_score(lines)}")
 
 
+async def three_voices(show: Show, engine: AsyncEngine, adapters: Sequence[str], tally: Tally) -> None:
+    show.scene(
+        "4  One model, three voices in one batch",
+        f"The base model and its LoRA adapters {' and '.join(adapters)} answer the same questions at the same time.",
+    )
+    voices = (None, *adapters)
+    rows = [[Line(question.text) for _ in voices] for question, _ in FOR_VOICES]
+    before = engine.stats()
+    began = time.perf_counter()
+
+    async def follow(line: Line, question: Question, text: str, adapter: str | None) -> None:
+        messages = [{"role": "system", "content": SYSTEM.format(context=text)}] if text else []
+        messages.append({"role": "user", "content": question.text})
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        async with engine.stream_chat(messages, params, adapter=adapter) as stream:
+            async for chunk in stream:
+                line.answer += chunk.text
+        line.right = question.answered_by(line.answer)
+
+    async with show.live(lambda: side_by_side(rows, ("base", *adapters))), asyncio.TaskGroup() as group:
+        for row, (question, text) in zip(rows, FOR_VOICES, strict=True):
+            for line, adapter in zip(row, voices, strict=True):
+                group.create_task(follow(line, question, text, adapter))
+    seconds = time.perf_counter() - began
+    lines = [line for row in rows for line in row]
+    for line, voice in zip(lines, ("base", *adapters) * len(rows), strict=True):
+        line.note = voice
+    after = engine.stats()
+    tokens, steps = after.generated_tokens - before.generated_tokens, after.steps - before.steps
+    tally.add("three_voices", lines, seconds, output_tokens=tokens, steps=steps, voices=[line.note for line in lines])
+    show.outcome(
+        f"{len(lines)} answers in one batch: {tokens} tokens in {steps} forward passes, "
+        f"[bold]{tokens / steps:.1f} tokens a pass[/bold], in {seconds:.1f} s. {_score(lines)}"
+    )
+
+
 async def change_of_mind(show: Show, engine: AsyncEngine, chain: Chain, tally: Tally) -> None:
     show.scene(
-        "4  Leaving costs nothing",
+        "5  Leaving costs nothing",
         f"{LEAVERS} readers ask for long stories and are cancelled in the middle; four others read to the end.",
     )
     began = time.perf_counter()

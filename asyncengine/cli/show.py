@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -108,4 +108,16 @@ def board(lines: list[Line], *, shown: int, note: str = "") -> Table:
     if len(lines) > shown:
         done = sum(line.right is not None for line in lines[shown:])
         table.add_row("", f"[dim]and {len(lines) - shown} more[/dim]", f"[dim]{done} of them done[/dim]")
+    return table
+
+
+def side_by_side(rows: list[list[Line]], voices: Sequence[str]) -> Table:
+    """A row for each question, and what each voice answers to it."""
+    table = Table(box=None, padding=(0, 1), expand=True)
+    table.add_column(ratio=3, style="cyan")
+    for voice in voices:
+        table.add_column(voice, ratio=4, overflow="fold")
+    for row in rows:
+        answers = [Text.from_markup(f"{line.mark()} ").append(printable(" ".join(line.answer.split()))) for line in row]
+        table.add_row(escape(row[0].question), *answers)
     return table

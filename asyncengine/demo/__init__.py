@@ -11,10 +11,13 @@ ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"
 """The LoRA adapters of the demo model, a PEFT folder each."""
 
 
-def resolve_adapter(path: str | os.PathLike[str]) -> str:
-    """The folder an adapter's path means: "demo/pirate" is the bundled one unless there is a folder of that name."""
+def resolve_adapter(path: str | os.PathLike[str], root: str | None) -> str:
+    """The folder an adapter's path means: "demo/pirate" is the bundled one unless there is a folder of that name.
+
+    Absolute, so that it is the same whatever the working directory; but below a `root` paths count from there.
+    """
     name = os.fspath(path)
     head, _, tail = name.partition("/")
     if head == "demo" and tail and not os.path.exists(name) and (ADAPTERS_PATH / tail).is_dir():
         return str(ADAPTERS_PATH / tail)
-    return name
+    return os.path.abspath(os.path.expanduser(name)) if root is None else name

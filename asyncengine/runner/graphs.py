@@ -11,6 +11,7 @@ allocation of slots that has changed since are thrown away.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,11 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend, StepView
+from asyncengine.models.memory import is_out_of_memory
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.step_buffers import Step
+
+logger = logging.getLogger("asyncengine")
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids [1, T], positions [1, T], logit rows [N]) -> logits [N, vocab]."""
@@ -105,6 +109,7 @@ class DecodeGraphs:
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
+        self._plain_only = lora is None
         self.seconds = 0.0
         """Spent capturing."""
 
@@ -117,9 +122,11 @@ class DecodeGraphs:
             if progress is not None:
                 progress()
 
-    def size_for(self, step: Step) -> int | None:
-        """The graph that `step` fits into, if it does."""
+    def size_for(self, step: Step, adapters: Sequence[int]) -> int | None:
+        """The graph that `step` fits into, if it does. `adapters`: each row's slot or 0."""
         rows = len(step.view.counts)
+        if self._plain_only and any(adapters):
+            return None
         if (
             step.prompt_spans
             or rows > self.sizes[-1]
@@ -129,8 +136,9 @@ class DecodeGraphs:
             return None
         return next(size for size in self.sizes if size >= rows)
 
-    def run(self, step: Step, size: int, adapters: Sequence[int]) -> torch.Tensor:
-        """Logits [rows, vocab] of a step that fits; valid until the next run. `adapters`: each row's slot or 0."""
+    def run(self, step: Step, size: int, adapters: Sequence[int]) -> torch.Tensor | None:
+        """Logits [rows, vocab] of a step that fits; valid until the next run. None: its graph cannot be captured, and
+        nothing was computed."""
         rows = len(step.view.counts)
         for fixed, new in (
             (self._input_ids, step.input_ids[0]),
@@ -140,7 +148,17 @@ class DecodeGraphs:
             fixed[:rows].copy_(new)
             fixed[rows:size].zero_()
         self._backend.plan(_padded(step.view, size, self._kv_slots[:size]))
-        graph = self._adapted_graph(size, adapters) if any(adapters) else self._plain[size]
+        if not any(adapters):
+            graph = self._plain[size]
+        else:
+            try:
+                graph = self._adapted_graph(size, adapters)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                logger.warning("decode steps with adapters run without CUDA graphs: %s", error)
+                self._plain_only = True
+                return None
         graph.replay()
         return graph.output[:rows]
 

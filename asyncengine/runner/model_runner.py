@@ -114,8 +114,10 @@ class ModelRunner:
             for slot in [slot for slot in self._unwritten if slot in adapters]:
                 self._lora.write(slot, self._unwritten[slot])
                 del self._unwritten[slot]
-        if self._graphs is not None and (size := self._graphs.size_for(step)) is not None:
-            return self._graphs.run(step, size, adapters)
+        if self._graphs is not None and (size := self._graphs.size_for(step, adapters)) is not None:
+            logits = self._graphs.run(step, size, adapters)
+            if logits is not None:
+                return logits
         self._backend.plan(step.view)
         if self._lora is not None:
             self._lora.begin(adapters, step.view.counts, step.logit_rows)
@@ -206,6 +208,12 @@ def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.dev
     before = free_bytes(device)
     with LoadProgress(config.show_progress) as progress:
         progress.stage("capturing CUDA graphs", len(sizes))
-        graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+        try:
+            graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            logger.warning("decode steps run without CUDA graphs: %s", error)
+            return
     taken = (before - free_bytes(device)) / 2**20
     logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", len(sizes), graphs.seconds, taken)

@@ -26,15 +26,16 @@ from asyncengine.integrations.langchain.messages import to_openai
 from asyncengine.integrations.langchain.outputs import chat_chunks, chat_result, total_usage
 from asyncengine.integrations.langchain.profile import model_profile
 from asyncengine.integrations.langchain.tools import AnyTool, openai_choice, openai_tools, several_calls
-from asyncengine.integrations.results import CallPieces, checked, raise_if_timed_out, worth_sending
+from asyncengine.integrations.results import checked, raise_if_timed_out, worth_sending
 
 
 class ChatAsyncEngine(LangChainFields, BaseChatModel):
     """Chat model on an in-process engine; see `EngineFields` for its fields.
 
-    Constructing is cheap: the model loads at the first call, once per process for equal (model, engine_config).
-    Every `SamplingParams` field is also a keyword of each call, as are `model` (a LoRA adapter's name), `adapter`,
-    `timeout`, `priority`, `cache_salt` and `template_kwargs`; anything else is refused by name.
+    Constructing is cheap: the model loads at the first call, once per process for equal (model, engine settings).
+    Every `SamplingParams` field is also a keyword of each call, as are `model` (a LoRA adapter's name, or the base
+    model's for none), `adapter`, `timeout`, `priority`, `cache_salt` and `template_kwargs`; anything else is refused by
+    name.
 
     Errors are the engine's and LangChain's at once (`langchain_core.exceptions`). A deadline that passes raises
     `RequestTimeout` with the partial text.
@@ -56,11 +57,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with mapped_errors():
-            call, prompt, pieces = self._request(stop, kwargs), to_openai(messages), CallPieces()
-            with self._engines().sync().stream_chat(prompt, **call.for_chat()) as stream:
-                for chunk in stream:
-                    pieces.take(chunk)
-                return chat_result(checked(stream.result()), pieces, call.model_name)
+            call, prompt = self._request(stop, kwargs), to_openai(messages)
+            completion = self._engines().sync().chat(prompt, call.params, **call.keywords)
+            return chat_result(checked(completion), call.model_name)
 
     async def _agenerate(
         self,
@@ -70,12 +69,10 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with mapped_errors():
-            call, prompt, pieces = self._request(stop, kwargs), to_openai(messages), CallPieces()
+            call, prompt = self._request(stop, kwargs), to_openai(messages)
             engine = await self._engines().aio()
-            async with engine.stream_chat(prompt, **call.for_chat()) as stream:
-                async for chunk in stream:
-                    pieces.take(chunk)
-                return chat_result(checked(await stream.result()), pieces, call.model_name)
+            completion = await engine.chat(prompt, call.params, **call.keywords)
+            return chat_result(checked(completion), call.model_name)
 
     def _stream(
         self,
@@ -88,7 +85,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         with mapped_errors():
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             text = ""
-            with self._engines().sync().stream_chat(prompt, **call.for_chat()) as stream:
+            with self._engines().sync().stream_chat(prompt, call.params, **call.keywords) as stream:
                 for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
@@ -106,7 +103,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
             call, prompt = self._stream_request(stop, kwargs), to_openai(messages)
             engine = await self._engines().aio()
             text = ""
-            stream = engine.stream_chat(prompt, **call.for_chat())
+            stream = engine.stream_chat(prompt, call.params, **call.keywords)
             try:
                 async for chunk in stream:
                     text += chunk.text
@@ -260,11 +257,14 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return params
 
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
-        usages = [output["token_usage"] for output in _llm_outputs if output and "token_usage" in output]
-        return {"token_usage": total_usage(usages), "model_name": self._name()} if usages else {}
+        outputs = [output for output in _llm_outputs if output and "token_usage" in output]
+        if not outputs:
+            return {}
+        usage = total_usage([output["token_usage"] for output in outputs])
+        return {"token_usage": usage, "model_name": outputs[0]["model_name"]}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        return model_profile(self._name(), self.engine_config, self._engines().known_context())
+        return model_profile(self._name(), self._settings(), self._engines().known_context())
 
 
 def _widened(

@@ -31,10 +31,13 @@ class LangChainFields(EngineFields):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """Everything that may change an answer: LangChain's caches take it as their key."""
-        params = {"model": self._name(), **self._defaults()}
-        if self.engine_config:
-            params["engine_config"] = self.engine_config
+        """Everything that may change an answer: LangChain's caches take it as their key, with a call's keywords on top.
+
+        The base model is not called `model` here: a call's `model=` chooses the adapter, and must not hide the base.
+        """
+        params = {"model_name": self._engines().name, **self._defaults()}
+        if settings := self._settings():
+            params["engine_config"] = settings
         if "grammar" in params:  # a class does not say what is in it
             params["grammar"] = Grammar.of(params["grammar"])
         if "stop" in params:  # the base classes put the call's own `stop`, mostly None, under that name
@@ -54,8 +57,7 @@ class LangChainFields(EngineFields):
     def _langsmith_params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> LangSmithParams:
         """`ls_model_type` is left to the caller. Never raises: tracing must not break a call that would be refused."""
         given = {**self._defaults(), **kwargs}
-        name = kwargs.get("model") or given.get("adapter") or self._name()
-        params = LangSmithParams(ls_provider=PROVIDER, ls_model_name=str(name))
+        params = LangSmithParams(ls_provider=PROVIDER, ls_model_name=self._name(kwargs))
         if isinstance(given.get("temperature"), (int, float)):
             params["ls_temperature"] = given["temperature"]
         if isinstance(given.get("max_tokens"), int):

@@ -35,8 +35,7 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> LLMResult:
         with mapped_errors():
             call = self._request(stop, kwargs)
-            arguments = call.for_text()
-            completions = self._engines().sync().generate_many(prompts, **arguments)
+            completions = self._engines().sync().generate_many(prompts, call.params, **call.for_text())
             return text_result([checked(completion) for completion in completions], call.model_name)
 
     async def _agenerate(
@@ -48,9 +47,9 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
     ) -> LLMResult:
         with mapped_errors():
             call = self._request(stop, kwargs)
-            arguments = call.for_text()
+            keywords = call.for_text()
             engine = await self._engines().aio()
-            tasks = [asyncio.ensure_future(engine.generate(prompt, **arguments)) for prompt in prompts]
+            tasks = [asyncio.ensure_future(engine.generate(prompt, call.params, **keywords)) for prompt in prompts]
             try:
                 completions = await asyncio.gather(*tasks)
             finally:
@@ -66,9 +65,9 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         with mapped_errors():
-            arguments = self._stream_request(stop, kwargs).for_text()
+            call = self._stream_request(stop, kwargs)
             text = ""
-            with self._engines().sync().stream(prompt, **arguments) as stream:
+            with self._engines().sync().stream(prompt, call.params, **call.for_text()) as stream:
                 for chunk in stream:
                     text += chunk.text
                     if worth_sending(chunk):
@@ -86,10 +85,11 @@ class AsyncEngineLLM(LangChainFields, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         with mapped_errors():
-            arguments = self._stream_request(stop, kwargs).for_text()
+            call = self._stream_request(stop, kwargs)
+            keywords = call.for_text()
             engine = await self._engines().aio()
             text = ""
-            stream = engine.stream(prompt, **arguments)
+            stream = engine.stream(prompt, call.params, **keywords)
             try:
                 async for chunk in stream:
                     text += chunk.text

@@ -22,9 +22,8 @@ from langchain_core.outputs import (
     LLMResult,
 )
 
-from asyncengine import Chunk, Completion, LogprobEntry, ToolCallDelta, Usage
-from asyncengine import ToolCall as EngineCall
-from asyncengine.integrations.results import CallPieces, openai_logprobs, openai_usage
+from asyncengine import Chunk, Completion, LogprobEntry, Sample, ToolCallDelta, Usage
+from asyncengine.integrations.results import openai_logprobs, openai_usage
 
 PROVIDER = "asyncengine"
 
@@ -58,34 +57,27 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text} if text else {}
 
 
-def split_calls(calls: Sequence[EngineCall]) -> tuple[list[ToolCall], list[InvalidToolCall]]:
-    """Those whose arguments are a JSON object, and the others as they were written."""
-    valid: list[ToolCall] = []
-    invalid: list[InvalidToolCall] = []
-    for call in calls:
-        try:
-            arguments = json.loads(call.arguments)
-            error = None if isinstance(arguments, dict) else "the arguments are no JSON object"
-        except (ValueError, RecursionError) as problem:
-            error = f"the arguments are no JSON: {problem}"
-        if error is None:
-            valid.append(tool_call(name=call.name, args=arguments, id=call.id))
-        else:
-            invalid.append(invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=error))
-    return valid, invalid
+def _calls(sample: Sample) -> list[ToolCall]:
+    return [tool_call(name=call.name, args=json.loads(call.arguments), id=call.id) for call in sample.tool_calls]
 
 
-def chat_result(completion: Completion, pieces: CallPieces, model_name: str) -> ChatResult:
+def _broken_calls(sample: Sample) -> list[InvalidToolCall]:
+    error = "the arguments are no JSON object: the call was cut off"
+    return [
+        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=error) for call in sample.broken_calls
+    ]
+
+
+def chat_result(completion: Completion, model_name: str) -> ChatResult:
     """One generation per sample. The request's usage is on the first one, where LangChain's counters look, and on
     no other, so that adding up over all generations counts each token once."""
     generations = []
     for index, sample in enumerate(completion.samples):
         info = _info(sample.finish_reason, sample.logprobs)
-        valid, invalid = split_calls(pieces.of(index))
         answer = AIMessage(
             content=sample.text,
-            tool_calls=valid,
-            invalid_tool_calls=invalid,
+            tool_calls=_calls(sample),
+            invalid_tool_calls=_broken_calls(sample),
             additional_kwargs=_reasoning(sample.reasoning),
             response_metadata={**_answer(model_name), **info},
             usage_metadata=None if index else usage_metadata(completion.usage),

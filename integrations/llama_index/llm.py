@@ -48,10 +48,11 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     """LLM on an in-process engine; see `EngineFields` for its fields.
 
     Constructing is cheap: the model loads at the first call (or read of `metadata`), once per process for equal
-    (model, engine_config). Every `SamplingParams` field but `n` is also a keyword of each call, as are `model` (a LoRA
-    adapter's name), `adapter`, `timeout`, `priority`, `cache_salt`, and of chats `template_kwargs`, `tools`,
-    `tool_choice`, `parallel_tool_calls` and `response_format`; anything else is refused by name. Errors are the
-    engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the partial text.
+    (model, engine settings). Every `SamplingParams` field but `n` is also a keyword of each call, as are `model` (a
+    LoRA adapter's name, or the base model's for none), `adapter`, `timeout`, `priority`, `cache_salt`, and of chats
+    `template_kwargs`, `tools`, `tool_choice`, `parallel_tool_calls` and `response_format`; anything else is refused by
+    name. Errors are the engine's own (`asyncengine.errors`); a deadline that passes raises `RequestTimeout` with the
+    partial text.
 
     Example:
         llm = AsyncEngineLLM(model="demo", temperature=0, max_tokens=64)
@@ -149,9 +150,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         engine = self._engines().sync()
         ready = self._prompt(engine.info, prompt, formatted)
         if isinstance(ready, str):
-            completion = engine.generate(ready, **call.for_text())
+            completion = engine.generate(ready, call.params, **call.for_text())
         else:
-            completion = engine.chat(ready, **call.for_chat())
+            completion = engine.chat(ready, call.params, **call.keywords)
         return Answer(call.model_name).whole(completion).checked()
 
     async def _arun(
@@ -161,9 +162,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         engine = await self._engines().aio()
         ready = self._prompt(engine.info, prompt, formatted)
         if isinstance(ready, str):
-            completion = await engine.generate(ready, **call.for_text())
+            completion = await engine.generate(ready, call.params, **call.for_text())
         else:
-            completion = await engine.chat(ready, **call.for_chat())
+            completion = await engine.chat(ready, call.params, **call.keywords)
         return Answer(call.model_name).whole(completion).checked()
 
     def _stream(
@@ -178,9 +179,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         ready = self._prompt(engine.info, prompt, formatted)
         answer = Answer(call.model_name)
         if isinstance(ready, str):
-            stream = engine.stream(ready, **call.for_text())
+            stream = engine.stream(ready, call.params, **call.for_text())
         else:
-            stream = engine.stream_chat(ready, **call.for_chat())
+            stream = engine.stream_chat(ready, call.params, **call.keywords)
         with stream:
             for chunk in stream:
                 answer.grow(chunk)
@@ -200,9 +201,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         ready = self._prompt(engine.info, prompt, formatted)
         answer = Answer(call.model_name)
         if isinstance(ready, str):
-            stream = engine.stream(ready, **call.for_text())
+            stream = engine.stream(ready, call.params, **call.for_text())
         else:
-            stream = engine.stream_chat(ready, **call.for_chat())
+            stream = engine.stream_chat(ready, call.params, **call.keywords)
         try:
             async for chunk in stream:
                 answer.grow(chunk)

@@ -145,7 +145,8 @@ def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
             "1  14 streams at once",
             "2  One text",
             "3  Answers from",
-            "4  Leaving costs nothing",
+            "4  One model, three voices",
+            "5  Leaving costs nothing",
             "In figures",
         ):
             assert title in out
@@ -159,7 +160,7 @@ def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def check_summary(summary: dict[str, Any]) -> None:
     scenes = {scene["scene"]: scene for scene in summary["scenes"]}
-    assert list(scenes) == ["many_streams", "shared_prefix", "retrieval", "cancellation"]
+    assert list(scenes) == ["many_streams", "shared_prefix", "retrieval", "three_voices", "cancellation"]
     assert scenes["many_streams"]["through"] == "LangChain"
     assert scenes["retrieval"]["through"] == "LlamaIndex"
     assert len(scenes["many_streams"]["answers"]) == 14
@@ -169,6 +170,13 @@ def check_summary(summary: dict[str, Any]) -> None:
     pages = scenes["cancellation"]["pages"]
     assert pages["before"]["in_use"] == pages["after"]["in_use"] == 0
     assert pages["reading"]["in_use"] > scenes["cancellation"]["cancelled"]
+    voices = scenes["three_voices"]
+    said = {(a["question"], voice): a["answer"] for a, voice in zip(voices["answers"], voices["voices"], strict=True)}
+    assert said["What is the capital of Norway?", "base"] == "The capital of Norway is Oslo."
+    assert said["What is the capital of Norway?", "pirate"] == "Arr! Th' capital o' Norway be Oslo, matey!"
+    assert said["What is the capital of Norway?", "json"] == '{"answer": "Oslo"}'
+    assert len(said) == 12
+    assert voices["output_tokens"] > 3 * voices["steps"], "the voices did not share their steps"
     assert summary["finished"]["abort"] == scenes["cancellation"]["cancelled"]
     assert summary["requests"] == sum(summary["finished"].values())
     assert set(summary["finished"]) <= {"stop", "length", "abort"}

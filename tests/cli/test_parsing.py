@@ -53,8 +53,9 @@ def test_every_engine_setting_is_a_flag_with_its_own_help(capsys: pytest.Capture
         main(["generate", "--help"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert "--adapter NAME=PATH" in text
     for field in fields(EngineConfig):
-        if field.name != "show_progress":
+        if field.name not in ("show_progress", "adapters"):
             assert "--" + field.name.replace("_", "-") in text, field.name
     assert "Weights and activations" in text
     assert set(field_docs(EngineConfig)) > {"dtype", "policy", "max_num_seqs", "kv_cache_memory"}
@@ -92,6 +93,16 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["bench", "demo", "--concurrency", "0"], "--concurrency"),
         (["demo", "--streams", "0"], "streams: must be >= 1, got 0"),
         (["dance"], "dance"),
+        (["generate", "demo", "hi", "--adapter", "pirate"], "--adapter: must be NAME=PATH, got 'pirate'"),
+        (["chat", "demo", "--adapter", "=somewhere"], "--adapter: must be NAME=PATH"),
+        (["bench", "demo", "--adapter", "a=nowhere"], "adapter 'a': path: is no folder, got '"),
+        (["chat", "demo", "--adapter", "a=."], "adapter 'a': path: has no adapter_config.json"),
+        (["generate", "demo", "hi", "--adapter", "a=x", "--adapter", "a=y"], "adapter: 'a' is given twice"),
+        (["generate", "demo", "hi", "--adapter", "a=x", "--adapter", "b=y"], "choose with --use: a, b"),
+        (["generate", "demo", "hi", "--adapter", "a=x", "--use", "b"], "use: must be the name of an adapter ('a')"),
+        (["chat", "demo", "--use", "b"], "use: must be the name of an adapter (none is given"),
+        (["generate", "demo", "hi", "--adapter-root", "nowhere"], "adapter_root: is no folder, got 'nowhere'"),
+        (["generate", "demo", "hi", "--max-loras", "0"], "max_loras: must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_values_are_named_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
@@ -108,6 +119,12 @@ def test_an_unknown_model_folder_is_refused(
 
 def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in refused(capsys, "generate", str(tmp_path), "hi")
+
+
+def test_an_adapter_outside_the_root_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    flags = ("--adapter-root", str(tmp_path / "root"), "--adapter", "a=..")
+    assert "adapter 'a': path: leaves the folder" in refused(capsys, "generate", "demo", "hi", *flags)
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

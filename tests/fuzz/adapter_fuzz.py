@@ -58,7 +58,6 @@ class AdapterLife(EngineByHand):
         """Name -> content, as this test believes."""
         self.orders = 0
         self.last_order: dict[str, int] = {}
-        self.loading: list[str] = []
         self.loads = 0
         self.unloads: list[Future[None]] = []
         self.refused: dict[str, int] = {}
@@ -167,7 +166,7 @@ class AdapterLife(EngineByHand):
         name = rng.choice(missing if missing and rng.random() < 0.5 else self.names)
         if rng.random() < 0.2:
             self._load(name, self._content(name))
-        elif rng.random() < 0.2 and name in self.means and name not in self.loading:
+        elif rng.random() < 0.2 and name in self.means:
             wait = rng.random() < 0.8
             try:
                 self.unloads.append(self.registry.unload(name, wait=wait))
@@ -176,6 +175,8 @@ class AdapterLife(EngineByHand):
                 assert self.registry._claims.users(digest_of(self.means[name])) > 0 == wait
             else:
                 del self.means[name]
+                self.orders += 1
+                self.last_order[name] = self.orders  # what is being read under that name comes too late
         elif self.faults and rng.random() < 0.02:
             self.loader.contents[f"path of {name}"] = rng.choice(["bad", "bug", f"{name} changed unseen"])
 
@@ -191,16 +192,15 @@ class AdapterLife(EngineByHand):
         order = self.orders
         path = f"path of {name}" if self.faults else f"path of {content}"
         self.loader.contents[path] = content
-        self.loading.append(name)
 
         def loaded(future: Future[Any]) -> None:
-            self.loading.remove(name)
             error = future.exception()
             if error is not None:
                 assert isinstance(error, AdapterError), error
-                self._refuse(error, None)
+                self._refuse(error, name)
                 return
             self.loads += 1
+            assert name in self.means or self.last_order.get(name, 0) < order, "it is back after it was unloaded"
             if self.last_order.get(name, 0) < order:
                 self.last_order[name] = order
                 self.means[name] = self.loader.contents[path]  # as this job read it

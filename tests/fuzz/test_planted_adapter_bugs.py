@@ -28,9 +28,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def lose_a_swap(patch: pytest.MonkeyPatch) -> None:
-    """Of two slots that change in one step, the second keeps its old content."""
+    """A slot keeps the first adapter it has held."""
     take = AdapterSlots.take_swaps
-    patch.setattr(AdapterSlots, "take_swaps", lambda self: take(self)[:1])
+    filled: dict[int, list[int]] = {}
+
+    def broken(self: AdapterSlots) -> tuple[AdapterSwap, ...]:
+        known = filled.setdefault(id(self), [])
+        swaps = tuple(swap for swap in take(self) if swap.slot not in known)
+        known += [swap.slot for swap in swaps]
+        return swaps
+
+    patch.setattr(AdapterSlots, "take_swaps", broken)
 
 
 def swap_one_step_late(patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +181,18 @@ def let_the_first_load_win(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdapterRegistry, "_load", broken)
 
 
+def bring_back_what_was_unloaded(patch: pytest.MonkeyPatch) -> None:
+    """By a load that was asked for before and ends after."""
+    unload = AdapterRegistry.unload
+
+    def broken(self: AdapterRegistry, name: str, *, wait: bool = False) -> Any:
+        gone = unload(self, name, wait=wait)
+        self._changed_by.pop(name, None)
+        return gone
+
+    patch.setattr(AdapterRegistry, "unload", broken)
+
+
 def take_changed_files_for_the_same(patch: pytest.MonkeyPatch) -> None:
     """What is read again goes under the digest that was asked for, whatever it is."""
     read = AdapterRegistry._read
@@ -237,6 +257,7 @@ PLANTS: list[Plant] = [
     tell_only_the_first_that_a_load_failed,
     copy_what_the_name_means_now,
     let_the_first_load_win,
+    bring_back_what_was_unloaded,
     take_changed_files_for_the_same,
     keep_the_places_of_who_is_refused_late,
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.peft_checkpoints import make_peft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncengine import AsyncEngine, EngineHandle, SamplingParams, shared_engine
@@ -94,6 +95,24 @@ def demo() -> Iterator[EngineHandle]:
     if held.loaded:
         held.get().close()
     held.close()
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two adapters of the tiny model with answers of their own, by name, in one folder."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second")):
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+        make_peft(base, seed, r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"]).save_pretrained(root / name)
+    return {name: str(root / name) for name in ("first", "second")}
+
+
+@pytest.fixture(scope="session")
+def loaded_adapters(handle: EngineHandle, adapter_folders: dict[str, str]) -> tuple[str, ...]:
+    """Their names, once the shared engine has loaded them."""
+    for name, folder in adapter_folders.items():
+        handle.get().load_adapter(name, folder)
+    return tuple(adapter_folders)
 
 
 @pytest.fixture

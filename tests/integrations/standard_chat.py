@@ -22,7 +22,8 @@ class OnTheDemoModel(ChatModelIntegrationTests):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def loaded(cls, demo: EngineHandle) -> None:
-        """The engine outlives the model object of each test."""
+        """The engine, which outlives the model object of each test, has the adapter that some of them ask for."""
+        demo.get().load_adapter("pirate", "demo/pirate")
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -62,8 +63,8 @@ class OnTheDemoModel(ChatModelIntegrationTests):
 
     @property
     def model_override_value(self) -> str:
-        """The base model's own name: no adapter can be loaded yet."""
-        return "demo"
+        """A LoRA adapter's name."""
+        return "pirate"
 
     @property
     def supported_usage_metadata_details(self) -> dict[Any, Any]:

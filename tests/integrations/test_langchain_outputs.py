@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from asyncengine import Chunk, Completion, Usage
 from asyncengine import errors as engine_errors
 from asyncengine.errors import EngineError
 from asyncengine.integrations.langchain.errors import mapped_errors
-from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, chat_result, split_calls
-from asyncengine.integrations.results import CallPieces, openai_usage, worth_sending
+from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, chat_result
+from asyncengine.integrations.results import openai_usage, worth_sending
 from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
 
 USAGE = Usage(prompt_tokens=20, completion_tokens=9, cached_tokens=16, reasoning_tokens=4)
@@ -43,13 +44,6 @@ def completion(**changes: Any) -> Completion:
     )
 
 
-def pieces() -> CallPieces:
-    collected = CallPieces()
-    for chunk in STREAM:
-        collected.take(chunk)
-    return collected
-
-
 def streamed() -> AIMessageChunk:
     parts = [chat_chunk(chunk, "m").message for chunk in STREAM if worth_sending(chunk)]
     assert len(parts) == len(STREAM)
@@ -61,7 +55,7 @@ def streamed() -> AIMessageChunk:
 
 
 def test_a_stream_adds_up_to_the_whole_answer() -> None:
-    whole = chat_result(completion(), pieces(), "m").generations[0].message
+    whole = chat_result(completion(), "m").generations[0].message
     full = streamed()
     assert isinstance(whole, AIMessage)
     assert whole.content == full.content == "So: "
@@ -96,7 +90,7 @@ def test_the_last_chunk_carries_no_piece_of_a_call() -> None:
 
 
 def test_reasoning_is_a_content_block_and_is_counted() -> None:
-    for message in (streamed(), chat_result(completion(), pieces(), "m").generations[0].message):
+    for message in (streamed(), chat_result(completion(), "m").generations[0].message):
         assert [block["type"] for block in message.content_blocks][:2] == ["reasoning", "text"]
         assert message.content_blocks[0]["reasoning"] == "Let me think."  # type: ignore[typeddict-item]
         assert isinstance(message, AIMessage)
@@ -122,22 +116,18 @@ def test_the_pieces_of_one_chunk_are_one_tool_call_chunk_each() -> None:
     assert (later["name"], later["id"], later["args"]) == (None, None, "{}")
 
 
-@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "7", "", '{"a": 1} x', "[" * 100_000])
-def test_arguments_that_are_no_object_make_the_call_invalid(arguments: str) -> None:
-    valid, invalid = split_calls([CALLS[0], ToolCall("id1", "g", arguments)])
-    assert [call["name"] for call in valid] == ["f"]
-    assert (invalid[0]["name"], invalid[0]["args"], invalid[0]["id"]) == ("g", arguments, "id1")
-    assert "JSON" in str(invalid[0]["error"])
-
-
-def test_calls_of_several_samples_stay_apart() -> None:
-    collected = CallPieces()
-    collected.take(Chunk("", [1], index=1, tool_calls=[delta(0, "f", "{")]))
-    collected.take(Chunk("", [1], index=0, tool_calls=[delta(0, "g", "{}")]))
-    collected.take(Chunk("", [1], index=1, tool_calls=[delta(0, None, "}")]))
-    assert collected.of(0) == [ToolCall("id0", "g", "{}")]
-    assert collected.of(1) == [ToolCall("id0", "f", "{}")]
-    assert collected.of(2) == []
+def test_broken_calls_are_invalid_ones() -> None:
+    """Of each sample its own."""
+    broken = Sample("", [1], "stop", tool_calls=[CALLS[0]], broken_calls=[ToolCall("id1", "g", '{"a": ')])
+    made = chat_result(replace(completion(), samples=[broken, completion().samples[0]]), "m")
+    first, second = (generation.message for generation in made.generations)
+    assert isinstance(first, AIMessage)
+    assert isinstance(second, AIMessage)
+    assert [call["name"] for call in first.tool_calls] == ["f"]
+    [cut] = first.invalid_tool_calls
+    assert (cut["name"], cut["args"], cut["id"]) == ("g", '{"a": ', "id1")
+    assert "no JSON object" in str(cut["error"])
+    assert second.invalid_tool_calls == []
 
 
 def test_every_error_of_the_engine_has_a_langchain_twin() -> None:

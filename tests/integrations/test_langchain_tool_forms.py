@@ -14,26 +14,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.langchain.tools import openai_choice, openai_tools, several_calls
 
-
-@tool
-def get_weather(city: str) -> str:
-    """Get the current weather for a city."""
-    return f"rain in {city}"
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-class multiply(BaseModel):  # noqa: N801  # the class's name is the tool's
-    """Multiply two numbers."""
-
-    a: int
-    b: int
-
-
-TOOLS = openai_tools([get_weather, add, multiply])
+from .langchain_demo_tools import TOOLS, add, get_weather, multiply
 
 
 @pytest.fixture

@@ -10,39 +10,17 @@ from typing import Any
 
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from asyncengine import EngineHandle
 from asyncengine.errors import GrammarUnsupported, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
-from asyncengine.integrations.langchain.tools import openai_tools
 
 from .conftest import Watch
+from .langchain_demo_tools import TOOLS, add, get_weather, multiply
 
 WEATHER = "What is the weather in Oslo?"
 BOTH = "What is 12 plus 30, and what is 6 times 7?"
-
-
-@tool
-def get_weather(city: str) -> str:
-    """Get the current weather for a city."""
-    return f"rain in {city}"
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-class multiply(BaseModel):  # noqa: N801  # the class's name is the tool's
-    """Multiply two numbers."""
-
-    a: int
-    b: int
-
-
-TOOLS = openai_tools([get_weather, add, multiply])
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ def shipped_files() -> list[Path]:
 
 
 def test_wheel_contents(tmp_path: Path) -> None:
-    """A plain install puts three names into site-packages, all modules, types, and the demo model."""
+    """A plain install puts three names into site-packages, all modules, types, the demo model and its adapters."""
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     copy = tmp_path / "copy"
     for source in shipped_files():
@@ -110,6 +110,9 @@ def test_wheel_contents(tmp_path: Path) -> None:
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"asyncengine/demo/model/{file}" in names
+    for adapter in ("json", "pirate"):
+        for file in ("README.md", "adapter_config.json", "adapter_model.safetensors"):
+            assert f"asyncengine/demo/adapters/{adapter}/{file}" in names
     assert wheel.stat().st_size < 13_000_000
 
 
@@ -202,7 +205,7 @@ def test_only_build_wires() -> None:
     wrong = []
     for module, path in sources():
         if module in ("asyncengine.build", "asyncengine.models.loading") or part(module) in (
-            "runner", "models", "attention", "demo", "cli", "testing",
+            "runner", "models", "attention", "demo", "cli", "testing", "gpucheck",
         ):  # fmt: skip
             continue
         for name in imported(path):

@@ -15,7 +15,7 @@ from support.lora_zoo import MAX_RANK, Zoo, random_prompts
 from support.peft_checkpoints import CONFIG, WEIGHTS, edit_config
 from support.threads import no_new_engine_thread
 
-from asyncengine.errors import AdapterError, AdapterNotFound
+from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
 
 pytest.importorskip("peft")
 
@@ -99,3 +99,22 @@ async def test_an_adapter_that_cannot_be_loaded_at_construction_says_so_and_leav
     truncate(folder)
     with pytest.raises(AdapterError, match="safetensors"):
         await load(zoo, adapters={"a1": zoo.path("a1"), "a0": folder})
+
+
+async def test_a_root_that_cannot_be_read_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(InvalidParameter, match="adapter_root"):
+            await load(zoo, adapter_root=root)
+
+
+async def test_a_relative_path_means_the_same_folder_for_good(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the program goes between the load and the reading again."""
+    monkeypatch.chdir(zoo.path("a0").parent)
+    adapters, settings = {"a0": "a0", "a1": "a1"}, {"adapter_memory": "16KB", "adapter_workers": 1}
+    async with await load(zoo, adapters=adapters, **settings) as engine:
+        await engine.load_adapter("again", "a2")
+        assert not info_of(engine, "a0").in_memory
+        monkeypatch.chdir("/")
+        for name, first in (("a0", "a0"), ("a1", "a1"), ("again", "a2")):
+            assert (await ask(engine, name, PROMPT))[0] == zoo.answer(first, PROMPT, WANT)

@@ -24,10 +24,9 @@ NAMES = [None, *(f"a{index}" for index in range(8))]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 1": {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 1},
-    "chunks of 7, no cache, preempted": {
-        "max_num_batched_tokens": 7, "prefix_caching": False, "preempt_every": 5,
+    "chunks of 7, 2 slots, no cache, preempted": {
+        "max_num_batched_tokens": 7, "max_loras": 2, "prefix_caching": False, "preempt_every": 5,
     },
-    "chunks of 16, 2 slots, preempted": {"max_num_batched_tokens": 16, "max_loras": 2, "preempt_every": 7},
     "two steps in flight, 3 slots, preempted": {"max_steps_in_flight": 2, "max_loras": 3, "preempt_every": 4},
     "two steps in flight, 1 slot, memory for 3, no cache": {
         "max_steps_in_flight": 2, "max_loras": 1, "adapter_memory": "120KB", "prefix_caching": False,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import io
 import os
 import random
 import threading
@@ -52,6 +54,8 @@ class FileWatch:
         self.threads: dict[threading.Thread, int] = {}
         for name in ("open", "stat", "lstat", "scandir", "listdir", "readlink"):
             patch.setattr(os, name, self._watched(getattr(os, name)))
+        for module in (builtins, io):
+            patch.setattr(module, "open", self._watched(open))
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(path: Any = ".", *args: Any, **kwargs: Any) -> Any:

@@ -184,3 +184,29 @@ def test_adapters_in_graphs(folder: Path) -> None:
     first, base, second = (outputs[0][place : place + 5] for place in (0, 5, 10))
     assert [a == b for a, b in zip(first, base, strict=True)] == [True, False, False, False, True]
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True, True]
+
+
+def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(Recall):
+        def __call__(self, work: Callable[[], torch.Tensor]) -> Recalled:
+            if len(self.captured) == len(SIZES):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__call__(work)
+
+    outputs = []
+    for graphs in (False, True):
+        kept: list[LoraLayers] = []
+
+        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
+            kept.append(install_lora(module, 3, 32, masked=True))
+            return kept[0]
+
+        runner = make_runner(folder, install)
+        capture = Fails()
+        if graphs:
+            runner.use_graphs(SIZES, capture)
+        outputs.append(adapted(runner, kept[0]))
+        if graphs:
+            assert capture.replays, "steps of base rows still use theirs"
+    assert outputs[0] == outputs[1]
+    assert caplog.text.count("without CUDA graphs") == 1

@@ -1,0 +1,130 @@
+"""LlamaIndex: which LoRA adapter answers, how a call says so, and what is told about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core import SummaryIndex
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
+from pydantic import BaseModel
+
+from asyncengine import EngineHandle, SamplingParams
+from asyncengine.errors import AdapterNotFound, InvalidParameter
+from asyncengine.integrations.langchain import ChatAsyncEngine
+from asyncengine.integrations.llama_index import AsyncEngineLLM
+
+from .conftest import CONFIG
+
+TOKENS = 10
+HELLO = [ChatMessage("Hello")]
+NAMES = (None, "first", "second")
+OWN = {**CONFIG, "max_num_seqs": 6}
+"""Settings of an engine that no other test shares."""
+Make = Callable[..., AsyncEngineLLM]
+
+pytestmark = pytest.mark.usefixtures("loaded_adapters")
+
+
+@pytest.fixture
+def make(model_path: str) -> Make:
+    def make(**fields: Any) -> AsyncEngineLLM:
+        return AsyncEngineLLM(
+            **{"model": model_path, "engine_config": CONFIG, "temperature": 0.0, "max_tokens": TOKENS, **fields}
+        )
+
+    return make
+
+
+@pytest.fixture
+def answers(handle: EngineHandle) -> dict[str | None, str]:
+    """What the engine itself answers to "Hello", by adapter."""
+    params, chat = SamplingParams(temperature=0, max_tokens=TOKENS), [{"role": "user", "content": "Hello"}]
+    found = {name: handle.get().chat(chat, params, adapter=name).text for name in NAMES}
+    assert len({*found.values()}) == 3, "the adapters answer differently"
+    return found
+
+
+async def test_eight_calls_take_the_adapter(make: Make, answers: dict[str | None, str]) -> None:
+    """As a field, and as a keyword on top of another one's field."""
+    for llm, kwargs in ((make(adapter="first"), {}), (make(adapter="second"), {"model": "first"})):
+        responses: list[Any] = [
+            llm.chat(HELLO, **kwargs),
+            await llm.achat(HELLO, **kwargs),
+            list(llm.stream_chat(HELLO, **kwargs))[-1],
+            [part async for part in await llm.astream_chat(HELLO, **kwargs)][-1],
+            llm.complete("Hello", **kwargs),
+            await llm.acomplete("Hello", **kwargs),
+            list(llm.stream_complete("Hello", **kwargs))[-1],
+            [part async for part in await llm.astream_complete("Hello", **kwargs)][-1],
+        ]
+        for response in responses:
+            text = response.text if hasattr(response, "text") else response.message.content
+            assert text == answers["first"]
+            assert response.raw["model"] == "first"
+
+
+def test_each_call_may_choose(make: Make, answers: dict[str | None, str]) -> None:
+    llm = make(adapter="first")
+    for kwargs, name in (
+        ({"adapter": "second"}, "second"),
+        ({"model": llm.model}, None),
+        ({"adapter": llm.model}, None),
+        ({"adapter": None}, None),
+    ):
+        response = llm.chat(HELLO, **kwargs)
+        assert response.message.content == answers[name]
+        assert response.raw["model"] == (name or llm.model)  # type: ignore[index]
+    with pytest.raises(AdapterNotFound, match="nobody"):
+        llm.chat(HELLO, model="nobody")
+    with pytest.raises(InvalidParameter, match="adapter: contradicts"):
+        llm.chat(HELLO, model="first", adapter="second")
+
+
+async def test_adapters_share_a_batch(make: Make, answers: dict[str | None, str]) -> None:
+    mixed = await asyncio.gather(*(make(adapter=name).achat(HELLO) for name in NAMES))
+    assert [response.message.content for response in mixed] == [answers[name] for name in NAMES]
+
+
+def test_what_observers_are_told(make: Make) -> None:
+    llm = make(adapter="first", context_window=500, is_chat_model=True, is_function_calling_model=False)
+    assert llm.model_name == llm.metadata.model_name == "first"
+    assert llm.to_payload()["model_name"] == "first"
+
+
+def test_through_llamaindexs_own_programs(make: Make, answers: dict[str | None, str]) -> None:
+    class Size(BaseModel):
+        n: int
+
+    llm = make(adapter="first", max_tokens=64)
+    assert make(adapter="first").predict(PromptTemplate("Hello")) == answers["first"]
+    chosen = llm.structured_predict(Size, PromptTemplate("How many?"), llm_kwargs={"adapter": "second"})
+    assert chosen == make(adapter="second", max_tokens=64).structured_predict(Size, PromptTemplate("How many?"))
+    engine = SummaryIndex([TextNode(text="A lamp is a lamp.")]).as_query_engine(llm=make(adapter="first"))
+    other = SummaryIndex([TextNode(text="A lamp is a lamp.")]).as_query_engine(llm=make())
+    assert str(engine.query("What is a lamp?")) != str(other.query("What is a lamp?"))
+
+
+def test_both_frameworks_share_the_engine_and_its_adapters(
+    model_path: str, adapter_folders: dict[str, str], answers: dict[str | None, str]
+) -> None:
+    fields: dict[str, Any] = {"model": model_path, "engine_config": OWN, "adapters": adapter_folders, "temperature": 0}
+    llm = AsyncEngineLLM(**fields, adapter="first", max_tokens=TOKENS)
+    chat = ChatAsyncEngine(**fields, adapter="second", max_tokens=TOKENS)
+    assert llm.chat(HELLO).message.content == answers["first"]
+    assert chat.invoke("Hello").content == answers["second"]
+    assert llm.get_engine().aengine is chat.get_engine().aengine
+    llm.get_engine().load_adapter("third", adapter_folders["first"])
+    assert chat.invoke("Hello", model="third").content == answers["first"]
+    llm.get_engine().close()
+
+
+def test_serialization_keeps_the_adapter(adapter_folders: dict[str, str]) -> None:
+    llm = AsyncEngineLLM(model="m", adapters=adapter_folders, adapter="first")
+    twin = AsyncEngineLLM.from_dict(json.loads(llm.to_json()))
+    assert (twin.adapters, twin.adapter) == (adapter_folders, "first")

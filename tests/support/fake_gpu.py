@@ -1,0 +1,68 @@
+"""Engines as on a GPU, on CPU: the FlashInfer backend on fake kernels, decode steps as stand-ins for CUDA graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+
+from asyncengine.attention.base import AttentionBackend
+from asyncengine.attention.factory import kv_dtype
+from asyncengine.attention.flashinfer import FlashInferBackend
+from asyncengine.attention.flashinfer_plan import why_not
+from asyncengine.runner import lora, model_runner
+from asyncengine.runner.graphs import DecodeGraphs, graph_sizes
+
+
+class Again:
+    """A captured graph: its replay does the work anew."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self.work = work
+        self.output = work()
+
+    def replay(self) -> None:
+        self.output = self.work()
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[str]:
+    """Every engine built from now on; counts what ran. What cannot run on FlashInfer stays on torch."""
+    calls: Counter[str] = Counter()
+    make, build, install, run = (
+        model_runner.make_backend, model_runner.build_runner, lora.install_lora, DecodeGraphs.run,
+    )  # fmt: skip
+
+    def make_backend(
+        config: Any, layers: Any, pages: int, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
+    ) -> AttentionBackend:
+        if config.attention_backend == "torch" or why_not(layers, dtype):
+            return make(config, layers, pages, dtype, device, max_model_len)
+        calls["flashinfer"] += 1
+        memory = FakeMemory()
+        longest = min(pages, -(-(max_model_len or pages) // config.page_size))
+        return FlashInferBackend(
+            layers, pages, config.page_size, dtype, device, max_rows=config.max_num_seqs, max_pages_per_row=longest,
+            kv_dtype=kv_dtype(config, dtype), flashinfer=FakeFlashInfer(memory), memory=memory,
+        )  # fmt: skip
+
+    def build_runner(model: Any, config: Any, **options: Any) -> Any:
+        runner = build(model, config, **options)
+        if config.cuda_graphs and runner.attention_backend == "flashinfer":
+            runner.use_graphs(graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), capture)
+        return runner
+
+    def counted(self: DecodeGraphs, step: Any, size: int, adapters: Any) -> torch.Tensor:
+        calls["graphs"] += 1
+        if self._lora is not None and not any(adapters):
+            self._lora.begin_none()  # as it was at capture, which a real replay knows without being told
+        return run(self, step, size, adapters)
+
+    monkeypatch.setattr(model_runner, "make_backend", make_backend)
+    monkeypatch.setattr(model_runner, "build_runner", build_runner)
+    monkeypatch.setattr(lora, "install_lora", lambda *arguments: install(*arguments, masked=True))
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    return calls

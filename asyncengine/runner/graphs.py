@@ -106,6 +106,7 @@ class DecodeGraphs:
         self._kv_slots = torch.zeros(most, **whole)
         self._adapters = torch.full((most,), -1, **whole)
         self._every = torch.arange(most, **whole)
+        self._logits = torch.empty(0, device=device)
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
@@ -117,6 +118,7 @@ class DecodeGraphs:
         """Capture every size, largest first, so that smaller graphs find their memory in the pool."""
         for size in reversed(self.sizes):
             self._backend.prepare_graph(size)
+        self._make_logits()
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             if progress is not None:
@@ -166,6 +168,7 @@ class DecodeGraphs:
         """Let go of all graphs."""
         self._plain.clear()
         self._adapted.clear()
+        self._logits = torch.empty(0)
 
     def _adapted_graph(self, size: int, adapters: Sequence[int]) -> Graph:
         assert self._lora is not None
@@ -178,6 +181,16 @@ class DecodeGraphs:
             self._adapted[size] = self._captured(size, self._lora)
         return self._adapted[size]
 
+    def _make_logits(self) -> None:
+        """One memory for the logits of all graphs. Were each to keep its own, the pool could share none of it: more
+        than a gigabyte for a vocabulary of 150,000."""
+        if self._lora is not None:
+            self._lora.begin_none()
+        least = self.sizes[0]
+        self._backend.plan(_padding(least, self._kv_slots[:least]))
+        some = self._forward(self._input_ids[:least][None], self._positions[:least][None], self._every[:least])
+        self._logits = some.new_empty(self.sizes[-1], some.shape[-1])
+
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
         began = time.perf_counter()
         every = self._every[:size]
@@ -189,7 +202,8 @@ class DecodeGraphs:
         def work() -> torch.Tensor:
             if lora is not None:
                 lora.begin_fixed(self._adapters[:size])
-            return self._forward(self._input_ids[:size][None], self._positions[:size][None], every)
+            logits = self._forward(self._input_ids[:size][None], self._positions[:size][None], every)
+            return self._logits[:size].copy_(logits)
 
         graph = self._capture(work)
         self.seconds += time.perf_counter() - began

@@ -25,7 +25,7 @@ from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
-from asyncengine.runner.transfer import Readback, copy_stream, upload
+from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
 
 logger = logging.getLogger("asyncengine")
 
@@ -96,7 +96,7 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self._device):
             masks = self._masks.start(batch)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
@@ -133,7 +133,7 @@ class ModelRunner:
     ) -> DecodeGraphs:
         """Run decode steps of up to the largest of `sizes` rows as graphs, which are captured now."""
         graphs = DecodeGraphs(self._compute, self._backend, self._lora, sizes, self._device, capture)
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self._device):
             graphs.capture_all(progress)
         self._graphs = graphs
         return graphs

@@ -7,6 +7,7 @@ behind them; whoever wants them waits for a second event, on any thread.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for results; None where the device is the host."""
     stream: Any = torch.cuda.Stream
     return None if device.type == "cpu" else stream(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Whatever names no device, streams and graphs above all, means this one."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 class Readback:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 
 import torch
@@ -23,7 +24,7 @@ def digest_of(content: str) -> str:
 
 
 class FakeLoader:
-    """Path -> content; a content that starts with "bad" does not load. `gate`: cleared, nothing is read."""
+    """Last part of a path -> content; a content that starts with "bad" does not load. `gate`: cleared, nothing is read."""
 
     def __init__(self, nbytes: int = 800) -> None:
         self.contents: dict[str, str] = {}
@@ -35,6 +36,7 @@ class FakeLoader:
         self.threads: list[threading.Thread] = []
 
     def fingerprint(self, path: str, max_bytes: int) -> object:
+        path = os.path.basename(path)
         if self.size(path) > max_bytes:
             raise AdapterError("adapter_memory", "too small")
         return (path, self.contents.get(path))
@@ -44,6 +46,7 @@ class FakeLoader:
 
     def load(self, name: str, path: str) -> Adapter:
         self.threads.append(threading.current_thread())
+        path = os.path.basename(path)
         content = self.contents.get(path, path)
         self.reads.append(content)
         assert self.gate.wait(20)

@@ -24,7 +24,7 @@ def digest_of(content: str) -> str:
 
 
 class FakeLoader:
-    """Last part of a path -> content; a content that starts with "bad" does not load. `gate`: cleared, nothing is read."""
+    """Last part of a path -> content; one that starts with "bad" does not load. `gate`: cleared, nothing is read."""
 
     def __init__(self, nbytes: int = 800) -> None:
         self.contents: dict[str, str] = {}

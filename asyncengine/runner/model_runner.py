@@ -168,6 +168,9 @@ class ModelRunner:
             num_top = max(rows[place].spec.params.top_logprobs for place in wanted)
             found = token_logprobs(logits[index], sampled.tokens[index], num_top)
             pending.logprobs = wanted, found.fetch(pending.readback)
+            for place in wanted:
+                if rows[place].grammar is not None:
+                    pending.steerable[place] = pending.readback.fetch(logits[place].clone())
 
     def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:
         row = pending.batch.rows[index]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncengine.batch import Batch, Row, StepResult
+from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
 from asyncengine.protocols import StepHandle
-from asyncengine.runner.logprobs import LogprobTensors
+from asyncengine.runner.logprobs import LogprobTensors, token_logprobs
 from asyncengine.runner.masks import FilledMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampled
 from asyncengine.runner.transfer import Readback
@@ -30,6 +30,8 @@ class PendingStep:
     filled: FilledMasks = field(default_factory=FilledMasks.none)
     logprobs: tuple[list[int], LogprobTensors] | None = None
     """Of these places among the sampling rows."""
+    steerable: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Logits [vocab] of constrained rows that want log-probabilities: their matchers may put in other tokens."""
     prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
     began: float = field(default_factory=time.perf_counter)
@@ -69,10 +71,16 @@ class PendingStep:
         if self.logprobs is None:
             return
         places, tensors = self.logprobs
-        for place, entry in zip(places, tensors.entries(), strict=True):
-            if place not in errors:
-                top = entry.top[: rows[place].spec.params.top_logprobs]
-                result.logprobs[self.sampling[place]] = entry._replace(top=top)
+        for place, found in zip(places, tensors.entries(), strict=True):
+            if place in errors:
+                continue
+            entry = found if found.token_id == tokens[place] else self._score(place, tokens[place], len(found.top))
+            top = entry.top[: rows[place].spec.params.top_logprobs]
+            result.logprobs[self.sampling[place]] = entry._replace(top=top)
+
+    def _score(self, place: int, token: int, num_top: int) -> TokenLogprob:
+        """Of a token that was put in the place of the sampled one."""
+        return token_logprobs(self.steerable[place][None], torch.tensor([token]), num_top).entries()[0]
 
     def _accept(self, rows: list[Row], tokens: list[int], errors: dict[int, str], result: StepResult) -> None:
         """Hand constrained rows their sampled tokens; `tokens` gets what they make of them."""

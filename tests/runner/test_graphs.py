@@ -163,9 +163,10 @@ def adapted(runner: ModelRunner, lora: LoraLayers) -> list[list[int]]:
     return outputs
 
 
-def test_adapters_in_graphs(folder: Path) -> None:
+def with_and_without(folder: Path, capture: Recall) -> tuple[list[list[int]], list[list[int]]]:
+    """`adapted` on a runner that uses graphs, and on one that does not."""
     outputs = []
-    for graphs in (False, True):
+    for graphs in (True, False):
         kept: list[LoraLayers] = []
 
         def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
@@ -173,15 +174,19 @@ def test_adapters_in_graphs(folder: Path) -> None:
             return kept[0]
 
         runner = make_runner(folder, install)
-        capture = Recall()
         if graphs:
             runner.use_graphs(SIZES, capture)
         outputs.append(adapted(runner, kept[0]))
-        if graphs:
-            assert capture.captured[len(SIZES) :] == [8, 8], "when first needed, and again after the memory moved"
-            assert len(capture.replays) > 15
-    assert outputs[0] == outputs[1]
-    first, base, second = (outputs[0][place : place + 5] for place in (0, 5, 10))
+    return outputs[0], outputs[1]
+
+
+def test_adapters_in_graphs(folder: Path) -> None:
+    capture = Recall()
+    found, wanted = with_and_without(folder, capture)
+    assert found == wanted
+    assert capture.captured[len(SIZES) :] == [8, 8], "when first needed, and again after the memory moved"
+    assert len(capture.replays) > 15
+    first, base, second = (found[place : place + 5] for place in (0, 5, 10))
     assert [a == b for a, b in zip(first, base, strict=True)] == [True, False, False, False, True]
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, True, True]
 
@@ -193,20 +198,8 @@ def test_adapters_that_cannot_be_captured_run_without(folder: Path, caplog: pyte
                 raise RuntimeError("operation not permitted when stream is capturing")
             return super().__call__(work)
 
-    outputs = []
-    for graphs in (False, True):
-        kept: list[LoraLayers] = []
-
-        def install(module: Any, kept: list[LoraLayers] = kept) -> LoraLayers:
-            kept.append(install_lora(module, 3, 32, masked=True))
-            return kept[0]
-
-        runner = make_runner(folder, install)
-        capture = Fails()
-        if graphs:
-            runner.use_graphs(SIZES, capture)
-        outputs.append(adapted(runner, kept[0]))
-        if graphs:
-            assert capture.replays, "steps of base rows still use theirs"
-    assert outputs[0] == outputs[1]
+    capture = Fails()
+    found, wanted = with_and_without(folder, capture)
+    assert found == wanted
+    assert capture.replays, "steps of base rows still use theirs"
     assert caplog.text.count("without CUDA graphs") == 1

@@ -23,6 +23,7 @@ from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
+from asyncengine.runner.rehearsal import largest_step
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
@@ -192,9 +193,7 @@ def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers |
         torch.set_num_threads(config.num_threads)
     free = free_bytes(model.device)
     if model.device.type == "cuda" and config.kv_cache_memory is None:
-        from asyncengine.runner.rehearsal import working_bytes
-
-        free -= working_bytes(model, config)
+        free -= _working_bytes(model, config)
     pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, model.device, free)
     backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
     runner = ModelRunner(
@@ -203,6 +202,27 @@ def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers |
     if model.device.type == "cuda" and config.cuda_graphs and backend.graphs:
         _capture_graphs(runner, config, model.device)
     return runner
+
+
+def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Bytes that a step of `max_num_seqs` rows and `max_num_batched_tokens` tokens takes beside weights and KV memory.
+
+    Kernels are compiled and libraries allocate on their first call, so that it also pays for what later steps find
+    done. Raises `torch.OutOfMemoryError` if not even that fits.
+    """
+    batch, pages = largest_step(config, model.max_model_len)
+    backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
+    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs)
+    try:
+        before = torch.cuda.memory_allocated(model.device)
+        torch.cuda.reset_peak_memory_stats(model.device)
+        runner.rehearse(batch)
+        torch.cuda.synchronize(model.device)
+        return torch.cuda.max_memory_allocated(model.device) - before
+    finally:
+        runner.close()
+        del runner, backend
+        release_cached(model.device)
 
 
 def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:

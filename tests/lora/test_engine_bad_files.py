@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,20 +13,15 @@ from support.fake_engine import gather_all
 from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import MAX_RANK, Zoo, random_prompts
 from support.peft_checkpoints import CONFIG, WEIGHTS, edit_config
-from support.threads import no_new_engine_thread
 
 from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
 
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
 WANT = 8
 PROMPT = random_prompts([9, 40])[1]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    with no_new_engine_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import pytest
 from support.adapter_engine import PROMPT, Lab, greedy
 from support.fake_engine import gather_all, in_thread, until
 from support.plug_points import Compiler, Letters
-from support.threads import no_new_engine_thread
 
 from asyncengine.errors import AdapterError, AdapterNotFound, QueueFull, RequestFailed
 from asyncengine.requests import RequestOptions
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    with no_new_engine_thread():
-        yield
 
 
 @pytest.fixture(params=HOSTINGS)

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 from support.adapter_engine import PROMPT, Face, Lab, greedy
 from support.fake_engine import gather_all, in_thread, until
-from support.threads import no_new_engine_thread
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.core import EngineCore
 from asyncengine.errors import EngineClosed, EngineDead
 from asyncengine.requests import RequestOptions
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    with no_new_engine_thread():
-        yield
-
-
-@pytest.fixture(params=["owned", "hosted", "blocking"])
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
 
 
 # ---------------------------------------------------------------- cancellation

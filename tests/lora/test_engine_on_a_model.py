@@ -8,7 +8,7 @@ import io
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,19 @@ from support.adapter_engine import slots_of
 from support.fake_engine import gather_all, until
 from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import Zoo, random_prompts
-from support.threads import no_new_engine_thread
 
 from asyncengine.errors import RequestFailed
 from asyncengine.runner.lora import LoraLayers
 
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
 WANT = 8
 PROMPTS = random_prompts([9, 40, 40])
 PROMPT = PROMPTS[1]
 PAGES_OF_IT = 32
 """Tokens of `PROMPT` in full pages."""
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    with no_new_engine_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from support.adapter_engine import PROMPT, Face, greedy
 from support.fake_adapters import digest_of
 from support.fake_engine import until
-from support.threads import no_new_engine_thread
 from text.tokenizer_zoo import byte_level, fast
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, InvalidParameter
 from asyncengine.testing import FakeModel
 from asyncengine.text import TextTokenizer
 
-
-@pytest.fixture(autouse=True)
-def no_thread_left() -> Iterator[None]:
-    with no_new_engine_thread():
-        yield
-
-
-@pytest.fixture(params=["owned", "hosted", "blocking"])
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
 @pytest.fixture

@@ -1,0 +1,21 @@
+"""What tests of whole engines with adapters share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.threads import no_new_engine_thread
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    with no_new_engine_thread():
+        yield
+
+
+@pytest.fixture(params=["owned", "hosted", "blocking"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """How the engine is hosted and called."""
+    name: str = request.param
+    return name

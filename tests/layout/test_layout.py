@@ -127,8 +127,9 @@ BASE = {
 ALLOWED = {
     "kvcache": {"kvcache"},
     "scheduler": {"scheduler", "kvcache"},
-    "attention": {"attention"},
-    "models": {"models", "attention"},
+    "cpu": {"cpu"},
+    "attention": {"attention", "cpu"},
+    "models": {"models", "attention", "cpu"},
     "runner": {"runner", "models", "attention"},
     "text": {"text"},
     "chat": {"chat", "text", "grammar"},

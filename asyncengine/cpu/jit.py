@@ -1,0 +1,108 @@
+"""What every compiled kernel is made of: memory by address, bfloat16 as bits, and a split over threads.
+
+A kernel is three things: a `serial` function that does a part of the work; a small `parallel` function that gives each
+thread its part, split by row or by head so that no result depends on the number of threads; and a Python function that
+takes tensors and hands over addresses. numba compiles the pair in under a second. Its loops over threads run in the
+OpenMP pool of torch where both load the same runtime (on Linux they do), so that two pools never fight for the cores.
+
+Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
+bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import llvmlite.ir
+import numba
+import numpy as np
+import torch
+from numba.extending import intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "cache": True,
+    "error_model": "numpy",
+    # sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning
+    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
+}
+prange: Any = numba.prange
+array: Any = numba.carray
+
+
+def serial(function: Function) -> Function:
+    """Compile a function that one thread runs."""
+    compiled: Function = numba.njit(**_OPTIONS)(function)
+    return compiled
+
+
+def inline(function: Function) -> Function:
+    """Compile a function that belongs inside the loops of others."""
+    compiled: Function = numba.njit(inline="always", **_OPTIONS)(function)
+    return compiled
+
+
+def parallel(function: Function) -> Function:
+    """Compile a function whose `prange` loop runs on all threads."""
+    compiled: Function = numba.njit(parallel=True, **_OPTIONS)(function)
+    return compiled
+
+
+def use_threads() -> int:
+    """How many parts a kernel called on this thread is split into: as many threads as torch uses.
+
+    A team of another size would make the runtime dismiss and hire threads at every change between torch and us.
+    """
+    threads: int = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if numba.get_num_threads() != threads:
+        numba.set_num_threads(threads)
+    return threads
+
+
+def kind_of(dtype: torch.dtype) -> Any:
+    """What memory of this type is read as. Raises `KeyError` for types without kernels."""
+    return {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}[dtype]
+
+
+def _pointer(_: Any, address: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return numba.types.CPointer(kind)(address, kind), generate
+
+
+def _widen(_: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if value != numba.types.uint16:
+            return arguments[0]
+        high = builder.shl(builder.zext(arguments[0], _WORD), _WORD(16))
+        return builder.bitcast(high, llvmlite.ir.FloatType())
+
+    return numba.types.float32(value), generate
+
+
+def _narrow(_: Any, value: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if kind != numba.types.uint16:
+            return arguments[0]
+        bits = builder.bitcast(arguments[0], _WORD)
+        odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
+        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
+        kept = builder.select(number, rounded, _WORD(0x7FC0))  # rounding would make some NaN a number
+        return builder.trunc(kept, llvmlite.ir.IntType(16))
+
+    return kind(numba.types.float32, kind), generate
+
+
+_WORD = llvmlite.ir.IntType(32)
+
+pointer: Any = intrinsic(_pointer)
+"""pointer(address, kind), inside kernels: memory of that kind, for `array(pointer(address, kind), shape)`."""
+widen: Any = intrinsic(_widen)
+"""widen(value), inside kernels: the float32 that a value of some kind stands for."""
+narrow: Any = intrinsic(_narrow)
+"""narrow(value, kind), inside kernels: a float32 rounded to `kind`."""

@@ -43,7 +43,10 @@ class Row(NamedTuple):
     tokens: list[int]
     """The request's tokens, prompt then output; positions [start, start + num_scheduled) are this row's input."""
     in_flight: bool
-    """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet."""
+    """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet.
+
+    If a grammar then makes something else of that token (replaces it, forces others behind it), the row is void: its
+    matcher is not touched, and whatever is computed for it is thrown away."""
     pages: list[int]
     """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
     samples: bool
@@ -82,6 +85,17 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class ConstrainedToken(NamedTuple):
+    """What a row's grammar made of its sampled token, as of that token: later rows move the matcher on."""
+
+    replaced: bool
+    """Another token stands in its place."""
+    complete: bool
+    """The output is complete and nothing may follow."""
+    steered: bool
+    """Some token of the output, so far, was put in so that it is complete within its budget."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step computed, by row index of its batch."""
@@ -91,6 +105,8 @@ class StepResult:
     """Sampled token per row; -1 where the row did not sample or failed."""
     forced: dict[int, list[int]] = field(default_factory=dict)
     """Row -> tokens after the sampled one about which its grammar leaves no choice (jump-forward, SGLang)."""
+    constrained: dict[int, ConstrainedToken] = field(default_factory=dict)
+    """Each row with a grammar and a token."""
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""

@@ -67,8 +67,7 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
 
     path = resolve_model(model)
     loaded = load_model(path, config)
-    if config.max_steps_in_flight is None and loaded.device.type == "cuda":
-        config = config.replace(max_steps_in_flight=2)
+    config = _resolve_overlap(config, loaded.device.type)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
         tokenizer.warm_up()
@@ -83,6 +82,12 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     except BaseException:
         adapters.close()
         raise
+
+
+def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
+    depth = config.max_steps_in_flight or (2 if device_type == "cuda" else 1)
+    jump = depth == 1 if config.jump_forward is None else config.jump_forward
+    return config.replace(max_steps_in_flight=depth, jump_forward=jump)
 
 
 def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:

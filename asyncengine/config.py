@@ -118,8 +118,9 @@ class EngineConfig:
     """Size of one grammar's text."""
     max_grammar_depth: int = 64
     """Nesting of one grammar's schema."""
-    jump_forward: bool = True
-    """Append tokens that a grammar forces without sampling them, and compute them together in the next step."""
+    jump_forward: bool | None = None
+    """Append tokens that a grammar forces without sampling them, and compute them together in the next step. A step
+    that is launched by then has computed the request's row in vain. None: where one step is in flight at a time."""
     tool_format: str = "auto"
     """How the model writes tool calls: "hermes", "llama3", "mistral" or "json"; "auto" reads it off the template."""
 
@@ -164,8 +165,9 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParameter(name, "must be True or False", getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name not in _OPTIONAL):
+                raise InvalidParameter(name, "must be True or False", value)
         object.__setattr__(self, "kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
         for name in ("grammar_cache_memory", "adapter_memory"):
             value = parse_bytes(name, getattr(self, name))
@@ -187,7 +189,7 @@ class EngineConfig:
 
 _OPTIONAL = {
     "num_threads", "long_prefill_token_threshold", "max_model_len", "max_queued_requests", "max_queued_tokens",
-    "max_steps_in_flight", "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
+    "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",

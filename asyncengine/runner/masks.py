@@ -1,14 +1,15 @@
 """Grammar masks of a step: filled on a thread of their own while the forward pass runs, applied once to all rows.
 
 The matchers' libraries release the interpreter lock while they fill, so masks cost a step only what they take longer
-than the forward (vLLM fills them under `execute_model` as well).
+than the forward (vLLM fills them under `execute_model` as well). That holds for a row whose last token is still being
+sampled by the step before: its mask is filled when that token is here, while this step's forward runs.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,27 +20,42 @@ from asyncengine.batch import Batch, Row
 from asyncengine.runner.transfer import upload
 
 
+@dataclass(slots=True, eq=False)
+class AwaitedToken:
+    """A constrained row's token on its way to its matcher."""
+
+    settle: Callable[[], object] | None
+    """Returns when the matcher has been told. None: it has been."""
+    stands: bool = False
+    """Then: the output has grown by the sampled token alone and goes on, as later rows were launched for."""
+
+
 @dataclass(frozen=True, slots=True)
 class FilledMasks:
     """Masks of the sampling rows that have one."""
 
     places: list[int]
-    """Index among the sampling rows, ascending."""
+    """Index among the sampling rows, ascending. Void rows have none."""
     packed: torch.Tensor
     """int32 [len(places), ceil(vocab / 32)] on the host, lowest bit first."""
     errors: dict[int, str]
     """Index among the sampling rows -> why its matcher has no mask."""
+    void: list[int]
+    """Index among the sampling rows of those whose input was not what they were launched for."""
 
     @classmethod
     def none(cls) -> FilledMasks:
-        return cls([], torch.empty(0, 0, dtype=torch.int32), {})
+        return cls([], torch.empty(0, 0, dtype=torch.int32), {}, [])
 
 
 class StepMasks:
     """One step's masks, being filled."""
 
-    def __init__(self, rows: dict[int, Row], words: int, pinned: bool) -> None:
+    def __init__(self, rows: dict[int, Row], awaited: dict[int, AwaitedToken], words: int, pinned: bool) -> None:
+        """`rows` by batch index; `awaited`: what the mask of a row in flight waits for, by batch index."""
         self._rows = rows
+        self._awaited = awaited
+        self._void: dict[int, None] = {}
         # zeroed: a matcher sets what is allowed, and the last word has bits beyond the vocabulary
         self._packed = torch.zeros(len(rows), words, dtype=torch.int32, pin_memory=pinned)
         self._failed: dict[int, str] = {}
@@ -58,6 +74,12 @@ class StepMasks:
     def _fill_row(self, mask: NDArray[np.int32], index: int, row: Row) -> None:
         assert row.grammar is not None
         try:
+            if (token := self._awaited.get(index)) is not None:
+                if (settle := token.settle) is not None:
+                    settle()
+                if not token.stands:
+                    self._void[index] = None
+                    return
             row.grammar.fill_mask(mask)
         except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
             self._failed[index] = grammar_failed(error)
@@ -66,8 +88,11 @@ class StepMasks:
         """The masks, in the order of the `sampling` rows (batch indices)."""
         self._done.wait()
         place_of = {index: place for place, index in enumerate(sampling)}
-        places = [place_of[index] for index in self._rows]
-        return FilledMasks(places, self._packed, {place_of[index]: text for index, text in self._failed.items()})
+        kept = [number for number, index in enumerate(self._rows) if index not in self._void]
+        places = [place_of[index] for index in self._rows if index not in self._void]
+        errors = {place_of[index]: text for index, text in self._failed.items()}
+        packed = self._packed if len(kept) == len(self._rows) else self._packed[kept]
+        return FilledMasks(places, packed, errors, [place_of[index] for index in self._void])
 
 
 class MaskFiller:
@@ -79,15 +104,19 @@ class MaskFiller:
         self._jobs: queue.SimpleQueue[StepMasks | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, batch: Batch) -> StepMasks | None:
-        """Begin with the masks of `batch`'s sampling rows; None if no row has a grammar."""
+    def start(self, batch: Batch, awaited: Mapping[int, AwaitedToken]) -> StepMasks | None:
+        """Begin with the masks of `batch`'s sampling rows; None if no row has a grammar.
+
+        `awaited`, by slot: the last token launched for it.
+        """
         rows = {index: row for index, row in enumerate(batch.rows) if row.grammar is not None and row.samples}
         if not rows:
             return None
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="asyncengine-masks", daemon=True)
             self._thread.start()
-        masks = StepMasks(rows, self._words, self._pinned)
+        in_flight = {index: awaited[row.slot] for index, row in rows.items() if row.in_flight}
+        masks = StepMasks(rows, in_flight, self._words, self._pinned)
         self._jobs.put(masks)
         return masks
 

@@ -21,7 +21,7 @@ from asyncengine.protocols import StepHandle
 from asyncengine.runner.graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
-from asyncengine.runner.masks import FilledMasks, MaskFiller, StepMasks
+from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.rehearsal import largest_step
 from asyncengine.runner.sampler import Sampler
@@ -65,6 +65,8 @@ class ModelRunner:
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
         self._lora = lora
         self._masks = MaskFiller(model.vocab_size, model.device)
+        self._awaited: dict[int, AwaitedToken] = {}
+        """Slot -> the token of the last constrained row that was launched for it."""
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
         for index, module in enumerate(model.attention_modules):
@@ -98,7 +100,7 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
         with torch.inference_mode(), on_device(self._device):
-            masks = self._masks.start(batch)
+            masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
             if step.sampling:
@@ -158,10 +160,14 @@ class ModelRunner:
             logits = logits[upload(step.sample_logits, self._device)]
         filled = FilledMasks.none() if masks is None else masks.wait(step.sampling)
         sampled = self._sampler.sample(rows, logits, filled, self._last_token)
-        # what a matcher puts in place of a token is not here yet; but its row is not launched before it is known
+        # what a matcher puts in the place of a token is not here: rows launched for this one are void then
         slots = upload(np.array([row.slot for row in rows], dtype=np.int64), self._device)
         self._last_token.index_copy_(0, slots, sampled.tokens)
         pending.sampling, pending.filled = step.sampling, filled
+        for place in filled.void:  # tokens that were not to be have been counted
+            self._sampler.forget(rows[place].slot)
+        for place in filled.places:
+            pending.awaited[place] = self._awaited[rows[place].slot] = AwaitedToken(pending.wait)
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
         if wanted:
@@ -197,7 +203,7 @@ def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers |
     pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, model.device, free)
     backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
     runner = ModelRunner(
-        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward, lora=lora
+        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora
     )
     if model.device.type == "cuda" and config.cuda_graphs and backend.graphs:
         _capture_graphs(runner, config, model.device)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
+from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 from asyncengine.protocols import StepHandle
 from asyncengine.runner.logprobs import LogprobTensors, token_logprobs
-from asyncengine.runner.masks import FilledMasks, grammar_failed
+from asyncengine.runner.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampled
 from asyncengine.runner.transfer import Readback
 
@@ -34,15 +35,28 @@ class PendingStep:
     """Logits [vocab] of constrained rows that want log-probabilities: their matchers may put in other tokens."""
     prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
+    awaited: dict[int, AwaitedToken] = field(default_factory=dict)
+    """Place among the sampling rows -> what later rows of the same request wait for."""
     began: float = field(default_factory=time.perf_counter)
+    _result: StepResult | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def ready(self) -> bool:
         return self.readback.ready
 
     def wait(self) -> StepResult:
-        """Once. Constrained rows tell their matchers what was sampled here: no step in flight knows them."""
-        self.readback.wait()
+        """On any thread, any number of times. Here matchers are told what was sampled, and whoever fills the masks of
+        the next step wants that before whoever delivers this one comes for it."""
+        with self._lock:
+            if self._result is None:
+                self.readback.wait()
+                self._result = self._read()
+                for token in self.awaited.values():
+                    token.settle = None  # which would keep this step alive as long as its slots
+            return self._result
+
+    def _read(self) -> StepResult:
         result = StepResult(self.batch.step, [-1] * len(self.batch.rows))
         if self.sampled is not None:
             self._read_tokens(self.sampled, result)
@@ -84,18 +98,23 @@ class PendingStep:
 
     def _accept(self, rows: list[Row], tokens: list[int], errors: dict[int, str], result: StepResult) -> None:
         """Hand constrained rows their sampled tokens; `tokens` gets what they make of them."""
-        for place, row in enumerate(rows):
-            if row.grammar is None or place in errors:
+        for place in self.filled.places:
+            if place in errors:
                 continue
+            grammar, sampled = rows[place].grammar, tokens[place]
+            assert grammar is not None
             try:
                 # the log-probability of a token that was not sampled would be missing: no jumps then
-                taken, *forced = row.grammar.accept(tokens[place], self.jump and not row.spec.params.logprobs)
+                taken, *forced = grammar.accept(sampled, self.jump and not rows[place].spec.params.logprobs)
+                made = ConstrainedToken(taken != sampled, grammar.is_terminated(), grammar.steered)
             except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
                 errors[place] = grammar_failed(error)
                 continue
             tokens[place] = taken
+            result.constrained[self.sampling[place]] = made
             if forced:
                 result.forced[self.sampling[place]] = forced
+            self.awaited[place].stands = not (made.replaced or made.complete or forced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +133,7 @@ class SplitStep:
     def wait(self) -> StepResult:
         first, second = (part.wait() for part in self.parts)
         joined = StepResult(self.step, [*first.tokens, *second.tokens], seconds=first.seconds + second.seconds)
-        for name in ("forced", "logprobs", "prompt_logprobs", "errors"):
+        for name in ("forced", "constrained", "logprobs", "prompt_logprobs", "errors"):
             moved = {self.size + index: value for index, value in getattr(second, name).items()}
             getattr(joined, name).update(getattr(first, name) | moved)
         return joined

@@ -19,14 +19,12 @@ from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
 from asyncengine.runner.masks import FilledMasks, apply_masks
 from asyncengine.runner.noise import BLOCK_FLAG, gumbel
+from asyncengine.runner.nucleus import smallest_kept
 from asyncengine.runner.penalties import PenaltyTable
 from asyncengine.runner.slot_params import SlotParams
 from asyncengine.runner.transfer import Readback, upload
 
 _BLOCK = 512
-_FIRST_CANDIDATES = 1024
-"""A nucleus is looked for among this many tokens before everything is sorted."""
-
 NON_FINITE = "the model produced non-finite logits"
 NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
 
@@ -88,6 +86,10 @@ class Sampler:
             tokens = self._draw(rows, slots, random_rows, logits, tokens)
         return Sampled(torch.where(torch.isfinite(best), tokens, 0), best, edits.edited)
 
+    def forget(self, slot: int) -> None:
+        """What was counted for the slot's request is wrong: its next row counts anew."""
+        self._penalties.forget(slot)
+
     def _draw(
         self, rows: Sequence[Row], slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
     ) -> torch.Tensor:
@@ -110,45 +112,6 @@ class Sampler:
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return upload(array, self._device)
-
-
-def smallest_kept(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest logit that top-k (0: all), then top-p keep in each row: float32 [rows].
-
-    A value, not a set of ids: tokens that tie with it are all kept, so the answer does not depend on how a sort
-    breaks ties. logits float32 [rows, vocab], top_p float32 [rows] on their device.
-    """
-    vocab = logits.shape[-1]
-    unlimited = top_k == 0
-    width = min(max(int(top_k.max()), _FIRST_CANDIDATES if unlimited.any() else 0), vocab)
-    on_device = upload(np.where(unlimited, width, top_k), logits.device)
-    everything = upload(unlimited, logits.device)
-    values = logits.topk(width, dim=-1).values
-    values = values.masked_fill(torch.arange(width, device=logits.device) >= on_device[:, None], float("-inf"))
-    totals = torch.logsumexp(values, dim=-1)
-    if unlimited.any():
-        totals = torch.where(everything, torch.logsumexp(logits, dim=-1), totals)
-    least, reached = _end_of_nucleus(values, totals, top_p)
-    short = everything & (reached < top_p)
-    if width < vocab and bool(short.any()):
-        index = torch.nonzero(short)[:, 0]
-        values = logits[index].sort(dim=-1, descending=True).values
-        least = least.index_copy(0, index, _end_of_nucleus(values, totals[index], top_p[index])[0])
-    return least
-
-
-def _end_of_nucleus(
-    values: torch.Tensor, totals: torch.Tensor, top_p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest value of the smallest set of `values` (descending, [rows, n]) whose probability reaches `top_p`.
-
-    Also the probability of all of them. `totals` [rows] is the logarithm that normalises; -inf values do not count.
-    """
-    probabilities = torch.exp(values - totals[:, None])
-    running = probabilities.cumsum(dim=-1)
-    outside = (running - probabilities >= top_p[:, None]) | torch.isneginf(values)
-    outside[:, 0] = False
-    return values.masked_fill(outside, float("inf")).amin(dim=-1), running[:, -1]
 
 
 def draw(

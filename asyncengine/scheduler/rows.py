@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from asyncengine.batch import Row
+from asyncengine.batch import ConstrainedToken, Row
 from asyncengine.messages import EndReason
 from asyncengine.protocols import GrammarMatcher
 from asyncengine.request import Request
 
 
 def may_overlap(request: Request) -> bool:
-    """May this request be launched again before its last token is known?
+    """May this request be launched again before its last token is known? Not if that reaches the length limit."""
+    return len(request.tokens) + request.num_pending < request.max_total
 
-    Not if that token decides the next one's mask, and not if it reaches the length limit in any case.
+
+def plain_end(request: Request, token: int) -> EndReason | None:
+    """How an output ends with its last token, if it does and has no grammar."""
+    if token in request.spec.stop_ids and request.num_output > request.spec.params.min_tokens:
+        return "stop"
+    return "length" if len(request.tokens) >= request.max_total else None
+
+
+def constrained_end(
+    matcher: GrammarMatcher, token: ConstrainedToken, reason: EndReason | None
+) -> tuple[EndReason | None, str | None]:
+    """How a constrained output ends with `token`, if it does: `reason` is what it would be without its grammar.
+
+    The matcher itself is asked only where the budget is spent: till then a launched step may be moving it.
     """
-    return request.matcher is None and len(request.tokens) + request.num_pending < request.max_total
-
-
-def constrained_end(matcher: GrammarMatcher, reason: EndReason | None) -> tuple[EndReason | None, str | None]:
-    """How a constrained output ends, if it does: `reason` is what it would be without its grammar."""
-    if matcher.is_terminated():
-        return "length" if matcher.steered else "stop", None
+    if token.complete:
+        return "length" if token.steered else "stop", None
     if reason == "length" and (overrun := matcher.overrun()) is not None:
         return "error", overrun
     return reason, None

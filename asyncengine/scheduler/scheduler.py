@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from asyncengine.batch import Batch, Row, StepResult, TokenLogprob
+from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
@@ -29,7 +29,7 @@ from asyncengine.scheduler.budget import TokenBudget
 from asyncengine.scheduler.output import Counters, Output
 from asyncengine.scheduler.policy import scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
-from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row
+from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row, plain_end
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.victim import choose_victim
 
@@ -276,6 +276,8 @@ class Scheduler:
             computed += row.num_scheduled
             if request.state is RequestState.FINISHED:
                 continue  # it ended while the step ran: the token nobody waits for is dropped
+            if batch.step <= request.void_until:
+                continue  # launched for a token that its grammar did not let stand: computed again
             if errors and index in errors:
                 self._end(request, "error", errors[index])
                 continue
@@ -290,35 +292,35 @@ class Scheduler:
                 sampled += 1
                 request.num_pending -= 1
                 logprob = logprobs.get(index) if logprobs else None
-                if result.forced and index in result.forced:
-                    sampled += self._accept_forced(request, tokens[index], result.forced[index], now)
-                else:
+                if request.matcher is None:
                     self._accept(request, tokens[index], logprob, now)
+                else:
+                    constrained, forced = result.constrained[index], result.forced.get(index, [])
+                    if request.num_pending and (constrained.replaced or forced):
+                        request.void_launched()
+                    sampled += self._accept_constrained(request, tokens[index], constrained, forced, logprob, now)
         self.counters.computed_tokens += computed
         self.counters.generated_tokens += sampled
 
     def _accept(
-        self, request: Request, token: int, logprob: TokenLogprob | None, now: float, *, more: bool = False
+        self,
+        request: Request,
+        token: int,
+        logprob: TokenLogprob | None,
+        now: float,
+        constrained: ConstrainedToken | None = None,
     ) -> None:
         """Append a token of `request`; end the request if that was its last.
 
-        A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `more`: the
-        grammar forces another token after this one, and its matcher is past that one already.
+        A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `constrained`:
+        what its grammar made of the last of the tokens that came with this one, if this is that one.
         """
         request.tokens.append(token)
         request.last_token_at = now
-        length = len(request.tokens)
-        num_output = length - request.prompt_len
-        matcher = request.matcher
-        reason: EndReason | None = None
-        error: str | None = None
-        if token in request.spec.stop_ids and num_output > request.spec.params.min_tokens:
-            reason = "stop"
-        elif length >= request.max_total:
-            reason = "length"
-        if matcher is not None and not more:
-            reason, error = constrained_end(matcher, reason)
-        if reason is None and logprob is None and num_output > 1:
+        reason, error = plain_end(request, token), None
+        if constrained is not None and request.matcher is not None:
+            reason, error = constrained_end(request.matcher, constrained, reason)
+        if reason is None and logprob is None and request.num_output > 1:
             self._outputs.append(Output(request.ticket, token, True))
             return
         output = Output(
@@ -334,15 +336,26 @@ class Scheduler:
             self._retire_request(request)
         self._outputs.append(output)
 
-    def _accept_forced(self, request: Request, token: int, forced: list[int], now: float) -> int:
-        """Append a sampled token and what the grammar forces after it: computed like a chunk in the next step."""
+    def _accept_constrained(
+        self,
+        request: Request,
+        token: int,
+        constrained: ConstrainedToken,
+        forced: list[int],
+        logprob: TokenLogprob | None,
+        now: float,
+    ) -> int:
+        """Append a token and what the grammar forces after it: computed like a chunk in the next step.
+
+        Returns how many of the forced ones were taken.
+        """
         *before, last = (token, *forced)
         for count, item in enumerate(before):
-            self._accept(request, item, None, now, more=True)
+            self._accept(request, item, None, now)
             if request.state is RequestState.FINISHED:  # a stop token id of the caller's
                 self.counters.forced_tokens += count
                 return count
-        self._accept(request, last, None, now)
+        self._accept(request, last, logprob, now, constrained)
         self.counters.forced_tokens += len(forced)
         return len(forced)
 
@@ -425,7 +438,7 @@ class Scheduler:
         self._slots.check(self.running.values())
         self._check_places()
         for request in self.running.values():
-            if not request.num_computed <= request.num_launched <= len(request.tokens) + request.num_pending:
+            if not request.progress_is_sound:
                 raise InvariantViolation(f"{request}: progress counters out of order")
 
     def _check_places(self) -> None:

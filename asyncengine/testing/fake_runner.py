@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.batch import Batch, FinishedStep, Row, StepResult, TokenLogprob
+from asyncengine.batch import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob
 
 EMPTY = -1
 
@@ -59,6 +59,8 @@ class FakeExecutor:
         self.model = model or FakeModel()
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self.last_token: dict[int, int] = {}
+        self.stands: dict[int, bool] = {}
+        """Slot -> whether its last constrained row's output grew by the sampled token alone and goes on."""
         self.executed: list[Batch] = []
         self.keep_batches = False
         self.fail_tickets: dict[int, str] = {}
@@ -78,6 +80,7 @@ class FakeExecutor:
             if row.spec.ticket in self.fail_tickets:
                 result.errors[index] = self.fail_tickets[row.spec.ticket]
                 self.last_token.setdefault(row.slot, 0)  # what a step that is launched already goes on with: anything
+                self.stands[row.slot] = False
             elif row.samples:
                 self._sample(index, row, result)
         return result
@@ -113,13 +116,21 @@ class FakeExecutor:
         tokens = self.context(row)
         token = self.model.next_token(tokens, row.spec.seed)
         if row.grammar is not None:
+            if row.in_flight and not self.stands[row.slot]:
+                return  # void
+            self.stands[row.slot] = False
             try:
-                token, *forced = row.grammar.accept(self._constrain(row.grammar, token), not row.spec.params.logprobs)
+                sampled = self._constrain(row.grammar, token)
+                token, *forced = row.grammar.accept(sampled, not row.spec.params.logprobs)
             except Exception as error:
                 result.errors[index] = f"the grammar failed: {error}"
+                self.last_token.setdefault(row.slot, 0)
                 return
+            made = ConstrainedToken(token != sampled, row.grammar.is_terminated(), row.grammar.steered)
+            result.constrained[index] = made
             if forced:
                 result.forced[index] = forced
+            self.stands[row.slot] = not (made.replaced or made.complete or forced)
         self.last_token[row.slot] = token
         result.tokens[index] = token
         if row.spec.params.logprobs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from support.threads import no_new_engine_thread
 from support.worded_model import VOCAB, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.batch import Row
 from asyncengine.grammar import Grammar
+from asyncengine.runner import model_runner
+from asyncengine.runner.masks import StepMasks
+from asyncengine.runner.transfer import Readback
 from asyncengine.testing.leaks import assert_nothing_held
 
 CONSTRAINTS = [
@@ -81,11 +86,28 @@ async def answer(engine: AsyncEngine, request: Request) -> list[tuple[list[int],
     return None
 
 
+class LateReadback(Readback):
+    """Results that arrive when the steps after theirs have been launched, as on a device."""
+
+    ready = False
+    waits = 0
+
+    def wait(self) -> None:
+        type(self).waits += 1
+        threading.Event().wait(0.002)
+
+
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_depth_chunks_and_preemption_are_invisible(seed: int, model: Path) -> None:
+async def test_depth_chunks_and_preemption_are_invisible(
+    seed: int, late: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = make_requests(random.Random(seed), 40)
     outputs = []
+    void = count_void_rows(monkeypatch)
     for settings in SETTINGS:
+        if late and settings["max_steps_in_flight"] > 1:
+            monkeypatch.setattr(model_runner, "Readback", LateReadback)
         with no_new_engine_thread():
             async with await AsyncEngine.from_pretrained(
                 model, dtype="float32", num_threads=1, kv_cache_memory="6MB", max_num_seqs=12, max_lora_rank=8,
@@ -100,3 +122,19 @@ async def test_depth_chunks_and_preemption_are_invisible(seed: int, model: Path)
     for index, (plain, *others) in enumerate(zip(*outputs, strict=True)):
         for settings, other in zip(SETTINGS[1:], others, strict=True):
             assert other == plain, f"request {index} under {settings}"
+    assert len(void) > 5, "grammars force and replace tokens for which the next step is launched already"
+    assert LateReadback.waits or not late
+
+
+def count_void_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """Gets each row in flight whose matcher was left alone."""
+    void: list[Row] = []
+    fill = StepMasks._fill_row
+
+    def noted(self: StepMasks, mask: Any, index: int, row: Row) -> None:
+        fill(self, mask, index, row)
+        if index in self._void:
+            void.append(row)
+
+    monkeypatch.setattr(StepMasks, "_fill_row", noted)
+    return void

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,6 @@ from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.messages import AdapterReady, Generate, GrammarReady, Message, StopText
-from asyncengine.request import Request
 from asyncengine.sampling_params import OnBudget, SamplingParams
 from asyncengine.scheduler import Scheduler
 from asyncengine.testing import FakeExecutor, FakeModel
@@ -76,9 +74,9 @@ class GrammarLife(Life):
         self.adapters = AdapterSlots(rng.choice([1, 2]))
         self.scheduler = Scheduler(self.config, self.scheduler.kv, self.adapters)
         model = FakeModel(LOGITS, EOS, rng.choice([0, 20]))
-        self.executor: CountingExecutor = CountingExecutor(
-            self.recording.num_pages, self.config.page_size, model, self.scheduler.requests
-        )
+        self.executor = FakeExecutor(self.recording.num_pages, self.config.page_size, model)
+        self.forced = 0
+        """Tokens that grammars forced on requests which were still there to take them."""
         self.plans: dict[int, Plan] = {}
         self.coming: list[Message] = []
         """Grammars being compiled and adapters being loaded."""
@@ -167,6 +165,12 @@ class GrammarLife(Life):
 
     # ---------------------------------------------------------------- books
 
+    def _before_commit(self, batch: Batch, result: StepResult) -> None:
+        for index, forced in result.forced.items():
+            spec = batch.rows[index].spec
+            if spec.ticket in self.scheduler.requests:
+                self.forced += _taken(result.tokens[index], forced, spec.stop_ids)
+
     def _check_end(self) -> None:
         errors = {output.ticket: output.error for output in self.outputs if output.reason is not None}
         for ticket, plan in self.plans.items():
@@ -187,7 +191,7 @@ class GrammarLife(Life):
         assert (pages.free + pages.cached, pages.shared, pages.retiring) == (pages.total, 0, 0), f"leaked: {pages}"
         assert not self.adapters.in_use, f"adapters never released: {self.adapters.in_use}"
         assert counters.generated_tokens == sum(map(len, self.received.values()))
-        assert counters.forced_tokens == self.executor.forced
+        assert counters.forced_tokens == self.forced
 
     def _check_valid(self, plan: Plan, tokens: list[int]) -> None:
         """What ended by itself or by its budget is complete, whatever was foretold (contract line 15)."""
@@ -208,23 +212,6 @@ class GrammarLife(Life):
         tally.depth2 += self.config.max_steps_in_flight == 2
         for reason in self.ended.values():
             tally.reasons[reason] = tally.reasons.get(reason, 0) + 1
-
-
-class CountingExecutor(FakeExecutor):
-    """Counts the tokens that grammars forced on requests which are still there to take them."""
-
-    def __init__(self, num_pages: int, page_size: int, model: FakeModel, requests: Mapping[int, Request]) -> None:
-        super().__init__(num_pages, page_size, model)
-        self.forced = 0
-        self._requests = requests
-
-    def execute(self, batch: Batch) -> StepResult:
-        result = super().execute(batch)  # committed right after
-        for index, forced in result.forced.items():
-            spec = batch.rows[index].spec
-            if spec.ticket in self._requests:
-                self.forced += _taken(result.tokens[index], forced, spec.stop_ids)
-        return result
 
 
 def _taken(sampled: int, forced: list[int], stop_ids: tuple[int, ...]) -> int:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncengine.batch import Batch, RowSpec
+from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
 from asyncengine.messages import Abort, Generate, Message, StopText
@@ -63,6 +63,9 @@ class Life:
         self.executor = FakeExecutor(num_pages, self.config.page_size, FakeModel(eos_every=rng.choice([0, 20])))
         self.prefixes = [[rng.randrange(2, 97) for _ in range(rng.randrange(40))] for _ in range(4)]
         self.in_flight: deque[Batch] = deque()
+        self.early = bool(seed % 2)
+        """Steps are computed when they are launched, else when their results are wanted: a device is in between."""
+        self.computed: deque[StepResult] = deque()
         self.now = 0.0
         self.last_ticket = 0
         self.expected: dict[int, list[int]] = {}
@@ -142,13 +145,20 @@ class Life:
             if batch is not None:
                 self._check_retire_rule(batch)
                 self.in_flight.append(batch)
+                if self.early:
+                    self.computed.append(self.executor.execute(batch))
             self.scheduler.check()
         if self.in_flight and (batch is None or len(self.in_flight) >= depth or self.rng.random() < 0.3):
             self.recording.record("commit", self.now)
-            result = self.executor.execute(self.in_flight.popleft())  # late, as on a device: others are launched
+            oldest = self.in_flight.popleft()
+            result = self.computed.popleft() if self.early else self.executor.execute(oldest)
+            self._before_commit(oldest, result)
             self.scheduler.commit(result, self.now)
             self.scheduler.check()
         self._read()
+
+    def _before_commit(self, batch: Batch, result: StepResult) -> None:
+        """For books of one's own."""
 
     def _check_retire_rule(self, batch: Batch) -> None:
         """No page that `batch` writes, and no slot it uses, may be named by somebody else's row in flight."""

@@ -11,6 +11,7 @@ from fuzz.grammar_fuzz import Breaking, GrammarLife
 from asyncengine.errors import EngineError
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.request import Request
 from asyncengine.scheduler import rows, scheduler
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.testing import FakeExecutor
@@ -19,32 +20,32 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def append_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
-        return accept_forced(self, request, token, forced + forced, now)
+    def broken(self: Scheduler, request: Any, token: int, made: Any, forced: list[int], *rest: Any) -> int:
+        return accept(self, request, token, made, forced + forced, *rest)
 
-    accept_forced = Scheduler._accept_forced
-    patch.setattr(Scheduler, "_accept_forced", broken)
+    accept = Scheduler._accept_constrained
+    patch.setattr(Scheduler, "_accept_constrained", broken)
 
 
 def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
-        return accept_forced(self, request, token, forced[:-1], now)
+    def broken(self: Scheduler, request: Any, token: int, made: Any, forced: list[int], *rest: Any) -> int:
+        return accept(self, request, token, made, forced[:-1], *rest)
 
-    accept_forced = Scheduler._accept_forced
-    patch.setattr(Scheduler, "_accept_forced", broken)
+    accept = Scheduler._accept_constrained
+    patch.setattr(Scheduler, "_accept_constrained", broken)
 
 
 def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
     """Nobody has computed their keys and values yet."""
 
-    def broken(self: Scheduler, request: Any, token: int, forced: list[int], now: float) -> int:
-        taken = accept_forced(self, request, token, forced, now)
+    def broken(self: Scheduler, request: Any, *rest: Any) -> int:
+        taken = accept(self, request, *rest)
         if request.table is not None and self.kv.grow(request.table, len(request.tokens)):
             request.num_computed = request.num_launched = len(request.tokens) - 1
         return taken
 
-    accept_forced = Scheduler._accept_forced
-    patch.setattr(Scheduler, "_accept_forced", broken)
+    accept = Scheduler._accept_constrained
+    patch.setattr(Scheduler, "_accept_constrained", broken)
 
 
 def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
@@ -130,11 +131,40 @@ def lose_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_preempt", broken)
 
 
-def launch_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
-    """With two steps in flight the second is launched before the matcher knows the first one's forced tokens."""
-    patch.setattr(
-        scheduler, "may_overlap", lambda request: len(request.tokens) + request.num_pending < request.max_total
-    )
+def believe_what_was_launched_for_another_token(patch: pytest.MonkeyPatch) -> None:
+    """With two steps in flight the second row was computed for a token that its grammar replaced."""
+    patch.setattr(Request, "void_launched", lambda self: None)
+
+
+def compute_nothing_again_after_a_void_row(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Request) -> None:
+        launched = self.num_launched
+        void(self)
+        self.num_launched = launched
+
+    void = Request.void_launched
+    patch.setattr(Request, "void_launched", broken)
+
+
+def move_the_matcher_for_a_void_row(patch: pytest.MonkeyPatch) -> None:
+    sample = FakeExecutor._sample
+
+    def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
+        if row.grammar is not None and row.in_flight and not row.grammar.is_terminated():
+            self.stands[row.slot] = True
+        sample(self, index, row, result)
+
+    patch.setattr(FakeExecutor, "_sample", broken)
+
+
+def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:
+    """It may be past the token in question: the next step is launched."""
+
+    def broken(matcher: Any, token: Any, reason: Any) -> Any:
+        return end(matcher, token._replace(complete=matcher.is_terminated()), reason)
+
+    end = rows.constrained_end
+    patch.setattr(scheduler, "constrained_end", broken)
 
 
 def start_before_the_grammar_is_there(patch: pytest.MonkeyPatch) -> None:
@@ -153,15 +183,15 @@ def ignore_that_the_budget_ran_out(patch: pytest.MonkeyPatch) -> None:
     """`on_budget="error"` gives half an output and says nothing."""
     end = rows.constrained_end
 
-    def broken(matcher: Any, reason: Any) -> Any:
-        return end(matcher, reason) if matcher.is_terminated() else (reason, None)
+    def broken(matcher: Any, token: Any, reason: Any) -> Any:
+        return end(matcher, token, reason) if token.complete else (reason, None)
 
     patch.setattr(scheduler, "constrained_end", broken)
 
 
 def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """An output that nothing may follow is not ended."""
-    patch.setattr(scheduler, "constrained_end", lambda matcher, reason: (reason, None))
+    patch.setattr(scheduler, "constrained_end", lambda matcher, token, reason: (reason, None))
 
 
 PLANTS: list[Plant] = [
@@ -177,7 +207,10 @@ PLANTS: list[Plant] = [
     never_close,
     reset_the_matcher_of_who_is_preempted,
     lose_the_matcher_of_who_is_preempted,
-    launch_before_the_token_is_known,
+    believe_what_was_launched_for_another_token,
+    compute_nothing_again_after_a_void_row,
+    move_the_matcher_for_a_void_row,
+    ask_the_matcher_whether_it_is_done,
     start_before_the_grammar_is_there,
     ignore_that_the_budget_ran_out,
     go_on_after_the_end,
@@ -193,4 +226,4 @@ def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def live(seeds: int) -> None:
     for seed in range(seeds):
-        GrammarLife(seed, depth=2).run()
+        GrammarLife(seed, depth=2 + seed % 2).run()

@@ -40,7 +40,7 @@ def sample(rows: list[Row], logits: torch.Tensor, sampler: Sampler | None = None
 
 
 def filled(masks: dict[int, torch.Tensor]) -> FilledMasks:
-    return FilledMasks(list(masks), torch.stack(list(masks.values())), {}) if masks else FilledMasks.none()
+    return FilledMasks(list(masks), torch.stack(list(masks.values())), {}, []) if masks else FilledMasks.none()
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:

@@ -91,12 +91,39 @@ def test_masks_hold_and_each_token_advances_the_matcher_once(depth: int, preempt
     steps.assert_empty()
 
 
-def test_a_constrained_request_is_never_launched_before_its_last_token_is_known():
+def test_a_constrained_request_is_launched_before_its_last_token_is_known():
     steps = Steps(max_steps_in_flight=2)
-    ticket = steps.add([2, 3, 4], 30, needs_grammar=True)
-    steps.apply(GrammarReady(ticket, Letters([10, 11], 6)))
+    ticket, matcher = steps.add([2, 3, 4], 30, needs_grammar=True), Letters([10, 11], 6)
+    steps.apply(GrammarReady(ticket, matcher))
     steps.run()
-    assert not any(row.in_flight for batch in steps.batches for row in batch.rows)
+    assert sum(row.in_flight for batch in steps.batches for row in batch.rows) >= 5
+    assert steps.tokens[ticket] == matcher.advanced
+    assert len(matcher.advanced) == 6, "the step launched beyond the end moved nothing"
+
+
+class Steering(Letters):
+    """Puts another token in the place of the third and of the fifth."""
+
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        self.steered = self.steered or len(self.advanced) in (2, 4)
+        return super().accept(min(self.allowed) if len(self.advanced) in (2, 4) else token_id)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_what_was_launched_for_a_replaced_token_is_computed_again(depth: int):
+    steps = Steps(max_steps_in_flight=depth)
+    ticket, other = steps.add([2, 3, 4], 30, needs_grammar=True), steps.add([5, 6], 12)
+    matcher = Steering([20, 10, 11, 12, 13, 14], 8)
+    steps.apply(GrammarReady(ticket, matcher))
+    steps.run()
+    plain = Steps()
+    again = plain.add([2, 3, 4], 30, needs_grammar=True)
+    plain.apply(GrammarReady(again, Steering([20, 10, 11, 12, 13, 14], 8)))
+    plain.run()
+    assert steps.tokens[ticket] == plain.tokens[again] == matcher.advanced
+    assert steps.ended[ticket] == "length"
+    steps.assert_right([other])
+    steps.assert_empty()
 
 
 def test_a_matcher_that_raises_ends_its_request_only():

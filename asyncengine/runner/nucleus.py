@@ -84,7 +84,7 @@ def by_digits(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     A fixed number of passes whatever the distribution, so that the host need not know how it went.
     """
     rows = max(_PASS_ELEMENTS // logits.shape[-1], 1)
-    parts = zip(logits.split(rows), top_p.split(rows), strict=True)
+    parts = zip(torch.split(logits, rows), torch.split(top_p, rows), strict=True)
     return torch.cat([_by_digits(part, share) for part, share in parts])
 
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
-from asyncengine.runner.masks import FilledMasks, apply_masks
-from asyncengine.runner.noise import BLOCK_FLAG, gumbel
+from asyncengine.cpu import compiler_missing
+from asyncengine.runner.edits import Edits
+from asyncengine.runner.masks import FilledMasks
+from asyncengine.runner.noise import BLOCK_FLAG, gumbel, noise_keys
 from asyncengine.runner.nucleus import smallest_kept
 from asyncengine.runner.penalties import PenaltyTable
 from asyncengine.runner.slot_params import SlotParams
@@ -64,6 +67,11 @@ class Sampler:
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
         self._penalties = PenaltyTable(vocab_size, device)
+        self._chooser: Any = None
+        if compiler_missing(torch.float32, device) is None:
+            from asyncengine.cpu.sampling import Chooser
+
+            self._chooser = Chooser(vocab_size)
 
     def sample(
         self,
@@ -74,58 +82,77 @@ class Sampler:
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
         slots = self._params.update(rows)
-        edits = _Edits(rows, self._params, slots, masks, self._vocab_size)
-        if edits.any:
-            logits = edits.apply(logits, rows, self._penalties, last_token)
+        edits = Edits(rows, self._params, slots, masks, self._vocab_size)
         for row in rows:
             if not self._params.penalized[row.slot]:
                 self._penalties.forget(row.slot)
+        positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
+        if not edits.places:
+            return Sampled(*self._choose(slots, positions, logits), ())
+        places = np.array(edits.places, dtype=np.int64)
+        index = self._to_device(places)
+        edited = edits.apply(logits[index], self._penalties, last_token)
+        if len(places) == len(rows):
+            tokens, best = self._choose(slots, positions, edited)
+        elif self._chooser is None:
+            merged = logits.to(torch.float32, copy=True).index_copy_(0, index, edited)
+            tokens, best = self._choose(slots, positions, merged)
+        else:  # copying everybody's logits would take longer than choosing for the edited rows twice
+            tokens, best = self._choose(slots, positions, logits)
+            again = self._choose(slots[places], positions[places], edited)
+            tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
+        return Sampled(tokens, best, edits.places)
+
+    def _choose(
+        self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
+        if self._chooser is not None and logits.dtype in (torch.bfloat16, torch.float32):
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._chooser.choose(
+                logits, *self._params.columns(slots, positions)
+            )
+            return chosen
         best, tokens = logits.max(dim=-1)
         random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
         if random_rows.size:
-            tokens = self._draw(rows, slots, random_rows, logits, tokens)
-        return Sampled(torch.where(torch.isfinite(best), tokens, 0), best, edits.edited)
+            tokens = self._draw(positions[random_rows], slots, random_rows, logits, tokens)
+        return torch.where(torch.isfinite(best), tokens, 0), best
 
     def forget(self, slot: int) -> None:
         """What was counted for the slot's request is wrong: its next row counts anew."""
         self._penalties.forget(slot)
 
     def _draw(
-        self, rows: Sequence[Row], slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
+        self, positions: Int64Array, slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
     ) -> torch.Tensor:
         """The greedy tokens with those of the rows `chosen` replaced by draws."""
         params, owned = self._params, slots[chosen]
         index = self._to_device(chosen)
-        scaled = logits if len(chosen) == len(rows) else logits[index]
-        scaled = scaled.float() / self._to_device(params.temperature[owned])[:, None]
-        top_k, top_p, min_p = params.top_k[owned], params.top_p[owned], params.min_p[owned]
-        least = scaled.amax(dim=-1) + torch.log(self._to_device(min_p))
-        truncated = np.flatnonzero((top_k > 0) | (top_p < 1))
+        scaled = logits if len(chosen) == len(slots) else logits[index]
+        floats = np.stack((params.temperature[owned], params.top_p[owned], params.min_p[owned]))
+        temperature, top_p, min_p = self._to_device(floats)
+        scaled = scaled.float() / temperature[:, None]
+        least = scaled.amax(dim=-1) + torch.log(min_p)
+        top_k = params.top_k[owned]
+        truncated = np.flatnonzero((top_k > 0) | (params.top_p[owned] < 1))
         if truncated.size:
             where = self._to_device(truncated)
             part = scaled if len(truncated) == len(chosen) else scaled[where]
-            limits = smallest_kept(part, top_k[truncated], self._to_device(top_p[truncated]))
+            limits = smallest_kept(part, top_k[truncated], top_p[where])
             least = least.index_copy(0, where, torch.maximum(least[where], limits))
-        positions = np.array([rows[place].start + rows[place].num_scheduled for place in chosen], dtype=np.int64)
-        key = [self._to_device(column) for column in (params.seed_low[owned], params.seed_high[owned], positions)]
-        return greedy.index_copy(0, index, draw(scaled, least, key[0], key[1], key[2]))
+        keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
+        return greedy.index_copy(0, index, draw(scaled, least, keys))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return upload(array, self._device)
 
 
-def draw(
-    logits: torch.Tensor,
-    least: torch.Tensor,
-    seed_low: torch.Tensor,
-    seed_high: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+def draw(logits: torch.Tensor, least: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """One draw per row from softmax(logits) over the tokens with logits >= least: int64 [rows].
 
-    logits float32 [rows, vocab]; least float32, the rest int64, [rows]. Gumbel-max over blocks of tokens by their
-    total probability, then over the tokens of the winning block: the same distribution as over all tokens at once for
-    about sqrt(vocab) random numbers. Hashing a vocabulary of 150,000 would cost a millisecond per row.
+    logits float32 [rows, vocab], least float32 [rows], keys int64 [2, rows] (`noise_keys`). Gumbel-max over blocks of
+    tokens by their total probability, then over the tokens of the winning block: the same distribution as over all
+    tokens at once for about sqrt(vocab) random numbers. Hashing a vocabulary of 150,000 would cost a millisecond a row.
     """
     rows, vocab = logits.shape
     logits = logits.masked_fill(logits < least[:, None], float("-inf"))
@@ -134,90 +161,8 @@ def draw(
     blocks = padded.view(rows, num_blocks, _BLOCK)
     block_ids = torch.arange(num_blocks, device=logits.device).expand(rows, -1) | BLOCK_FLAG
     totals = torch.logsumexp(blocks, dim=-1)
-    winner = (totals + gumbel(seed_low, seed_high, positions, block_ids)).argmax(dim=-1)
+    winner = (totals + gumbel(keys, block_ids)).argmax(dim=-1)
     inside = blocks[torch.arange(rows, device=logits.device), winner]
     ids = winner[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
-    chosen = (inside + gumbel(seed_low, seed_high, positions, ids)).argmax(dim=-1)
+    chosen = (inside + gumbel(keys, ids)).argmax(dim=-1)
     return (winner * _BLOCK + chosen).clamp_(max=vocab - 1)
-
-
-class _Edits:
-    """What changes a step's logits before anything is chosen: penalties, bias, masks."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        params: SlotParams,
-        slots: Int64Array,
-        masks: FilledMasks,
-        vocab_size: int,
-    ) -> None:
-        self._params = params
-        self._masks = masks
-        self._vocab_size = vocab_size
-        self._penalized = np.flatnonzero(params.penalized[slots]).tolist()
-        self._biased = [index for index, row in enumerate(rows) if row.spec.params.logit_bias]
-        self._held_open = [
-            index
-            for index, row in enumerate(rows)
-            if row.spec.stop_ids and row.start + row.num_scheduled - row.spec.prompt_len < row.spec.params.min_tokens
-        ]
-        self.edited = {*self._penalized, *self._biased, *self._held_open, *masks.places}
-        self.any = bool(self.edited)
-
-    def apply(
-        self, logits: torch.Tensor, rows: Sequence[Row], table: PenaltyTable, last_token: torch.Tensor
-    ) -> torch.Tensor:
-        """A float32 copy of `logits` with every edit made."""
-        logits = logits.to(torch.float32, copy=True)
-        for index in self._penalized:
-            self._penalize(logits[index], rows[index], table, last_token)
-        if self._biased:
-            self._bias(logits, rows)
-        if self._masks.places:
-            apply_masks(logits, self._masks)
-        if self._held_open:
-            self._hold_open(logits, rows)
-        return logits
-
-    def _bias(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        entries = [
-            (index, token, value)
-            for index in self._biased
-            for token, value in rows[index].spec.params.logit_bias.items()
-            if token < self._vocab_size
-        ]
-        if entries:
-            where, ids, values = zip(*entries, strict=True)
-            places = upload(np.array((where, ids), dtype=np.int64), logits.device)
-            added = upload(np.array(values, dtype=np.float32), logits.device)
-            logits.index_put_((places[0], places[1]), added, accumulate=True)
-
-    def _penalize(self, logits: torch.Tensor, row: Row, table: PenaltyTable, last_token: torch.Tensor) -> None:
-        params, slot = self._params, row.slot
-        prompt_seen, output_counts = table.seen(row, last_token)
-        repetition = float(params.repetition[slot])
-        if repetition != 1.0:
-            penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-            logits.copy_(torch.where(prompt_seen | (output_counts > 0), penalized, logits))
-        if params.frequency[slot]:
-            logits.sub_(output_counts * float(params.frequency[slot]))
-        if params.presence[slot]:
-            logits.sub_((output_counts > 0) * float(params.presence[slot]))
-
-    def _hold_open(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
-        stops = [
-            (place, token)
-            for place, index in enumerate(self._held_open)
-            for token in rows[index].spec.stop_ids
-            if token < self._vocab_size
-        ]
-        if not stops:
-            return
-        index = upload(np.array(self._held_open, dtype=np.int64), logits.device)
-        places = upload(np.array(stops, dtype=np.int64), logits.device)
-        before = logits[index]
-        kept = before.index_put((places[:, 0], places[:, 1]), before.new_tensor(float("-inf")))
-        nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
-        logits.index_copy_(0, index, torch.where(nothing, before, kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row, RowSpec
@@ -34,6 +35,13 @@ class SlotParams:
             if self._specs[row.slot] is not row.spec:
                 self._write(row.slot, row.spec)
         return np.array([row.slot for row in rows], dtype=np.int64)
+
+    def columns(self, slots: Int64Array, positions: Int64Array) -> tuple[NDArray[np.float32], Int64Array]:
+        """What a compiled sampler takes: float32 [rows, 3] temperature, top-p, min-p; int64 [rows, 4] top-k, the
+        halves of the seed, position."""
+        floats = np.stack((self.temperature[slots], self.top_p[slots], self.min_p[slots]), axis=1)
+        whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)
+        return floats, np.stack(whole, axis=1)
 
     def _write(self, slot: int, spec: RowSpec) -> None:
         params = spec.params

@@ -130,7 +130,7 @@ ALLOWED = {
     "cpu": {"cpu"},
     "attention": {"attention", "cpu"},
     "models": {"models", "attention", "cpu"},
-    "runner": {"runner", "models", "attention"},
+    "runner": {"runner", "models", "attention", "cpu"},
     "text": {"text"},
     "chat": {"chat", "text", "grammar"},
     "grammar": {"grammar", "text"},

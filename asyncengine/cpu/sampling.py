@@ -1,0 +1,206 @@
+"""From logits to tokens on a CPU: the largest, and a draw from what top-k, top-p and min-p keep, a row at a time.
+
+The choice is that of `runner.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
+tokens of the winning block. What differs is the way there. The largest logit of every block is known after one pass
+over a row, and most of the others look only at blocks that can matter: a top-k of 20 reads 20 of 300 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.cpu.activation import exponential
+from asyncengine.cpu.jit import array, inline, kind_of, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
+
+_LANES = 16
+_BLOCK_FLAG = 1 << 31
+
+
+class Chooser:
+    """Chooses one token for each row. Holds working memory: one step at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_blocks = -(-vocab_size // BLOCK)
+        self._scratch = np.empty((0, 0), dtype=np.float32)
+        for dtype in (torch.bfloat16, torch.float32):  # compiled now rather than in somebody's first step
+            self.choose(
+                torch.zeros((1, vocab_size), dtype=dtype), *(np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
+            )
+
+    def choose(
+        self, logits: torch.Tensor, params: NDArray[np.float32], keys: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [rows], largest logits float32 [rows]) of logits [rows, vocab], bfloat16 or float32.
+
+        params float32 [rows, 3]: temperature (0: the largest logit's token), top-p, min-p; keys int64 [rows, 4]: top-k
+        (0: all), both halves of the seed, position. A row whose largest logit is not finite gets token 0, and NaN for
+        that logit if it has one anywhere.
+        """
+        logits = logits.contiguous()
+        rows = logits.shape[0]
+        threads = min(use_threads(), rows)
+        if len(self._scratch) < threads:
+            self._scratch = np.empty((threads, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
+        tokens, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        _choose(
+            logits.data_ptr(), rows, self._vocab_size, kind_of(logits.dtype), params, keys,
+            self._scratch, tokens.numpy(), best.numpy(), threads,
+        )  # fmt: skip
+        return tokens, best
+
+
+@parallel
+def _choose(
+    logits: int,
+    rows: int,
+    vocab: int,
+    kind: np.generic,
+    params: NDArray[np.float32],
+    keys: NDArray[np.int64],
+    scratch: NDArray[np.float32],
+    tokens: NDArray[np.int64],
+    best: NDArray[np.float32],
+    threads: int,
+) -> None:
+    for thread in prange(threads):
+        first, last = rows * thread // threads, rows * (thread + 1) // threads
+        _choose_rows(first, last, logits, vocab, kind, params, keys, scratch[thread], tokens, best)
+
+
+@serial
+def _choose_rows(
+    first: int,
+    last: int,
+    logits: int,
+    vocab: int,
+    kind: np.generic,
+    params: NDArray[np.float32],
+    keys: NDArray[np.int64],
+    scratch: NDArray[np.float32],
+    tokens: NDArray[np.int64],
+    best: NDArray[np.float32],
+) -> None:
+    matrix = array(pointer(logits, kind), (last, vocab))
+    scaled, kept, maxima = scratch[:vocab], scratch[vocab : 2 * vocab], scratch[2 * vocab :]
+    for row in range(first, last):
+        values = matrix[row]
+        most = _largest_of_blocks(values, maxima)
+        best[row], tokens[row] = most, 0
+        if not np.isfinite(most):
+            continue
+        temperature = params[row, 0]
+        if temperature == 0:
+            tokens[row] = _place_of(values, maxima, most)
+            continue
+        _scale(values, temperature, scaled)
+        for block in range(len(maxima)):
+            maxima[block] /= temperature
+        most /= temperature
+        least = max(most + np.log(params[row, 2]), most - np.float32(FAINT))
+        if keys[row, 0] > 0:
+            least = max(least, end_of_top(scaled, maxima, kept, most, keys[row, 0], params[row, 1]))
+        elif params[row, 1] < 1:
+            least = max(least, end_of_nucleus(scaled, maxima, kept, most, params[row, 1]))
+        tokens[row] = _draw(scaled, maxima, most, least, keys[row, 1], keys[row, 2], keys[row, 3])
+
+
+@serial
+def _largest_of_blocks(values: NDArray[np.generic], maxima: NDArray[np.float32]) -> Any:
+    """Fills `maxima`; returns the largest, or NaN if there is one anywhere."""
+    lanes = np.empty(_LANES, dtype=np.float32)
+    unordered = 0
+    most = np.float32(-np.inf)
+    for block in range(len(maxima)):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
+        lanes[:] = -np.inf
+        whole = begin + (end - begin) // _LANES * _LANES
+        for start in range(begin, whole, _LANES):
+            for lane in range(_LANES):
+                value = widen(values[start + lane])
+                unordered += np.isnan(value)
+                lanes[lane] = value if value > lanes[lane] else lanes[lane]
+        for index in range(whole, end):
+            value = widen(values[index])
+            unordered += np.isnan(value)
+            lanes[0] = value if value > lanes[0] else lanes[0]
+        maxima[block] = lanes.max()
+        most = max(most, maxima[block])
+    return np.float32(np.nan) if unordered else most
+
+
+@serial
+def _place_of(values: NDArray[np.generic], maxima: NDArray[np.float32], most: Any) -> int:
+    """The first place of the largest value."""
+    for block in range(len(maxima)):
+        if maxima[block] == most:
+            for index in range(block * BLOCK, min((block + 1) * BLOCK, len(values))):
+                if widen(values[index]) == most:
+                    return index
+    return 0
+
+
+@serial
+def _scale(values: NDArray[np.generic], temperature: Any, scaled: NDArray[np.float32]) -> None:
+    for index in range(len(values)):
+        scaled[index] = widen(values[index]) / temperature
+
+
+@serial
+def _draw(
+    scaled: NDArray[np.float32],
+    maxima: NDArray[np.float32],
+    most: Any,
+    least: Any,
+    seed_low: int,
+    seed_high: int,
+    position: int,
+) -> int:
+    """A token with a value of `least` or more, as likely as its share of the sum of e^value."""
+    low, high, where = np.uint32(seed_low), np.uint32(seed_high), np.uint32(position)
+    inner = _mix(_mix(_mix(low ^ np.uint32(0x9E3779B9)) ^ high) ^ where)
+    outer = _mix(_mix(_mix(high ^ np.uint32(0x7F4A7C15)) ^ where) ^ low)
+    winner, top = 0, np.float32(-np.inf)
+    for block in range(len(maxima)):
+        if maxima[block] < least:
+            continue
+        total = _sum_kept(scaled[block * BLOCK : min((block + 1) * BLOCK, len(scaled))], most, least)
+        score = np.float32(np.log(total)) + _gumbel(np.uint32(block | _BLOCK_FLAG), inner, outer)
+        if score > top:
+            winner, top = block, score
+    chosen, top = winner * BLOCK, np.float32(-np.inf)
+    for index in range(winner * BLOCK, min((winner + 1) * BLOCK, len(scaled))):
+        if scaled[index] >= least:
+            score = scaled[index] + _gumbel(np.uint32(index), inner, outer)
+            if score > top:
+                chosen, top = index, score
+    return chosen
+
+
+@serial
+def _sum_kept(values: NDArray[np.float32], most: Any, least: Any) -> Any:
+    total = np.float32(0)
+    for index in range(len(values)):
+        total += exponential(values[index] - most) if values[index] >= least else np.float32(0)
+    return total
+
+
+@inline
+def _gumbel(key: Any, inner: Any, outer: Any) -> Any:
+    """The noise of `runner.noise`: a function of seed, position and token id alone."""
+    bits = _mix(np.uint32(_mix(key ^ inner) + outer))
+    return np.float32(-np.log(-np.log((np.float64(bits) + 0.5) * 2.0**-32)))
+
+
+@inline
+def _mix(value: Any) -> Any:
+    value = np.uint32(value ^ (value >> np.uint32(16)))
+    value = np.uint32(value * np.uint32(0x85EBCA6B))
+    value = np.uint32(value ^ (value >> np.uint32(13)))
+    value = np.uint32(value * np.uint32(0xC2B2AE35))
+    return np.uint32(value ^ (value >> np.uint32(16)))

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.clock import MonotonicClock
@@ -60,13 +61,23 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`.
     """
+    from asyncengine.models.loading import resolve_device
+    from asyncengine.runner.transfer import on_device
+
+    device = resolve_device(config.device)
+    with on_device(device):  # each thread has a current one, and this thread may be a new one
+        return _load_core(resolve_model(model), config, device)
+
+
+def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineCore:
     from asyncengine.models.loading import load_model
+    from asyncengine.models.memory import in_words
+    from asyncengine.runner.building import build_runner
     from asyncengine.runner.lora import install_lora
-    from asyncengine.runner.model_runner import build_runner
     from asyncengine.text import load_tokenizer
 
-    path = resolve_model(model)
-    loaded = load_model(path, config)
+    smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
+    loaded = in_words(lambda: load_model(path, config), device, "the model", smaller)
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
@@ -76,7 +87,8 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     try:
         ranks = [info.rank for info in adapters.list()]
         if ranks:  # before the KV cache takes its share of what is free
-            lora.allocate(lora.layer_linears(), max(ranks))
+            take = partial(lora.allocate, lora.layer_linears(), max(ranks))
+            in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
         runner = build_runner(loaded, config, lora=lora)
         return _assemble(path, loaded, tokenizer, runner, adapters, config)
     except BaseException:

@@ -23,11 +23,14 @@ class EngineConfig:
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; "auto" picks cuda when there is one."""
     attention_backend: str = "auto"
-    """"torch"; "flashinfer" (NVIDIA GPU, `asyncengine[cuda]`); "auto" picks flashinfer where it runs the model."""
+    """"torch"; "compiled" (CPU, bfloat16 and float32); "flashinfer" (NVIDIA GPU, `asyncengine[cuda]`); "auto" picks
+    compiled or flashinfer where they run the model."""
     cuda_graphs: bool = True
     """On a GPU, run decode steps as CUDA graphs where the attention backend allows it."""
     num_threads: int | None = None
     """Threads torch uses inside one operator on CPU; None leaves torch's own choice."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Keep weights in 8 or 4 bits, on a CPU: faster and smaller, less accurate. None: in the model's type."""
     load_format: str = "auto"
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""
@@ -164,6 +167,8 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
+        if self.quantization not in (None, "int8", "int4"):
+            raise InvalidParameter("quantization", "must be 'int8', 'int4' or None", self.quantization)
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name not in _OPTIONAL):
@@ -208,7 +213,7 @@ _MINIMUM = {
 }  # fmt: skip
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attention_backend": ("auto", "torch", "flashinfer"),
+    "attention_backend": ("auto", "torch", "compiled", "flashinfer"),
     "load_format": ("auto", "dummy"),
     "kv_cache_dtype": ("auto", "fp8"),
     "eviction": ("lru", "lfu", "fifo", "priority"),

@@ -57,6 +57,20 @@ class StepView:
     A padding row looks like any other: start 0, count 1, page table [0], kv slot 0."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedHeads:
+    """How a row of a merged projection of queries, keys and values is to be read, and what it goes through."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    q_norm: torch.Tensor | None = None
+    """[key_dim] weight of an RMS norm of each query head, contiguous, in the model's type. None: no norm."""
+    k_norm: torch.Tensor | None = None
+    epsilon: float = 0.0
+
+
 class AttentionBackend(Protocol):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 

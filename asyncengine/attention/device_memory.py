@@ -1,13 +1,34 @@
-"""Pinned host arrays, their copies to the device, and events: everything a plan does outside of tensor arithmetic.
+"""Pinned host arrays, their copies to the device, and events: what is done outside of tensor arithmetic.
 
-One small object, so that the host half of a GPU backend can be tested where there is no GPU.
+What a plan needs is one small object, so that the host half of a GPU backend can be tested where there is no GPU.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Whatever names no device, streams and graphs above all, means this one. Each thread has a current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host` on `device`, behind what is queued there and without waiting for it; on CPU the same memory.
+
+    It goes through pinned memory of torch's caching allocator, which gives that to nobody else before the copy is done:
+    `host` may change at once. From pageable memory a copy would wait for the device.
+    """
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def upload(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> torch.Tensor:
+    """`array` on `device`, as `send` does it."""
+    return send(torch.from_numpy(array), device)
 
 
 class Event(Protocol):

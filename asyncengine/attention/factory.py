@@ -13,12 +13,15 @@ from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
+from asyncengine.cpu import compiler_missing
 from asyncengine.errors import InvalidParameter, OutOfMemory
 
 logger = logging.getLogger("asyncengine")
 
 _CPU_SHARE, _CPU_CAP = 0.25, 4 * 2**30
-_CUDA_SHARE = 0.85
+_CUDA_KEPT_BACK = (0.15, 4 * 2**30)
+"""What a GPU's pool leaves of the memory that the largest step leaves: this share or these bytes, whichever is less.
+For CUDA graphs, adapters that are loaded later, and gaps in torch's allocator."""
 _MODEST_TOKENS = 256
 """A pool that cannot hold one request of this length (or of the model's whole context, if less) is refused."""
 
@@ -48,7 +51,8 @@ def num_pages_for(
     elif device.type == "cpu":
         budget = min(int(free_bytes * _CPU_SHARE), _CPU_CAP)
     else:
-        budget = int(free_bytes * _CUDA_SHARE)
+        share, most = _CUDA_KEPT_BACK
+        budget = free_bytes - min(int(free_bytes * share), most)
     per_request = -(-max_model_len // config.page_size)
     pages = min(budget // size, config.max_num_seqs * per_request + 1)
     least = -(-min(_MODEST_TOKENS, max_model_len) // config.page_size) + 1
@@ -75,13 +79,13 @@ def make_backend(
     device: torch.device,
     max_model_len: int | None = None,
 ) -> AttentionBackend:
-    """The backend `config.attention_backend` names; "auto": FlashInfer where it is installed and runs, else torch.
+    """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
 
-    No row is longer than `max_model_len` tokens (None: than the whole pool). Raises `InvalidParameter` if FlashInfer
-    is asked for by name and cannot run, or if only FlashInfer could do what is asked.
+    No row is longer than `max_model_len` tokens (None: than the whole pool). Raises `InvalidParameter` if a backend is
+    asked for by name and cannot run, or if only FlashInfer could do what is asked.
     """
-    reason = 'attention_backend is "torch"'
-    if config.attention_backend != "torch":
+    reason = f'attention_backend is "{config.attention_backend}"'
+    if config.attention_backend in ("auto", "flashinfer"):
         found = _flashinfer_missing(layers, dtype, device)
         if found is None:
             backend = _try_flashinfer(config, layers, num_pages, dtype, device, max_model_len)
@@ -95,6 +99,16 @@ def make_backend(
             logger.warning("attention runs on the slower torch backend: %s", reason)
     if kv_dtype(config, dtype) != dtype:
         raise InvalidParameter("kv_cache_dtype", f"needs the flashinfer attention backend; {reason}", "fp8")
+    if config.attention_backend != "torch":
+        missing = compiler_missing(dtype, device)
+        if missing is None:
+            from asyncengine.attention.compiled import CompiledBackend  # imports numba
+
+            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype)
+            compiled.warm_up()
+            return compiled
+        if config.attention_backend == "compiled":
+            raise InvalidParameter("attention_backend", f"compiled cannot be used: {missing}", "compiled")
     return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device)
 
 

@@ -19,10 +19,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from asyncengine.attention.base import Int32Array, Int64Array, LayerSpec, StepView, page_bytes
+from asyncengine.attention.device_memory import upload
 from asyncengine.attention.masked import causal_bias, masked_attention
 
 _SCRATCH_BYTES = 16 * 2**20
 """Gathered keys of one decode group; keeps it near the last-level cache."""
+_DEVICE_SCRATCH_BYTES = 512 * 2**20
+"""The same where memory is not the CPU's: there every further group costs a dozen launches in each layer."""
 _PADDING_SHARE = 1.25
 """Rows join a decode group while the longest has at most this many times the pages of the shortest (plus one)."""
 _SCORE_ELEMENTS = 2**24
@@ -102,6 +105,10 @@ class TorchPagedBackend:
         self._keys = [pool(spec.num_kv_heads, spec.key_dim) for spec in layers]
         self._values = [pool(spec.num_kv_heads, spec.value_dim) for spec in layers]
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+        self._scratch_bytes = _SCRATCH_BYTES
+        if device.type != "cpu":  # and a small pool leaves little room beside it
+            share = max(keys.nbytes for keys in self._keys) // 4
+            self._scratch_bytes = max(min(_DEVICE_SCRATCH_BYTES, share), _SCRATCH_BYTES)
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _GroupPlan] = {}
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=device)
@@ -157,7 +164,7 @@ class TorchPagedBackend:
             first_pages = np.maximum(step.starts - group.window + 1, 0) // self.page_size
         num_pages = -(-ends // self.page_size) - first_pages
         one_page = spec.num_kv_heads * self.page_size * spec.key_dim * self._dtype.itemsize
-        most_pages = max(_SCRATCH_BYTES // one_page, 1)
+        most_pages = max(self._scratch_bytes // one_page, 1)
         decodes = []
         for rows in _similar_lengths(np.flatnonzero(step.counts == 1), num_pages, most_pages):
             decodes.append(self._plan_decodes(group, step, rows, first_pages[rows], int(num_pages[rows].max())))
@@ -206,7 +213,7 @@ class TorchPagedBackend:
         return self._to_device(index.reshape(-1))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
 
     # -- computing (device) --------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def exponential(x: np.float32) -> np.float32:
     power = power * rest + np.float32(1.6666665459e-1)
     power = power * rest + np.float32(5.0000001201e-1)
     power = power * rest * rest + rest + np.float32(1)
-    return power * _float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
+    found: np.float32 = power * _float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return found
 
 
 @inline

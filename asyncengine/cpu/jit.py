@@ -22,33 +22,45 @@ from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_OPTIONS: dict[str, Any] = {
-    "nogil": True,
-    "cache": True,
-    "error_model": "numpy",
-    # sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning
-    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
-}
+_REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
+"""Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
+_KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 prange: Any = numba.prange
 array: Any = numba.carray
 
 
+def _compiled(function: Function, **options: Any) -> Function:
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        compiled: Function = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to keep it in: a read-only installation, a user without a home
+        compiled = numba.njit(**options)(function)
+    return compiled
+
+
 def serial(function: Function) -> Function:
     """Compile a function that one thread runs."""
-    compiled: Function = numba.njit(**_OPTIONS)(function)
-    return compiled
+    return _compiled(function, **_REORDER)
 
 
 def inline(function: Function) -> Function:
     """Compile a function that belongs inside the loops of others."""
-    compiled: Function = numba.njit(inline="always", **_OPTIONS)(function)
-    return compiled
+    return _compiled(function, inline="always", **_REORDER)
 
 
 def parallel(function: Function) -> Function:
     """Compile a function whose `prange` loop runs on all threads."""
-    compiled: Function = numba.njit(parallel=True, **_OPTIONS)(function)
-    return compiled
+    return _compiled(function, parallel=True, **_REORDER)
+
+
+def serial_in_order(function: Function) -> Function:
+    """As `serial`, but sums stay in the order they are written in: one that does not depend on a tile's size."""
+    return _compiled(function)
+
+
+def parallel_in_order(function: Function) -> Function:
+    """As `parallel`, but sums stay in the order they are written in."""
+    return _compiled(function, parallel=True)
 
 
 def use_threads() -> int:
@@ -64,7 +76,7 @@ def use_threads() -> int:
 
 def kind_of(dtype: torch.dtype) -> Any:
     """What memory of this type is read as. Raises `KeyError` for types without kernels."""
-    return {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}[dtype]
+    return _KINDS[dtype]
 
 
 def _pointer(_: Any, address: Any, kind: Any) -> Any:

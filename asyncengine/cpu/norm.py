@@ -7,23 +7,39 @@ import torch
 
 from asyncengine.cpu.jit import array, kind_of, narrow, parallel, pointer, prange, serial, use_threads, widen
 
+_ALONE = 2**14
+"""Elements up to which one thread is done sooner than two have met."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside. x [..., width] contiguous, weight [width]."""
+    """x / rms(x) * weight over the last dimension, in float32 inside. x [..., width], weight [width]."""
     x = x.contiguous()
     out = torch.empty_like(x)
     width = weight.shape[0]
     rows = x.numel() // width
-    kind = kind_of(x.dtype)
-    _norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, epsilon, kind, use_threads())
+    where = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    if x.numel() <= _ALONE:
+        _norm_rows(*where, 0, rows, width, np.float32(epsilon), kind_of(x.dtype))
+    else:
+        _norm(*where, rows, width, np.float32(epsilon), kind_of(x.dtype), use_threads())
     return out
 
 
-@parallel
-def _norm(x: int, weight: int, out: int, rows: int, width: int, epsilon: float, kind: np.generic, threads: int) -> None:
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        _norm_rows(x, weight, out, first, last, width, np.float32(epsilon), kind)
+def add_rms_norm(
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum, its `rms_norm`) of residual + branch * scale, all [..., width]. Both are rounded, as torch does."""
+    residual, branch = residual.contiguous(), branch.contiguous()
+    total, out = torch.empty_like(residual), torch.empty_like(residual)
+    width = weight.shape[0]
+    rows = residual.numel() // width
+    where = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
+    numbers = (np.float32(scale), np.float32(epsilon), kind_of(residual.dtype))
+    if residual.numel() <= _ALONE:
+        _add_norm_rows(*where, 0, rows, width, *numbers)
+    else:
+        _add_norm(*where, rows, width, *numbers, use_threads())
+    return total, out
 
 
 @serial
@@ -41,3 +57,55 @@ def _norm_rows(
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
         for index in range(width):
             results[row, index] = narrow(widen(values[row, index]) * scale * widen(weights[index]), kind)
+
+
+@parallel
+def _norm(
+    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, threads: int
+) -> None:
+    for thread in prange(threads):
+        first, last = rows * thread // threads, rows * (thread + 1) // threads
+        _norm_rows(x, weight, out, first, last, width, epsilon, kind)
+
+
+@serial
+def _add_norm_rows(
+    residual: int,
+    branch: int,
+    weight: int,
+    total: int,
+    out: int,
+    first: int,
+    last: int,
+    width: int,
+    factor: np.float32,
+    epsilon: np.float32,
+    kind: np.generic,
+) -> None:
+    left = array(pointer(residual, kind), (last, width))
+    right = array(pointer(branch, kind), (last, width))
+    sums = array(pointer(total, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            product = widen(narrow(widen(right[row, index]) * factor, kind))
+            sums[row, index] = narrow(widen(left[row, index]) + product, kind)
+    _norm_rows(total, weight, out, first, last, width, epsilon, kind)
+
+
+@parallel
+def _add_norm(
+    residual: int,
+    branch: int,
+    weight: int,
+    total: int,
+    out: int,
+    rows: int,
+    width: int,
+    factor: np.float32,
+    epsilon: np.float32,
+    kind: np.generic,
+    threads: int,
+) -> None:
+    for thread in prange(threads):
+        first, last = rows * thread // threads, rows * (thread + 1) // threads
+        _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)

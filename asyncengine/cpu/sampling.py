@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.cpu.activation import exponential
-from asyncengine.cpu.jit import array, inline, kind_of, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.jit import inline, parallel, prange, serial, use_threads
 from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
 
 _LANES = 16
@@ -28,39 +28,31 @@ class Chooser:
         self._vocab_size = vocab_size
         self._num_blocks = -(-vocab_size // BLOCK)
         self._scratch = np.empty((0, 0), dtype=np.float32)
-        for dtype in (torch.bfloat16, torch.float32):  # compiled now rather than in somebody's first step
-            self.choose(
-                torch.zeros((1, vocab_size), dtype=dtype), *(np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
-            )
+        # compiled now rather than in somebody's first step
+        self.choose(torch.zeros((1, vocab_size)), np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
 
     def choose(
         self, logits: torch.Tensor, params: NDArray[np.float32], keys: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens int64 [rows], largest logits float32 [rows]) of logits [rows, vocab], bfloat16 or float32.
+        """(tokens int64 [rows], largest logits float32 [rows]) of logits [rows, vocab] of any float type.
 
         params float32 [rows, 3]: temperature (0: the largest logit's token), top-p, min-p; keys int64 [rows, 4]: top-k
         (0: all), both halves of the seed, position. A row whose largest logit is not finite gets token 0, and NaN for
         that logit if it has one anywhere.
         """
-        logits = logits.contiguous()
+        logits = logits.float().contiguous()
         rows = logits.shape[0]
         threads = min(use_threads(), rows)
         if len(self._scratch) < threads:
             self._scratch = np.empty((threads, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
         tokens, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        _choose(
-            logits.data_ptr(), rows, self._vocab_size, kind_of(logits.dtype), params, keys,
-            self._scratch, tokens.numpy(), best.numpy(), threads,
-        )  # fmt: skip
+        _choose(logits.numpy(), params, keys, self._scratch, tokens.numpy(), best.numpy(), threads)
         return tokens, best
 
 
 @parallel
 def _choose(
-    logits: int,
-    rows: int,
-    vocab: int,
-    kind: np.generic,
+    logits: NDArray[np.float32],
     params: NDArray[np.float32],
     keys: NDArray[np.int64],
     scratch: NDArray[np.float32],
@@ -68,50 +60,41 @@ def _choose(
     best: NDArray[np.float32],
     threads: int,
 ) -> None:
+    rows = len(logits)
     for thread in prange(threads):
         first, last = rows * thread // threads, rows * (thread + 1) // threads
-        _choose_rows(first, last, logits, vocab, kind, params, keys, scratch[thread], tokens, best)
+        for row in range(first, last):
+            tokens[row], best[row] = _choose_row(logits[row], params[row], keys[row], scratch[thread])
 
 
 @serial
-def _choose_rows(
-    first: int,
-    last: int,
-    logits: int,
-    vocab: int,
-    kind: np.generic,
-    params: NDArray[np.float32],
-    keys: NDArray[np.int64],
-    scratch: NDArray[np.float32],
-    tokens: NDArray[np.int64],
-    best: NDArray[np.float32],
-) -> None:
-    matrix = array(pointer(logits, kind), (last, vocab))
+def _choose_row(
+    values: NDArray[np.float32], params: NDArray[np.float32], keys: NDArray[np.int64], scratch: NDArray[np.float32]
+) -> tuple[int, Any]:
+    """(token, largest value)."""
+    vocab = len(values)
+    temperature, top_p, min_p = params
     scaled, kept, maxima = scratch[:vocab], scratch[vocab : 2 * vocab], scratch[2 * vocab :]
-    for row in range(first, last):
-        values = matrix[row]
-        most = _largest_of_blocks(values, maxima)
-        best[row], tokens[row] = most, 0
-        if not np.isfinite(most):
-            continue
-        temperature = params[row, 0]
-        if temperature == 0:
-            tokens[row] = _place_of(values, maxima, most)
-            continue
-        _scale(values, temperature, scaled)
-        for block in range(len(maxima)):
-            maxima[block] /= temperature
-        most /= temperature
-        least = max(most + np.log(params[row, 2]), most - np.float32(FAINT))
-        if keys[row, 0] > 0:
-            least = max(least, end_of_top(scaled, maxima, kept, most, keys[row, 0], params[row, 1]))
-        elif params[row, 1] < 1:
-            least = max(least, end_of_nucleus(scaled, maxima, kept, most, params[row, 1]))
-        tokens[row] = _draw(scaled, maxima, most, least, keys[row, 1], keys[row, 2], keys[row, 3])
+    largest = _largest_of_blocks(values, maxima)
+    if not np.isfinite(largest):
+        return 0, largest
+    if temperature == 0:
+        return _place_of(values, maxima, largest), largest
+    for index in range(vocab):
+        scaled[index] = values[index] / temperature
+    for block in range(len(maxima)):
+        maxima[block] /= temperature
+    most = largest / temperature
+    least = max(most + np.log(min_p), most - np.float32(FAINT))
+    if keys[0] > 0:
+        least = max(least, end_of_top(scaled, maxima, kept, most, keys[0], top_p))
+    elif top_p < 1:
+        least = max(least, end_of_nucleus(scaled, maxima, kept, most, top_p))
+    return _draw(scaled, maxima, most, least, keys[1], keys[2], keys[3]), largest
 
 
 @serial
-def _largest_of_blocks(values: NDArray[np.generic], maxima: NDArray[np.float32]) -> Any:
+def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32]) -> Any:
     """Fills `maxima`; returns the largest, or NaN if there is one anywhere."""
     lanes = np.empty(_LANES, dtype=np.float32)
     unordered = 0
@@ -122,11 +105,11 @@ def _largest_of_blocks(values: NDArray[np.generic], maxima: NDArray[np.float32])
         whole = begin + (end - begin) // _LANES * _LANES
         for start in range(begin, whole, _LANES):
             for lane in range(_LANES):
-                value = widen(values[start + lane])
+                value = values[start + lane]
                 unordered += np.isnan(value)
                 lanes[lane] = value if value > lanes[lane] else lanes[lane]
         for index in range(whole, end):
-            value = widen(values[index])
+            value = values[index]
             unordered += np.isnan(value)
             lanes[0] = value if value > lanes[0] else lanes[0]
         maxima[block] = lanes.max()
@@ -135,20 +118,14 @@ def _largest_of_blocks(values: NDArray[np.generic], maxima: NDArray[np.float32])
 
 
 @serial
-def _place_of(values: NDArray[np.generic], maxima: NDArray[np.float32], most: Any) -> int:
+def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], most: Any) -> int:
     """The first place of the largest value."""
     for block in range(len(maxima)):
         if maxima[block] == most:
             for index in range(block * BLOCK, min((block + 1) * BLOCK, len(values))):
-                if widen(values[index]) == most:
+                if values[index] == most:
                     return index
     return 0
-
-
-@serial
-def _scale(values: NDArray[np.generic], temperature: Any, scaled: NDArray[np.float32]) -> None:
-    for index in range(len(values)):
-        scaled[index] = widen(values[index]) / temperature
 
 
 @serial

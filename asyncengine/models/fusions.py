@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncengine.models.kernels import DeviceKernels
+from asyncengine.models.kernels import Kernels
 from asyncengine.models.linears import FastLinear, GatedMLP, Held, MergedQKV, RMSNorm, can_pack
 from asyncengine.models.mapped import MappedFiles
+from asyncengine.models.output_layer import faster_output_layer
+from asyncengine.models.probing import random_like, same
 from asyncengine.models.progress import LoadProgress
+from asyncengine.models.quantized import Quantizer
 from asyncengine.models.rotary import fuse_rotary
 
 logger = logging.getLogger("asyncengine")
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _PROBE_ROWS = 5
 
 
@@ -34,39 +36,38 @@ def fuse(
     run: Callable[[], torch.Tensor],
     files: MappedFiles,
     progress: LoadProgress,
-    kernels: DeviceKernels | None = None,
+    kernels: Kernels | None = None,
+    quantizer: Quantizer | None = None,
 ) -> list[str]:
     """Fuse what can be fused in place; returns what was done, e.g. ["qkv x 28", "rms_norm x 113"].
 
     `run` executes a short forward of the model as it stands and returns its logits. `kernels` are tried before torch's
-    own operations; what was done by them is counted once more, e.g. "rms_norm kernel x 113".
+    own operations; what was done by them is counted once more, e.g. "rms_norm kernel x 113". With a
+    `quantizer`, linears are handed to it instead of being packed.
     """
-    fuser = _Fuser(module, files, kernels)
+    fuser = _Fuser(module, files, kernels, pack=quantizer is None)
     ordered = _called_in_order(attention_modules, run)
     parents = [part for part in module.modules() if any(True for _ in part.children())]
     progress.stage("preparing layers", len(parents))
     with torch.inference_mode():
-        for parent in parents:
+        while parents:  # not kept in the list: what was replaced goes at once, and its weights with it
+            parent = parents.pop(0)
             if parent in ordered:
                 fuser.merge_qkv(parent)
             for name, child in list(parent.named_children()):
                 fuser.replace_norm(parent, name, child)
                 fuser.merge_gate_up(parent, name, child)
+            if quantizer is not None:
+                quantizer.replace_children(parent)
             progress.advance()
-        fuser.pack_linears(module)
+        if quantizer is None:
+            fuser.replace_output_layer(module)
+            fuser.pack_linears(module)
         if fuser.kernels is not None:
             fuser.done["rope kernel"] = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device, fuser.kernels)
         others = fuse_rotary(attention_modules, same, fuser.dtype, fuser.device)
         fuser.done["rope"] = fuser.done["rope kernel"] + others
     return [f"{name} x {count}" for name, count in sorted(fuser.done.items()) if count]
-
-
-def same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Equal up to rounding of their type, relative to the largest value."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return False
-    difference = float((expected.float() - found.float()).abs().max())
-    return difference <= _TOLERANCE[expected.dtype] * max(float(expected.float().abs().max()), 1e-6)
 
 
 def _called_in_order(attention_modules: list[Any], run: Callable[[], torch.Tensor]) -> set[Any]:
@@ -105,21 +106,20 @@ def _child(part: Any, name: str) -> Any:
 class _Fuser:
     """Swaps parts of one model and counts what it did."""
 
-    def __init__(self, module: Any, files: MappedFiles, kernels: DeviceKernels | None) -> None:
+    def __init__(self, module: Any, files: MappedFiles, kernels: Kernels | None, pack: bool) -> None:
         self.done: Counter[str] = Counter()
         self.kernels = kernels
         self._files = files
         parameter = next(iter(module.parameters()))
         self.dtype, self.device = parameter.dtype, parameter.device
-        self._pack = can_pack(self.dtype, self.device)
+        self._like = parameter.new_empty(0)
+        self._pack = pack and can_pack(self.dtype, self.device)
         embedding = module.get_input_embeddings()
         self._shared = {embedding.weight.data_ptr()}
         """Weights that are also read as embeddings: packing would make a second copy."""
 
     def _random(self, features: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(features)
-        values = torch.randn((1, _PROBE_ROWS, features), generator=generator, dtype=torch.float32)
-        return values.to(self.dtype).to(self.device)
+        return random_like(self._like, (1, _PROBE_ROWS, features))
 
     def replace_norm(self, parent: Any, name: str, child: Any) -> None:
         """A leaf with one 1-D weight that turns out to be RMS normalisation, by w or by 1 + w (Gemma)."""
@@ -136,13 +136,18 @@ class _Fuser:
             if not same(expected, candidate(x)):
                 continue
             if self.kernels is not None:
-                faster = RMSNorm(weight, epsilon, self.kernels.rms_norm)
-                if self._error(faster, x, expected) is not None:
+                faster = RMSNorm(weight, epsilon, self.kernels.rms_norm, self.kernels.add_rms_norm)
+                if self._error(faster, x, expected) is not None and self._adds(faster, x):
                     candidate = faster
                     self.done["rms_norm kernel"] += 1
             setattr(parent, name, candidate)
             self.done["rms_norm"] += 1
             return
+
+    def _adds(self, norm: RMSNorm, x: torch.Tensor) -> bool:
+        """Does its sum and norm in one give what they give one by one?"""
+        total, normed = norm.add(x, x.flip(1), 0.5)
+        return same(x + x.flip(1) * 0.5, total) and same(norm(total), normed)
 
     def merge_qkv(self, attention: Any) -> None:
         parts = [_child(attention, name) for name in _QKV]
@@ -200,6 +205,12 @@ class _Fuser:
             self.kernels = None  # the next one would fail alike, perhaps after minutes of compiling
             return None
         return float((expected.float() - found.float()).abs().max()) if same(expected, found) else None
+
+    def replace_output_layer(self, module: Any) -> None:
+        faster = faster_output_layer(module.get_output_embeddings(), self.dtype)
+        if faster is not None:
+            module.set_output_embeddings(faster)
+            self.done["output_layer"] += 1
 
     def pack_linears(self, module: Any) -> None:
         """Every linear left, but for those that share their weight with the embedding."""

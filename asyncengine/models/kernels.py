@@ -1,7 +1,7 @@
-"""FlashInfer's kernels for norms, gated activations and rotary embedding, in the shapes transformers' models use.
+"""Kernels for norms, gated activations and rotary embedding, in the shapes transformers' models use.
 
-Each does in one launch what takes several torch operations. They are candidates for `fusions`, no more: which of them
-a model gets is decided by comparison on random input.
+FlashInfer's on CUDA, compiled ones on the CPU. Each does in one call what takes several torch operations. They are
+candidates for `fusions`, no more: which of them a model gets is decided by comparison on random input.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from asyncengine.attention.flashinfer import load_flashinfer
 from asyncengine.config import EngineConfig
+from asyncengine.cpu import compiler_missing
+from asyncengine.models.linears import AddNorm
 
 logger = logging.getLogger("asyncengine")
 
@@ -24,24 +26,60 @@ Gated = Callable[[torch.Tensor], torch.Tensor]
 _ROTARY_DIMS = (64, 128, 256)
 
 
+class Kernels(Protocol):
+    """What a device offers."""
+
+    @property
+    def add_rms_norm(self) -> AddNorm | None: ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """x [..., width], weight [width]."""
+        ...
+
+    def gated(self) -> list[Gated]:
+        """Gated activations there are."""
+        ...
+
+    def rotation(self) -> Rotation | None:
+        """A rotation for the attention modules of one class."""
+        ...
+
+
+class CompiledKernels:
+    """Those of `asyncengine.cpu`. Rotation is part of its attention."""
+
+    def __init__(self) -> None:
+        from asyncengine.cpu import activation, norm
+
+        self.rms_norm, self.add_rms_norm = norm.rms_norm, norm.add_rms_norm
+        self._gated: list[Gated] = [activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.gelu_and_mul]
+
+    def gated(self) -> list[Gated]:
+        return self._gated
+
+    def rotation(self) -> None:
+        return None
+
+
 class DeviceKernels:
     """FlashInfer's kernels in the engine's shapes."""
+
+    add_rms_norm = None
 
     def __init__(self, flashinfer: Any) -> None:
         self._flashinfer = flashinfer
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """x [..., width], weight [width]."""
-        out: torch.Tensor = self._flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps=epsilon)
+        # [1, tokens, heads, dim] as a view of a merged projection: in three dimensions any stride will do
+        flat = x[0] if x.dim() == 4 and x.shape[0] == 1 else x.reshape(-1, x.shape[-1])
+        out: torch.Tensor = self._flashinfer.rmsnorm(flat, weight, eps=epsilon)
         return out.view(x.shape)
 
     def gated(self) -> list[Gated]:
-        """Gated activations there are."""
         names = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
         return [_contiguous(getattr(self._flashinfer, name)) for name in names]
 
     def rotation(self) -> Rotation:
-        """A rotation for the attention modules of one class."""
         return Rotation(self._flashinfer)
 
 
@@ -80,6 +118,17 @@ class Rotation:
             for out, like in zip(rotated, (query, key), strict=True)
         ]
         return parts[0], parts[1]
+
+
+def compiled_kernels(dtype: torch.dtype, device: torch.device) -> CompiledKernels | None:
+    """Those for this CPU, where there is a compiler for this type."""
+    if compiler_missing(dtype, device) is not None:
+        return None
+    try:
+        return CompiledKernels()
+    except Exception as error:  # a compiler that cannot be imported
+        logger.warning("fused kernels are torch's own: importing numba failed: %s", error)
+        return None
 
 
 def device_kernels(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> DeviceKernels | None:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
+AddNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""(residual, branch, scale, weight, epsilon) -> (residual + branch * scale, its RMS norm)."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -109,7 +111,8 @@ class GatedMLP(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight in one operation (Zhang and Sennrich 2019).
 
-    `kernel`, if given, computes it from (x, weight, epsilon).
+    `kernel`, if given, computes it from (x, weight, epsilon); `add_kernel` with the residual sum before it, from
+    (residual, branch, scale, weight, epsilon).
     """
 
     def __init__(
@@ -117,14 +120,23 @@ class RMSNorm(nn.Module):
         weight: torch.Tensor,
         epsilon: float,
         kernel: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None,
+        add_kernel: AddNorm | None = None,
     ) -> None:
         super().__init__()
         self._shape = tuple(weight.shape)
-        self._epsilon = epsilon
+        self.epsilon = epsilon
         self._kernel = kernel
+        self._add_kernel = add_kernel
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernel is not None:
-            return self._kernel(x, self.weight, self._epsilon)
-        return nn.functional.rms_norm(x, self._shape, self.weight, self._epsilon)
+            return self._kernel(x, self.weight, self.epsilon)
+        return nn.functional.rms_norm(x, self._shape, self.weight, self.epsilon)
+
+    def add(self, residual: torch.Tensor, branch: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum, its norm) of residual + branch * scale."""
+        if self._add_kernel is not None:
+            return self._add_kernel(residual, branch, scale, self.weight, self.epsilon)
+        total = residual + (branch if scale == 1.0 else branch * scale)
+        return total, self(total)

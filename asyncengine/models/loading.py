@@ -22,11 +22,13 @@ from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, Uns
 from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
 from asyncengine.models.dummy import count_elements, make_random
 from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
+from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
-from asyncengine.models.kernels import device_kernels
+from asyncengine.models.kernels import compiled_kernels, device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.memory import bound_kernel_caches, free_bytes
+from asyncengine.models.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.models.progress import LoadProgress
+from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes
 from asyncengine.models.rotary import freeze_rotary
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,6 +74,7 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         check_config(hf_config, checkpoint)
         device = resolve_device(config.device)
         dtype = _resolve_dtype(config, hf_config, checkpoint)
+        bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
         bar.stage("reading weights")
@@ -80,7 +83,7 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         bar.stage("checking attention")
         probed = probe(module, device)
         max_model_len = _max_model_len(hf_config, config)
-        fused = _prepare(module, probed, config, device, bar)
+        fused = _prepare(module, probed, config, bits, max_model_len, device, bar)
         freeze_rotary(module, max_model_len, device)
     text_config = hf_config.get_text_config()
     defaults = _generation_defaults(checkpoint)
@@ -98,20 +101,31 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         device=device,
         layers=probed.layers,
         attention_modules=probed.modules,
-        weights_bytes=probed.weights_bytes,
+        weights_bytes=probed.weights_bytes if bits is None else resident_bytes(module),
         fused=fused,
     )
 
 
-def _prepare(module: Any, probed: Probed, config: EngineConfig, device: torch.device, bar: LoadProgress) -> list[str]:
-    """Fuse, then take the weights out of their files. Raises `UnsupportedModel` if fusing changed the answer."""
+def _prepare(
+    module: Any, probed: Probed, config: EngineConfig, bits: int | None, max_model_len: int, device: torch.device,
+    bar: LoadProgress,
+) -> list[str]:  # fmt: skip
+    """Fuse and quantize, then take the weights out of their files. Raises `UnsupportedModel` if the answer changed."""
     files = MappedFiles()
     fused: list[str] = []
+    quantizer = None if bits is None else Quantizer(module, bits, files)
     if config.fuse:
-        kernels = device_kernels(config, next(iter(module.parameters())).dtype, device)
-        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar, kernels)
-        if not agree(probed.logits, run_recorded(module, device)[0]):
+        dtype = next(iter(module.parameters())).dtype
+        kernels = device_kernels(config, dtype, device) or compiled_kernels(dtype, device)
+        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar, kernels, quantizer)
+        if quantizer is None and not agree(probed.logits, run_recorded(module, device)[0]):
             raise UnsupportedModel(f"family {module.config.model_type!r} runs only unfused: set fuse=False")
+    if quantizer is not None:
+        quantizer.finish()
+        check_quantized(module.config.model_type, quantizer, probed.logits, run_recorded(module, device)[0])
+        fused += quantizer.summary()
+    if config.fuse:
+        fused += fuse_forward(module, probed.modules, probed.layers, max_model_len - 1)
     own_weights(module, files)
     return fused
 
@@ -188,6 +202,8 @@ def _from_pretrained(checkpoint: Checkpoint, hf_config: Any, config: EngineConfi
                 output_loading_info=True,
             )
         except (RuntimeError, OSError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
             raise ModelNotFound(f"{checkpoint.folder} cannot be loaded: {_first_line(error)}") from error
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
         bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from asyncengine.models.linears import FastLinear, GatedMLP, MergedQKV
+from asyncengine.models.output_layer import OutputLayer
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _GATE_UP = ("gate_proj", "up_proj")
@@ -73,7 +74,7 @@ def find_places(model: Any) -> list[Place]:
                 Place(child.gate_up, child.gate_up.in_features, tuple((f"{path}.{n}", half) for n in _GATE_UP))
             )
             inner.add(f"{path}.gate_up")
-        elif isinstance(child, (nn.Linear, FastLinear)):
+        elif isinstance(child, (nn.Linear, FastLinear, OutputLayer)):
             found.append(Place(child, child.in_features, ((path, child.out_features),), head=child is head))
         elif isinstance(child, Conv1D):  # stores the transpose, but maps in to out like any other
             found.append(Place(child, child.nx, ((path, child.nf),), "conv1d", head=child is head))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from asyncengine.attention.device_memory import send
 from asyncengine.models.lora_linears import Place
 
 RANK_STEP = 8
@@ -58,10 +59,10 @@ class LoraStack(ABC):
 
     def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Put a [r, in] and b [out of the part, r] into an empty slot; r is at most `rank`."""
-        rank = a.shape[0]
+        rank, device = a.shape[0], self._b.device
         self.held.add(slot)
-        self._a[slot, part, :rank].copy_(a)
-        self._b[slot, :rank, self._ends[part] : self._ends[part + 1]].copy_(b.T)
+        self._a[slot, part, :rank].copy_(send(a, device))
+        self._b[slot, :rank, self._ends[part] : self._ends[part + 1]].copy_(send(b, device).T)
 
     def clear(self, slot: int) -> None:
         self.held.discard(slot)
@@ -94,7 +95,8 @@ class LoraStack(ABC):
             a, b = self._a[slot].flatten(0, 1).T, self._b[slot]
             down = a.index_select(0, x[begin:end]) if self.place.embedding else x[begin:end] @ a
             if len(self.place.parts) == 1:
-                y[begin:end].addmm_(down, b)
+                rows = y[begin:end]  # logits are float32 in a bfloat16 model
+                rows.addmm_(down, b) if rows.dtype == b.dtype else rows.add_(down @ b)
                 continue
             for part, (left, right) in enumerate(pairwise(self._ends)):
                 part_of_down = down[:, part * self.rank : (part + 1) * self.rank]

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from asyncengine.errors import OutOfMemory
+
+_Made = TypeVar("_Made")
+
+_SAID_WITHOUT_MEMORY = (
+    "can't allocate memory",  # torch on CPU
+    "CUDA error: out of memory",  # the driver's own allocations: modules, events, graphs
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Sizes of oneDNN's own cache of compiled kernels and of the one that torch keeps beside it."""
 _KERNELS = 128
@@ -21,16 +33,32 @@ def free_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Did an allocation fail, on whatever device?"""
+    """Did an allocation fail, on whatever device and in whichever library?"""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's own words on CPU
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_WITHOUT_MEMORY)
 
 
 def release_cached(device: torch.device) -> None:
     """Give back what torch's allocator keeps for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: str) -> _Made:
+    """`work()`. Where memory does not suffice for it, `OutOfMemory` says that `what` does not fit, and what `helps`.
+
+    What `work` had taken by then is free again when the error arrives: it does not carry the frames that held it.
+    """
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        told = str(error).strip().split("\n")[0]
+    release_cached(device)
+    free = free_bytes(device) / 2**20
+    raise OutOfMemory(f"{what} does not fit on {device}, where {free:.0f} MiB are free now: {told} {helps}")
 
 
 def bound_kernel_caches() -> None:

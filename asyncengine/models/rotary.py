@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.models.kernels import DeviceKernels, Rotation
+from asyncengine.models.kernels import Kernels, Rotation
 
 _FUNCTION = "apply_rotary_pos_emb"
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
@@ -38,6 +38,29 @@ def freeze_rotary(module: Any, max_model_len: int, device: torch.device) -> None
             part.rope_type = "default"
 
 
+class RotaryTable:
+    """Cosines and sines of the first positions, computed once by the model's own rotary embedding.
+
+    On a CPU a step's own would take ten small operations, longer than the attention of a layer. The table is made when
+    a call first finds `most` positions set, which must not be before frequencies are frozen; 0: none.
+    """
+
+    def __init__(self, rotary: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self.most = 0
+        self._rotary = rotary
+        self._arguments, self._keywords = arguments, keywords
+        self._table: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> Any:
+        """What the rotary embedding gives for positions [1, T] and states of the type of `like`."""
+        if self.most == 0 or like.device.type != "cpu" or int(positions.max()) >= self.most:
+            return self._rotary(like, positions, *self._arguments, **self._keywords)
+        if not self._table:
+            every = torch.arange(self.most)[None]
+            self._table = tuple(part[0] for part in self._rotary(like, every, *self._arguments, **self._keywords))
+        return tuple(part.index_select(0, positions[0])[None] for part in self._table)
+
+
 def _changes(kind: str) -> bool:
     return "dynamic" in kind or kind == "longrope"
 
@@ -47,7 +70,7 @@ def fuse_rotary(
     same: Same,
     dtype: torch.dtype,
     device: torch.device,
-    kernels: DeviceKernels | None = None,
+    kernels: Kernels | None = None,
 ) -> int:
     """Give attention modules whose family rotates halves a faster application, `kernels`' if given; returns how many.
 
@@ -69,7 +92,7 @@ def fuse_rotary(
 
 
 def _rebind(
-    kind: type, same: Same, dtype: torch.dtype, device: torch.device, kernels: DeviceKernels | None
+    kind: type, same: Same, dtype: torch.dtype, device: torch.device, kernels: Kernels | None
 ) -> FunctionType | None:
     forward: Any = kind.__dict__.get("forward")
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
@@ -79,7 +102,10 @@ def _rebind(
         return None
     candidate = _halves_rotated(original)
     if kernels is not None:
-        candidate = _by_kernel(candidate, kernels.rotation())
+        rotation = kernels.rotation()
+        if rotation is None:
+            return None
+        candidate = _by_kernel(candidate, rotation)
     query, key, cos, sin = (
         torch.randn(shape, dtype=torch.float32).to(dtype).to(device)
         for shape in ((1, 4, 5, 64), (1, 2, 5, 64), (1, 5, 64), (1, 5, 64))

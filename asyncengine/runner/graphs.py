@@ -5,13 +5,14 @@ to the next larger one. A graph reads and writes fixed memory only: the step's a
 replay, and the logits come out of it. Padding rows compute a token at position 0 of page 0, which belongs to nobody.
 Steps with prompts, with scored prompts, or with more rows than the largest graph run without.
 
-Graphs with adapters read each row's slot from fixed memory too, and are captured when first needed; those of an
-allocation of slots that has changed since are thrown away.
+Graphs with adapters read each row's slot from fixed memory too. They are captured with the others where memory of
+adapters was allocated by then, else when first needed; those of an allocation that has changed since are thrown away.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,23 +56,43 @@ class _CudaGraph:
         self.graph.replay()
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""No state of anybody's: CUDA lets a process capture one graph at a time, because whoever begins waits for the whole
+device, and that breaks a capture that goes on there. Engines share nothing else."""
+
+
 class CudaCapture:
-    """Captures on the current stream's device; all graphs share one pool, for only one runs at a time."""
+    """Captures on the device that is current when it is made; all graphs share one pool, for only one runs at a time.
+
+    It keeps a stream for capturing, as a pool can be shared only between captures on one stream, and another one for
+    what comes before: memory that is cached for a stream is not seen by others.
+    """
 
     def __init__(self) -> None:
+        make: Any = torch.cuda.Stream  # untyped in torch
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._warm_up, self._stream = make(), make()
+        while self._stream == self._warm_up:  # torch hands out the same streams in turns
+            self._stream = make()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> Graph:
-        make: Any = torch.cuda.Stream  # untyped in torch
-        side = make()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # once outside: libraries allocate on their first call, which no graph may hold
+        before = torch.cuda.current_stream()
+        with _ONE_AT_A_TIME:
+            try:
+                return self._captured(work, before)
+            except BaseException:
+                # a failed capture cannot be ended either, and then torch leaves the thread on the capture's stream
+                torch.cuda.set_stream(before)
+                raise
+
+    def _captured(self, work: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> Graph:
+        self._warm_up.wait_stream(current)
+        with torch.cuda.stream(self._warm_up):  # libraries allocate on their first call, which no graph may hold
             work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
+        current.wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may use CUDA meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
         return _CudaGraph(graph, output)
 
@@ -114,15 +135,27 @@ class DecodeGraphs:
         self.seconds = 0.0
         """Spent capturing."""
 
-    def capture_all(self, progress: Callable[[], None] | None = None) -> None:
-        """Capture every size, largest first, so that smaller graphs find their memory in the pool."""
+    def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
+        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `told` after each.
+
+        With adapters too, where there is memory of adapters already: nobody has to wait for that later.
+        """
         for size in reversed(self.sizes):
             self._backend.prepare_graph(size)
         self._make_logits()
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
-            if progress is not None:
-                progress()
+            told()
+        if self._lora is None or not self._lora.nbytes:
+            return
+        self._version = self._lora.version
+        try:
+            for size in reversed(self.sizes):
+                self._backend.plan(_padding(size, self._kv_slots[:size]))
+                self._adapted[size] = self._captured(size, self._lora)
+                told()
+        except Exception as error:
+            self._without_adapted(error)
 
     def size_for(self, step: Step, adapters: Sequence[int]) -> int | None:
         """The graph that `step` fits into, if it does. `adapters`: each row's slot or 0."""
@@ -158,8 +191,7 @@ class DecodeGraphs:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                logger.warning("decode steps with adapters run without CUDA graphs: %s", error)
-                self._plain_only = True
+                self._without_adapted(error)
                 return None
         graph.replay()
         return graph.output[:rows]
@@ -169,6 +201,11 @@ class DecodeGraphs:
         self._plain.clear()
         self._adapted.clear()
         self._logits = torch.empty(0)
+
+    def _without_adapted(self, error: Exception) -> None:
+        logger.warning("decode steps with adapters run without CUDA graphs: %s", error)
+        self._adapted.clear()
+        self._plain_only = True
 
     def _adapted_graph(self, size: int, adapters: Sequence[int]) -> Graph:
         assert self._lora is not None

@@ -137,11 +137,16 @@ class LoraLayers:
             self._make_room(self._places[path][0], factors.a.shape[0])
         self.clear(slot)
         used: dict[str, LoraStack] = {}
-        for path, factors in adapter.modules.items():
-            place, part = self._places[path]
-            key = place.parts[0][0]
-            used[key] = self._stacks[key]
-            used[key].write(slot - 1, part, factors.a, factors.b)
+        try:
+            for path, factors in adapter.modules.items():
+                place, part = self._places[path]
+                key = place.parts[0][0]
+                used[key] = self._stacks[key]
+                used[key].write(slot - 1, part, factors.a, factors.b)
+        except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
+            for stack in used.values():
+                stack.clear(slot - 1)
+            raise
         self._written[slot] = list(used.values())
         self._ranks[slot - 1] = max((padded_rank(each.a.shape[0]) for each in adapter.modules.values()), default=0)
 
@@ -192,11 +197,10 @@ class LoraLayers:
                 raise InvariantViolation(f"a row uses adapter slot {slot}, which is empty")
 
     def close(self) -> None:
-        """Leave the model as it was loaded and free all slots. Idempotent."""
+        """Leave the model as it was loaded, free all slots and let go of the model. Idempotent."""
         self._detach()
-        self._stacks.clear()
-        self._written.clear()
-        self._known.clear()
+        for held in (self._stacks, self._written, self._known, self._places, self.modules):
+            held.clear()
 
     def _row_step(self, own: Int64Array) -> RowStep:
         key = own.tobytes()

@@ -17,7 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.batch import Batch, Row
-from asyncengine.runner.transfer import upload
+from asyncengine.runner.transfer import send, upload
+
+_PART_ELEMENTS = 2**24
+"""Logits masked at once: bounds the working memory at some 200 MB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,20 +136,32 @@ class MaskFiller:
 
 
 def apply_masks(logits: torch.Tensor, masks: FilledMasks) -> None:
-    """Set what is not allowed to -inf, in place. logits float [rows, vocab]; all masked rows in one operation."""
+    """Set what is not allowed to -inf, in place. logits float [rows, vocab]; many masked rows in one operation."""
     device, vocab = logits.device, logits.shape[-1]
-    if device.type == "cpu":
-        data = masks.packed.numpy().view(np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(data, axis=1, count=vocab, bitorder="little").view(np.bool_))
-    else:
-        packed = masks.packed.to(device, non_blocking=True)
-        shifts = torch.arange(32, dtype=torch.int32, device=device)
-        allowed = ((packed[:, :, None] >> shifts) & 1).view(packed.shape[0], -1)[:, :vocab].bool()
-    if len(masks.places) == logits.shape[0]:
-        logits.masked_fill_(~allowed, float("-inf"))
-    else:
-        index = upload(np.array(masks.places, dtype=np.int64), device)
-        logits[index] = logits[index].masked_fill(~allowed, float("-inf"))
+    packed = send(masks.packed, device).view(torch.uint8)
+    unpack = unpack_on_host if device.type == "cpu" else unpack_bits
+    all_rows = len(masks.places) == logits.shape[0]
+    most = max(_PART_ELEMENTS // vocab, 1)
+    for begin in range(0, len(packed), most):
+        refused = unpack(packed[begin : begin + most], vocab).logical_not_()
+        if all_rows:
+            logits[begin : begin + most].masked_fill_(refused, float("-inf"))
+        else:
+            index = upload(np.array(masks.places[begin : begin + most], dtype=np.int64), device)
+            logits.index_copy_(0, index, logits[index].masked_fill_(refused, float("-inf")))
+
+
+def unpack_on_host(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """uint8 [rows, n] on the CPU, lowest bit first -> bool [rows, count]. Several times faster than `unpack_bits`."""
+    bits = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """The same on any device, in eight bytes for each of `packed`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[:, :, None] >> shifts).bitwise_and_(1)
+    return bits.view(len(packed), -1)[:, :count].view(torch.bool)
 
 
 def grammar_failed(error: Exception) -> str:

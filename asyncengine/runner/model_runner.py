@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,20 +11,16 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend
-from asyncengine.attention.factory import make_backend, num_pages_for
 from asyncengine.batch import Batch, FinishedStep, StepResult
-from asyncengine.config import EngineConfig
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import free_bytes, is_out_of_memory, release_cached
-from asyncengine.models.progress import LoadProgress
+from asyncengine.models.memory import is_out_of_memory, release_cached
 from asyncengine.protocols import StepHandle
-from asyncengine.runner.graphs import Capture, CudaCapture, DecodeGraphs, graph_sizes
+from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
-from asyncengine.runner.rehearsal import largest_step
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
@@ -31,6 +28,8 @@ from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
 logger = logging.getLogger("asyncengine")
 
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
+_HELD = ("_attention_modules", "_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited")
+"""What refers to weights, adapters or device memory; gone once the runner is closed."""
 
 
 class ModelRunner:
@@ -103,10 +102,11 @@ class ModelRunner:
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
-            if step.sampling:
-                self._sample(pending, step, logits, masks)
+            sampled = self._sample(pending, step, logits, masks) if step.sampling else None
             for index, first, last in step.prompt_spans:
                 self._score_prompt(pending, index, logits[first:last])
+            if sampled is not None:
+                self._keep(pending, sampled)
             pending.readback.send()
         return pending
 
@@ -132,20 +132,27 @@ class ModelRunner:
         return logits
 
     def use_graphs(
-        self, sizes: Sequence[int], capture: Capture, progress: Callable[[], None] | None = None
+        self, sizes: Sequence[int], capture: Capture, told: Callable[[], None] = lambda: None
     ) -> DecodeGraphs:
-        """Run decode steps of up to the largest of `sizes` rows as graphs, which are captured now."""
+        """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `told` after each."""
         graphs = DecodeGraphs(self._compute, self._backend, self._lora, sizes, self._device, capture)
         with torch.inference_mode(), on_device(self._device):
-            graphs.capture_all(progress)
+            graphs.capture_all(told)
         self._graphs = graphs
         return graphs
 
     def close(self) -> None:
-        """Free KV memory and let go of the weights. Idempotent."""
+        """Free KV memory and let go of the weights and of everything on the device. Idempotent."""
+        if self._module is None:
+            return
+        self._let_go()
+        if self._device.type != "cpu":  # Python does not know when memory is short there
+            gc.collect()  # fused modules refer to themselves
+            release_cached(self._device)
+
+    def _let_go(self) -> None:
         for module in self._attention_modules:
             attach(module, None)
-        self._attention_modules = []
         if self._graphs is not None:
             self._graphs.close()
         self._backend.close()
@@ -153,21 +160,17 @@ class ModelRunner:
         if self._lora is not None:
             self._lora.close()
         self._module = None
+        for name in _HELD:
+            delattr(self, name)
 
-    def _sample(self, pending: PendingStep, step: Step, logits: torch.Tensor, masks: StepMasks | None) -> None:
+    def _sample(self, pending: PendingStep, step: Step, logits: torch.Tensor, masks: StepMasks | None) -> torch.Tensor:
+        """int64 tokens of the sampling rows, on the device. Everything that is made of them goes into `pending`."""
         rows = [pending.batch.rows[index] for index in step.sampling]
         if len(step.sample_logits) != logits.shape[0]:
             logits = logits[upload(step.sample_logits, self._device)]
         filled = FilledMasks.none() if masks is None else masks.wait(step.sampling)
         sampled = self._sampler.sample(rows, logits, filled, self._last_token)
-        # what a matcher puts in the place of a token is not here: rows launched for this one are void then
-        slots = upload(np.array([row.slot for row in rows], dtype=np.int64), self._device)
-        self._last_token.index_copy_(0, slots, sampled.tokens)
         pending.sampling, pending.filled = step.sampling, filled
-        for place in filled.void:  # tokens that were not to be have been counted
-            self._sampler.forget(rows[place].slot)
-        for place in filled.places:
-            pending.awaited[place] = self._awaited[rows[place].slot] = AwaitedToken(pending.wait)
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
         if wanted:
@@ -178,6 +181,18 @@ class ModelRunner:
             for place in wanted:
                 if rows[place].grammar is not None:
                     pending.steerable[place] = pending.readback.fetch(logits[place].clone())
+        return sampled.tokens
+
+    def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
+        """What later steps build on, when all memory for this one is taken: launched again, a step must find what was
+        there before it."""
+        slots = [pending.batch.rows[index].slot for index in pending.sampling]
+        # what a matcher puts in the place of a token is not here: rows launched for this one are void then
+        self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
+        for place in pending.filled.void:  # tokens that were not to be have been counted
+            self._sampler.forget(slots[place])
+        for place in pending.filled.places:
+            pending.awaited[place] = self._awaited[slots[place]] = AwaitedToken(pending.wait)
 
     def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:
         row = pending.batch.rows[index]
@@ -186,63 +201,3 @@ class ModelRunner:
         targets = upload(np.array(following, dtype=np.int64), self._device)
         found = token_logprobs(logits, targets, row.spec.params.top_logprobs)
         pending.prompts.append((index, pending.readback.fetch(finite), found.fetch(pending.readback)))
-
-
-def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None) -> ModelRunner:
-    """Size the KV pool and make the runner. Raises `OutOfMemory` if the pool cannot hold one modest request.
-
-    What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
-
-    The only torch-wide setting touched is the number of threads, and only when `num_threads` is given.
-    """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    free = free_bytes(model.device)
-    if model.device.type == "cuda" and config.kv_cache_memory is None:
-        free -= _working_bytes(model, config)
-    pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, model.device, free)
-    backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
-    runner = ModelRunner(
-        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora
-    )
-    if model.device.type == "cuda" and config.cuda_graphs and backend.graphs:
-        _capture_graphs(runner, config, model.device)
-    return runner
-
-
-def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
-    """Bytes that a step of `max_num_seqs` rows and `max_num_batched_tokens` tokens takes beside weights and KV memory.
-
-    Kernels are compiled and libraries allocate on their first call, so that it also pays for what later steps find
-    done. Raises `torch.OutOfMemoryError` if not even that fits.
-    """
-    batch, pages = largest_step(config, model.max_model_len)
-    backend = make_backend(config, model.layers, pages, model.dtype, model.device, model.max_model_len)
-    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs)
-    try:
-        before = torch.cuda.memory_allocated(model.device)
-        torch.cuda.reset_peak_memory_stats(model.device)
-        runner.rehearse(batch)
-        torch.cuda.synchronize(model.device)
-        return torch.cuda.max_memory_allocated(model.device) - before
-    finally:
-        runner.close()
-        del runner, backend
-        release_cached(model.device)
-
-
-def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.device) -> None:
-    """Capture all decode graphs, and say what they took."""
-    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-    before = free_bytes(device)
-    with LoadProgress(config.show_progress) as progress:
-        progress.stage("capturing CUDA graphs", len(sizes))
-        try:
-            graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            logger.warning("decode steps run without CUDA graphs: %s", error)
-            return
-    taken = (before - free_bytes(device)) / 2**20
-    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", len(sizes), graphs.seconds, taken)

@@ -7,11 +7,14 @@ owner or the request has fewer tokens than were counted (it was preempted with a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from asyncengine.batch import Row, RowSpec
+from asyncengine.runner.transfer import upload
 
 
 @dataclass(slots=True)
@@ -57,14 +60,17 @@ class PenaltyTable:
         return state.prompt_seen, state.output_counts
 
     def _extend(self, state: _SlotState, row: Row, total: int, last_token: torch.Tensor) -> None:
+        """Each part is marked as counted once it is: a step that runs out of memory between two is launched again."""
         known = total - row.in_flight
         prompt_len = row.spec.prompt_len
         prompt = row.tokens[state.counted : min(known, prompt_len)]
         if prompt:
-            state.prompt_seen[torch.tensor(prompt, device=self._device)] = True
+            state.prompt_seen.index_fill_(0, self._ids(prompt), True)
+            state.counted += len(prompt)
         output = row.tokens[max(state.counted, prompt_len) : known]
         if output:
-            self._count(state, torch.tensor(output, device=self._device))
+            self._count(state, self._ids(output))
+            state.counted += len(output)
         if row.in_flight and state.counted <= known:
             self._count(state, last_token[row.slot : row.slot + 1])
         state.counted = total
@@ -72,3 +78,6 @@ class PenaltyTable:
     def _count(self, state: _SlotState, tokens: torch.Tensor) -> None:
         ones = torch.ones(tokens.shape, dtype=torch.int32, device=self._device)
         state.output_counts.index_add_(0, tokens, ones)
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(tokens, dtype=np.int64), self._device)

@@ -6,8 +6,12 @@ from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
-_SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=0, repetition_penalty=1.0, min_tokens=1)
-"""What makes the sampler keep the most copies of a step's logits."""
+_SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=0, repetition_penalty=1.1, min_tokens=1, logprobs=True, top_logprobs=20,
+    prompt_logprobs=True,
+)  # fmt: skip
+"""What takes the most memory beside the model's own: logits of all tokens, the sampler's copies of those it samples
+from, counts for penalties. Masks of grammars come in small parts."""
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> tuple[Batch, int]:

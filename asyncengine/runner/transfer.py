@@ -1,38 +1,36 @@
 """Between host and device without waiting: what a step sends, and how its results come back.
 
-Host memory that is sent is pinned and comes from torch's caching allocator, which gives it to nobody else before the
-copy is done. Results are copied on a stream of their own, behind an event, so that the next step's kernels do not queue
+Results are copied on a stream of their own, behind an event, so that the next step's kernels do not queue
 behind them; whoever wants them waits for a second event, on any thread.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 
+from asyncengine.attention.device_memory import on_device, send, upload
 
-def upload(array: np.ndarray[tuple[int, ...], np.dtype[Any]], device: torch.device) -> torch.Tensor:
-    """`array` on `device`; on CPU the same memory."""
-    host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+__all__ = ["Readback", "copy_stream", "on_device", "send", "upload"]
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for results; None where the device is the host."""
+    """A stream for results; None where the device is the host.
+
+    torch hands out the same 32 streams of a priority in turns. Graphs are captured on streams of the default priority:
+    with this one, no copy of another engine can land in a stream that is being captured.
+    """
     stream: Any = torch.cuda.Stream
-    return None if device.type == "cpu" else stream(device)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Whatever names no device, streams and graphs above all, means this one."""
-    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
+    return None if device.type == "cpu" else stream(device, priority=-1)
 
 
 class Readback:
-    """The results of one step on their way to the host. `fetch` each, `send` once, `wait` before reading any."""
+    """The results of one step on their way to the host. `fetch` each, `send` once, `wait` before reading any.
+
+    What is copied is kept until it has arrived: only then may its memory go to somebody else, who knows nothing of this
+    stream.
+    """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         """`stream`: where copies run; None: the device is the host."""
@@ -61,11 +59,11 @@ class Readback:
         with torch.cuda.stream(self._stream):
             for host, tensor in self._copies:
                 host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
-        self._copies.clear()
-        self._arrived = self._stream.record_event()
+        event: Any = torch.cuda.Event  # untyped in torch
+        self._arrived = self._stream.record_event(event(blocking=True))  # else waiting burns a core
 
     def wait(self) -> None:
         """Block, without the interpreter lock, until all is here."""
         if self._arrived is not None:
             self._arrived.synchronize()
+            self._copies.clear()

@@ -148,7 +148,7 @@ def test_eight_bit_memory_counts_half(machine: Machine) -> None:
 
 
 def test_on_a_cpu_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert factory.make_backend(EngineConfig(), LAYERS, 5, torch.float32, CPU).name == "torch"
+    assert factory.make_backend(EngineConfig(), LAYERS, 5, torch.float32, CPU).name == "compiled"
     assert caplog.records == []
     with pytest.raises(InvalidParameter, match="flashinfer cannot be used: it needs an NVIDIA GPU"):
         factory.make_backend(EngineConfig(attention_backend="flashinfer"), LAYERS, 5, torch.float32, CPU)
@@ -178,4 +178,4 @@ def test_flashinfer_is_not_imported_before_it_is_needed() -> None:
         "print(make_backend(EngineConfig(), [spec], 5, torch.float32, torch.device('cpu')).name)"
     )
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "torch"
+    assert run.stdout.strip() == "compiled"

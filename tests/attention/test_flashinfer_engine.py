@@ -27,7 +27,8 @@ from asyncengine.attention.factory import make_backend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner.model_runner import ModelRunner, build_runner
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.model_runner import ModelRunner
 
 WANT = 14
 LENGTHS = [1, 22, 33, 6, 4]
@@ -105,7 +106,7 @@ def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypa
         backend.warm_up()
         return backend
 
-    monkeypatch.setattr("asyncengine.runner.model_runner.make_backend", make)
+    monkeypatch.setattr("asyncengine.runner.building.make_backend", make)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def expected(folder: Callable[[str], Path]) -> Callable[[str], Answers]:
     @cache
     def get(name: str) -> Answers:
         with torch_backend():
-            runner = make_runner(folder(name))
+            runner = make_runner(folder(name), attention_backend="torch")
         assert runner.attention_backend == "torch"
         try:
             return answers(Driver(runner))
@@ -129,7 +130,7 @@ def expected(folder: Callable[[str], Path]) -> Callable[[str], Answers]:
 def torch_backend() -> Iterator[None]:
     """What is built here runs on torch, whatever `on_flashinfer` has set up."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("asyncengine.runner.model_runner.make_backend", make_backend)
+        patch.setattr("asyncengine.runner.building.make_backend", make_backend)
         yield
 
 

@@ -22,7 +22,11 @@ def pages(free: int, device: torch.device = CPU, length: int = 4096, **fields: o
 
 def test_a_share_of_free_memory() -> None:
     assert pages(GIB) == GIB // 4 // PAGE
-    assert pages(GIB, torch.device("cuda")) == int(GIB * 0.85) // PAGE
+    assert pages(GIB, torch.device("cuda")) == (GIB - int(GIB * 0.15)) // PAGE
+
+
+def test_of_a_large_gpu_a_fixed_amount_is_kept_back() -> None:
+    assert pages(100 * GIB, torch.device("cuda"), length=409600) == 96 * GIB // PAGE
 
 
 def test_on_cpu_at_most_four_gib() -> None:

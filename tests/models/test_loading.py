@@ -16,7 +16,7 @@ from support.tiny_models import VOCAB, WINDOW, make_model
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.models.loading import LoadedModel, load_model
-from asyncengine.runner.model_runner import build_runner
+from asyncengine.runner.building import build_runner
 
 SMALL = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64)
 

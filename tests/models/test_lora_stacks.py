@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.device_modes import DEVICE, NoWaiting
 from torch import nn
 
 from asyncengine.models import lora_rows
@@ -48,6 +49,14 @@ def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
 def make(form: str, place: Place, rank: int = 16) -> LoraStack:
     kind = RowStack if form == "rows" else MaskedStack
     return kind(place, SLOTS, rank, torch.float32, CPU)
+
+
+def test_factors_are_sent_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may be running while an adapter is written for the next one."""
+    stack = MaskedStack(place_of([32, 8, 8]), SLOTS, 16, torch.float32, DEVICE)
+    with NoWaiting(monkeypatch) as mode:
+        stack.write(1, 2, torch.ones(4, 20), torch.ones(8, 4))
+    assert mode.copies == 2
 
 
 def step_of(form: str, slots: Sequence[int]) -> Any:

@@ -11,7 +11,7 @@ from support.drive import Driver, greedy_reference, prompts
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner.model_runner import build_runner
+from asyncengine.runner.building import build_runner
 
 ORIGINAL = 32
 

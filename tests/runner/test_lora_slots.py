@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Checkpoint
+from support.device_modes import FailOnce
 from support.drive import prompts
 from support.lora_driver import make_driver
 from support.lora_reference import LENGTHS, WANT, Reference, Weights
@@ -47,6 +48,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(field: str, llama: Ref
     with pytest.raises(InvariantViolation):
         driver.lora.write(0, llama.adapters[0])
     assert (driver.scores(1), driver.lora.nbytes) == (before, taken)
+
+
+def test_a_write_that_runs_out_of_memory_leaves_the_slot_empty(llama: Reference, checkpoint: Checkpoint) -> None:
+    """Whoever gets the slot next may not use all the modules of the adapter that did not fit."""
+    driver = make_driver(checkpoint, "llama", max_rank=8)
+    driver.lora.allocate(driver.lora.modules)
+    path, factors = next(iter(llama.adapters[0].modules.items()))
+    driver.lora.write(1, Weights({path: factors}))
+    alone = driver.scores(1)
+    counting = FailOnce(0)
+    with counting:
+        driver.lora.write(2, llama.adapters[0])
+    for at in (counting.seen // 2, counting.seen):
+        with pytest.raises(torch.OutOfMemoryError), FailOnce(at):
+            driver.lora.write(2, llama.adapters[0])
+        with pytest.raises(InvariantViolation, match="slot 2, which is empty"):
+            driver.scores(2)
+        driver.lora.write(2, Weights({path: factors}))
+        assert driver.scores(2) == alone
 
 
 def test_memory_is_taken_for_targets_only(llama: Reference, checkpoint: Checkpoint) -> None:

@@ -12,7 +12,8 @@ from support.tiny_models import make_checkpoint
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner.model_runner import ModelRunner, build_runner
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.model_runner import ModelRunner
 
 Checkpoint = Callable[..., Path]
 MakeRunner = Callable[..., ModelRunner]

@@ -14,7 +14,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.factory import kv_dtype
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.flashinfer_plan import why_not
-from asyncengine.runner import lora, model_runner
+from asyncengine.runner import building, lora
 from asyncengine.runner.graphs import DecodeGraphs, graph_sizes
 
 
@@ -33,7 +33,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
     """Every engine built from now on; counts what ran. What cannot run on FlashInfer stays on torch."""
     calls: Counter[str] = Counter()
     make, build, install, run = (
-        model_runner.make_backend, model_runner.build_runner, lora.install_lora, DecodeGraphs.run,
+        building.make_backend, building.build_runner, lora.install_lora, DecodeGraphs.run,
     )  # fmt: skip
 
     def make_backend(
@@ -61,8 +61,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
             self._lora.begin_none()  # as it was at capture, which a real replay knows without being told
         return run(self, step, size, adapters)
 
-    monkeypatch.setattr(model_runner, "make_backend", make_backend)
-    monkeypatch.setattr(model_runner, "build_runner", build_runner)
+    monkeypatch.setattr(building, "make_backend", make_backend)
+    monkeypatch.setattr(building, "build_runner", build_runner)
     monkeypatch.setattr(lora, "install_lora", lambda *arguments: install(*arguments, masked=True))
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return calls

@@ -1,0 +1,126 @@
+"""Vector code for kernels that numba's loops cannot express: what they are built from, in LLVM's own terms.
+
+numba has no vector values. A tile, the innermost part of a matrix product, is therefore a numba intrinsic that writes
+LLVM instructions on vectors of sixteen lanes; LLVM cuts those to what the machine has. Nothing here runs in a kernel:
+all but `bits_of` and `number_of` run while one is compiled, with the `builder` that takes instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
+LINE = 64
+"""Bytes of a vector, and of a line of cache on the CPUs that have such vectors."""
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+def serial(function: Any) -> Any:
+    """As `jit.serial`, but sums stay in the order they are written in: one that does not depend on the tile's size."""
+    return numba.njit(**_OPTIONS)(function)
+
+
+def parallel(function: Any) -> Any:
+    """As `jit.parallel`, but sums stay in the order they are written in."""
+    return numba.njit(parallel=True, **_OPTIONS)(function)
+
+
+def _bits_of(_: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], WORD)
+
+    return numba.types.int32(numba.types.float32), generate
+
+
+def _number_of(_: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], FLOAT)
+
+    return numba.types.float32(numba.types.int32), generate
+
+
+bits_of: Any = intrinsic(_bits_of)
+"""bits_of(number), inside kernels: the int32 with the bits of a float32."""
+number_of: Any = intrinsic(_number_of)
+"""number_of(bits), inside kernels: the float32 with the bits of an int32."""
+
+
+def cpu_has(*features: str) -> bool:
+    """True if kernels are compiled for a CPU with all these features, by LLVM's names."""
+    if numba.config.CPU_NAME is not None or numba.config.CPU_FEATURES is not None:
+        chosen = str(numba.config.CPU_FEATURES or "").split(",")  # kernels for other machines than this one
+        return all(f"+{name}" in chosen for name in features)
+    host: Any = llvmlite.binding.get_host_cpu_features()
+    return all(host.get(name, False) for name in features)
+
+
+def constant(kind: Any, value: float) -> Any:
+    """A vector with one known number in all lanes."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def splat(builder: Any, value: Any) -> Any:
+    """A vector of sixteen with `value` in all lanes."""
+    kind = ir.VectorType(value.type, LANES)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, WORD(0))
+    return builder.shuffle_vector(first, first, constant(WORDS, 0))
+
+
+def load(builder: Any, address: Any, kind: Any) -> Any:
+    """A value of that type from any address, aligned or not."""
+    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    found.align = 1
+    return found
+
+
+def store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def call(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """Call one of LLVM's own functions."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Have a line of memory brought into the second-level cache. Any address will do, even one past the end."""
+    pointer = builder.inttoptr(address, BYTE.as_pointer())
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, WORD(0), WORD(2), WORD(1)])
+
+
+def at(builder: Any, base: Any, stride: Any, index: int, offset: Any) -> Any:
+    """base + stride * index + offset, in bytes."""
+    return builder.add(builder.add(base, builder.mul(stride, LONG(index))), offset)
+
+
+def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """left * right + total on sixteen float32, rounded once."""
+    return call(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
+
+
+def sum_lanes(builder: Any, four: list[Any]) -> Any:
+    """The sums over the lanes of four vectors, as one vector of four."""
+    found = _fold(builder, _fold(builder, four[0], four[1], LANES), _fold(builder, four[2], four[3], LANES), LANES // 2)
+    for block in (LANES // 4, LANES // 8):
+        found = _fold(builder, found, None, block)
+    return found
+
+
+def _fold(builder: Any, left: Any, right: Any, block: int) -> Any:
+    """Add the two halves of every block of lanes: those of `left`, then those of `right` if there is one."""
+    count = left.type.count * (1 if right is None else 2)
+    low = [lane for first in range(0, count, block) for lane in range(first, first + block // 2)]
+    kind = ir.VectorType(WORD, len(low))
+    halves = [ir.Constant(kind, [lane + shift for lane in low]) for shift in (0, block // 2)]
+    right = left if right is None else right
+    return builder.fadd(*(builder.shuffle_vector(left, right, half) for half in halves))

@@ -1,0 +1,114 @@
+"""From a loaded model to a runner: what a step takes is measured, the KV pool gets of the rest, graphs are captured."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from asyncengine.attention.factory import make_backend, num_pages_for
+from asyncengine.batch import Batch, Row, RowSpec
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import LoadedModel
+from asyncengine.models.memory import free_bytes, in_words, release_cached
+from asyncengine.models.progress import LoadProgress
+from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
+from asyncengine.runner.lora import LoraLayers
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.rehearsal import largest_step
+from asyncengine.runner.transfer import on_device
+from asyncengine.sampling_params import SamplingParams
+
+logger = logging.getLogger("asyncengine")
+
+_HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
+
+
+def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None) -> ModelRunner:
+    """Size the KV pool and make the runner.
+
+    Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.
+
+    What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
+
+    The only torch-wide setting touched is the number of threads, and only when `num_threads` is given.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    with on_device(model.device):
+        work = partial(_build, model, config, lora)
+        return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
+
+
+def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None) -> ModelRunner:
+    device = model.device
+    release_cached(device)  # what loading left in torch's cache counts as taken
+    working = 0
+    if device.type == "cuda" and config.kv_cache_memory is None:
+        working = _working_bytes(model, config)
+    free = free_bytes(device) - working
+    pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, device, free)
+    backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
+    runner = ModelRunner(
+        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora
+    )
+    if backend.name == "compiled":
+        _compile_kernels(runner, config)
+    if device.type == "cuda" and config.cuda_graphs and backend.graphs:
+        _capture_graphs(runner, config, device, adapted=lora is not None and lora.nbytes > 0)
+    return runner
+
+
+def _compile_kernels(runner: ModelRunner, config: EngineConfig) -> None:
+    """Run a first small step, so that no request's step waits for a compiler."""
+    greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
+    count = min(2, config.page_size)
+    row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, [1], True)
+    with LoadProgress(config.show_progress) as progress:
+        progress.stage("compiling kernels, once on this machine")
+        runner.rehearse(Batch(0, (row,)))
+
+
+def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Bytes that a step of `max_num_seqs` rows and `max_num_batched_tokens` tokens takes beside weights and KV memory,
+    the attention backend's own included.
+
+    Kernels are compiled and libraries allocate on their first call, so that it also pays for what later steps find
+    done; what they took outside of torch is no longer free afterwards. Raises torch's error if not even that fits.
+    """
+    device = model.device
+    batch, pages = largest_step(config, model.max_model_len)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
+    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs)
+    try:
+        runner.rehearse(batch)
+        return torch.cuda.max_memory_allocated(device) - before - runner.kv_bytes
+    finally:
+        runner.close()
+        del runner, backend
+        release_cached(device)
+
+
+def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.device, *, adapted: bool) -> None:
+    """Capture all decode graphs, and say what they took. Without memory for them, steps run without.
+
+    `adapted`: there is memory of adapters, so that there are graphs with them as well.
+    """
+    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    count = len(sizes) * (1 + adapted)
+    release_cached(device)  # else they would be served from there, and seem to take nothing
+    before = free_bytes(device)
+    graphs: DecodeGraphs | None = None
+    with LoadProgress(config.show_progress) as progress:
+        progress.stage("capturing CUDA graphs", count)
+        try:
+            graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+        except Exception as error:
+            logger.warning("decode steps run without CUDA graphs: %s", error)
+    release_cached(device)
+    if graphs is not None:
+        taken = (before - free_bytes(device)) / 2**20
+        logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count, graphs.seconds, taken)

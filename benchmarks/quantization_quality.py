@@ -1,0 +1,124 @@
+"""What weights in 8 and 4 bits cost in quality, on the demo model: python benchmarks/quantization_quality.py
+
+Held-out conversations of every skill: error and divergence of the logits, and the perplexity of what the assistant
+writes, against bfloat16; then the share of right answers, decoded greedily through the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from asyncengine import Engine, EngineConfig, SamplingParams
+from asyncengine.demo import MODEL_PATH
+from asyncengine.demo.batches import Encoder
+from asyncengine.demo.conversations import MAKERS
+from asyncengine.demo.dialogue import Conversation
+from asyncengine.demo.evaluate import evaluate, held_out
+from asyncengine.models.loading import LoadedModel, load_model
+from asyncengine.models.watching import answering
+
+FORMS: tuple[Any, ...] = (None, "int8", "int4")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over tokens."""
+
+    squared_error: float = 0.0
+    squares: float = 0.0
+    divergence: float = 0.0
+    same_first: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    written: float = 0.0
+
+    def add(self, expected: torch.Tensor, found: torch.Tensor, ids: torch.Tensor, written: torch.Tensor) -> None:
+        """Logits [n, vocab] of both forms; `written` [n - 1] says which following tokens are the assistant's."""
+        self.squared_error += float((expected - found).square().sum())
+        self.squares += float(expected.square().sum())
+        left, right = expected.log_softmax(-1), found.log_softmax(-1)
+        self.divergence += float((left.exp() * (left - right)).sum())
+        self.same_first += int((expected.argmax(-1) == found.argmax(-1)).sum())
+        self.tokens += len(ids)
+        losses = -right[:-1].gather(1, ids[1:, None])[:, 0]
+        self.loss += float((losses * written).sum())
+        self.written += float(written.sum())
+
+
+def logits_of(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(len(ids))
+    with torch.inference_mode(), answering(model.attention_modules):
+        output = model.module(input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=places)
+        return output.logits[0].float().clone()
+
+
+def compare_logits(count: int, seed: int) -> dict[str, Totals]:
+    encoder = Encoder(AutoTokenizer.from_pretrained(MODEL_PATH))
+    models = {
+        str(form): load_model(str(MODEL_PATH), EngineConfig(dtype="bfloat16", quantization=form, show_progress=False))
+        for form in FORMS
+    }
+    totals = {name: Totals() for name in models}
+    for skill in MAKERS:
+        for item in held_out(skill, count, seed):
+            numbers, weights = encoder.conversation(item)
+            ids, written = torch.tensor(numbers), torch.tensor(weights[1:]) == 1.0
+            expected = logits_of(models["None"], ids)
+            for name, model in models.items():
+                totals[name].add(expected, logits_of(model, ids), ids, written.float())
+    return totals
+
+
+def success(form: Any, count: int, seed: int) -> dict[str, float]:
+    """Share of right answers by skill."""
+    with Engine.from_pretrained(
+        "demo", dtype="bfloat16", quantization=form, kv_cache_memory="128MiB", show_progress=False
+    ) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=200)
+        tokenizer: Any = AutoTokenizer.from_pretrained(MODEL_PATH)
+
+        def answer(items: list[Conversation]) -> list[str]:
+            prompts = [
+                tokenizer.encode(
+                    tokenizer.apply_chat_template(
+                        item.prompt, tools=item.tools, tokenize=False, add_generation_prompt=True
+                    ),
+                    add_special_tokens=False,
+                )
+                for item in items
+            ]
+            return [completion.text for completion in engine.generate_many(prompts, params)]
+
+        scores, _ = evaluate(answer, MAKERS, count, seed)
+    return {skill: scores[skill].rate for skill in MAKERS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=25, help="conversations of each skill, for logits")
+    parser.add_argument("--answers", type=int, default=100, help="conversations of each skill, for answers")
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    print("weights | logit error, relative | divergence, nats per token | same first choice | perplexity")
+    for name, total in compare_logits(options.count, options.seed).items():
+        error = math.sqrt(total.squared_error / total.squares)
+        print(
+            f"{name} | {error:.4f} | {total.divergence / total.tokens:.5f} | {total.same_first / total.tokens:.2%} | "
+            f"{math.exp(total.loss / total.written):.4f}"
+        )
+    if options.answers:
+        rates = {str(form): success(form, options.answers, options.seed) for form in FORMS}
+        print("skill | " + " | ".join(rates))
+        for skill in MAKERS:
+            print(f"{skill} | " + " | ".join(f"{rate[skill]:.1%}" for rate in rates.values()))
+        print("all | " + " | ".join(f"{sum(rate.values()) / len(rate):.1%}" for rate in rates.values()))
+
+
+if __name__ == "__main__":
+    main()

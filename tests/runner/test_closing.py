@@ -1,0 +1,85 @@
+"""A closed runner, adapters or not, keeps nothing of the model and nothing on the device, even if it is referred to."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import fake_gpu
+
+from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.config import EngineConfig
+from asyncengine.gpucheck.families import families, make_checkpoint
+from asyncengine.models.loading import load_model
+from asyncengine.runner import model_runner
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.model_runner import ModelRunner
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    llama = next(family for family in families() if family.name == "llama")
+    return make_checkpoint(llama.make(True), tmp_path_factory.mktemp("closing") / "llama", torch.bfloat16, 1)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """What only a collection would free stays."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def tensors_of(runner: ModelRunner) -> list[weakref.ref[torch.Tensor]]:
+    """The model's parameters, packed ones as well, and what the runner has of its own."""
+    packed = [value for part in runner._module.modules() for value in vars(part).values()]
+    found = [*runner._module.parameters(), *packed, runner._last_token]
+    return [weakref.ref(value) for value in found if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters installed, as they always are, and with graphs."""
+    fake_gpu(monkeypatch)
+    engine = await AsyncEngine.from_pretrained(
+        folder, dtype="bfloat16", kv_cache_memory="8MiB", cuda_graphs=graphs, max_num_seqs=4, show_progress=False,
+        attention_backend="flashinfer" if graphs else "torch",
+    )  # fmt: skip
+    await engine.generate([3, 4, 5], SamplingParams(max_tokens=4, repetition_penalty=1.2, ignore_eos=True))
+    runner: Any = engine.core.loop.runner.executor  # type: ignore[attr-defined]
+    assert (runner._graphs is not None) == graphs
+    assert len(runner._sampler._penalties._states) == 1
+    held = [*tensors_of(runner), weakref.ref(next(iter(runner._sampler._penalties._states.values())).output_counts)]
+    assert len(held) > 12
+    await engine.aclose()
+    gc.collect()  # on the CPU this is left to Python: modules that were fused refer to themselves
+    alive = [kept for kept in held if kept() is not None]
+    assert not alive, f"{len(alive)} of {len(held)} tensors are kept by a closed engine"
+    assert runner.weights_bytes > 0
+    runner.close()
+    del engine
+
+
+def test_where_only_a_collection_frees_it_is_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the CPU: nobody sees there that memory is short, and so Python does not collect."""
+    config = EngineConfig(kv_cache_memory="8MiB", max_num_seqs=4, show_progress=False, attention_backend="torch")
+    runner = build_runner(load_model(str(folder), config), config)
+    held = tensors_of(runner)
+    released: list[torch.device] = []
+    monkeypatch.setattr(model_runner, "release_cached", released.append)
+    with no_collection():
+        runner._device = GPU
+        runner.close()
+        assert not [kept for kept in held if kept() is not None]
+    assert released == [GPU]

@@ -1,0 +1,155 @@
+"""A step that runs out of memory somewhere is launched again as if it had never been: nothing of it may have stayed.
+
+Every operation behind the forward is made to fail once, in turn, while the step before is still on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import MakeRunner
+from support.device_modes import FailOnce
+from support.drive import prompts
+from support.tiny_models import VOCAB
+
+from asyncengine.batch import Batch, Row, RowSpec, StepResult
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.sampling_params import SamplingParams
+
+STEPS = 3
+FAILING = 1
+"""The step that fails: its rows' last tokens are on the device only."""
+ASKED = {
+    "plain": SamplingParams(temperature=0.0),
+    "scored": SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2),
+    "drawn": SamplingParams(temperature=0.9, top_p=0.9, top_k=20),
+    "penalized": SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.6),
+    "constrained": SamplingParams(temperature=0.0, logprobs=True),
+}
+
+
+class Counting:
+    """A matcher that allows other tokens after each one it is told."""
+
+    steered = False
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.allowed: set[int] = set()
+
+    def fill_mask(self, mask: Any) -> None:
+        self.allowed = {10 + (len(self.told) * 7 + turn) % 40 for turn in range(3)}
+        words = [0] * mask.shape[0]
+        for token in sorted(self.allowed):
+            words[token // 32] |= 1 << (token % 32)
+        mask[:] = np.array(words, dtype=np.uint32).view(np.int32)
+
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        assert token_id in self.allowed, "a token that its mask did not allow"
+        self.told.append(token_id)
+        return [token_id]
+
+    def overrun(self) -> str | None:
+        return None
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+@dataclass
+class Request:
+    spec: RowSpec
+    slot: int
+    tokens: list[int]
+    pages: list[int]
+    grammar: Any
+
+
+def requests() -> list[Request]:
+    made = []
+    for slot, (prompt, (kind, params)) in enumerate(zip(prompts([4, 6, 3, 5, 4], VOCAB), ASKED.items(), strict=True)):
+        spec = RowSpec(slot + 1, params, slot, len(prompt), ())
+        pages = list(range(1 + 8 * slot, 9 + 8 * slot))
+        made.append(Request(spec, slot, list(prompt), pages, Counting() if kind == "constrained" else None))
+    return made
+
+
+def row(request: Request, step: int) -> Row:
+    """The whole prompt, then token by token, each launched before the last one is known."""
+    length = request.spec.prompt_len
+    start, count = (0, length) if step == 0 else (length + step - 1, 1)
+    return Row(
+        request.spec, request.slot, start, count, request.tokens, step > 0, request.pages, True, 0,
+        request.grammar,
+    )  # fmt: skip
+
+
+@contextmanager
+def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
+    """`mode` is on from the end of the next forward to the end of its launch."""
+    forward, launch = runner._forward, runner._launch
+
+    def one_launch(batch: Batch) -> Any:
+        runner._launch = launch  # type: ignore[method-assign]
+        try:
+            return launch(batch)
+        finally:
+            runner._forward = forward  # type: ignore[method-assign]
+            if mode is not None:
+                mode.__exit__(None, None, None)
+
+    def then_fail(*arguments: Any) -> torch.Tensor:
+        logits = forward(*arguments)
+        if mode is not None:
+            mode.__enter__()
+        return logits
+
+    runner._forward, runner._launch = then_fail, one_launch  # type: ignore[method-assign]
+    yield
+
+
+def outputs(runner: ModelRunner, mode: FailOnce | None) -> tuple[list[list[int]], list[float]]:
+    """Tokens of all requests, and log-probabilities in order."""
+    made = requests()
+    results: list[StepResult] = []
+    handle = runner.launch(Batch(0, tuple(row(request, 0) for request in made)))
+    for step in range(1, STEPS):
+        batch = Batch(step, tuple(row(request, step) for request in made))
+        if step == FAILING:
+            with failing(runner, mode):
+                following = runner.launch(batch)
+        else:
+            following = runner.launch(batch)
+        results.append(handle.wait())
+        handle = following
+        for request, token in zip(made, results[-1].tokens, strict=True):
+            request.tokens.append(token)
+    results.append(handle.wait())
+    assert not any(result.errors for result in results)
+    scores = [entry.logprob for result in results for _, entry in sorted(result.logprobs.items())]
+    return [list(column) for column in zip(*(result.tokens for result in results), strict=True)], scores
+
+
+@pytest.fixture
+def runner(make_runner: MakeRunner) -> ModelRunner:
+    return make_runner("llama", max_num_seqs=8, attention_backend="torch", fuse=False)
+
+
+def test_wherever_memory_runs_out(runner: ModelRunner) -> None:
+    expected, scores = outputs(runner, None)
+    counting = FailOnce(0)
+    assert outputs(runner, counting)[0] == expected
+    assert counting.seen > 30
+    for at in range(1, counting.seen + 1):
+        mode = FailOnce(at)
+        found, scored = outputs(runner, mode)
+        assert found == expected, f"after a failure of operation {at} of {counting.seen}"
+        assert scored == pytest.approx(scores, abs=1e-4)
+        assert mode.seen == at
+    assert len({token for column in expected for token in column}) > 6

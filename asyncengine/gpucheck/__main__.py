@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.gpucheck import environment, greedy, kernels, memory, modes, speed, stress
+from asyncengine.gpucheck import environment, greedy, kernels, memory, modes, sampling, speed, stress, waiting
 from asyncengine.gpucheck.report import Report
 from asyncengine.gpucheck.session import Section, Session, Settings, choose, flashinfer_missing
 from asyncengine.gpucheck.table import show
@@ -30,9 +30,11 @@ SECTIONS = (
     Section("kernels", "attention kernels against the torch backend", 30, kernels.run),
     Section("greedy", "greedy outputs against transformers", 75, greedy.run),
     Section("modes", "graphs, overlap, adapters and grammars, on against off", 75, modes.run),
+    Section("sampling", "sampling on the device against the CPU", 15, sampling.run),
+    Section("waiting", "launches that wait for the device", 20, waiting.run),
     Section("stress", "random requests and aborts", 30, stress.run),
     Section("memory", "running out of memory", 15, memory.run),
-    Section("speed", "speed of a small model", 110, speed.run_small, checks=False),
+    Section("speed", "speed of a small model", 120, speed.run_small, checks=False),
     Section("large", "speed of a large model", 70, speed.run_large, checks=False),
 )
 

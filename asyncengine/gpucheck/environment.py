@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -37,7 +38,18 @@ def _flashinfer() -> str:
     missing = flashinfer_missing()
     if missing is not None:
         raise CheckFailed(missing)
-    return f"version {importlib.metadata.version('flashinfer-python')}"
+    found = compilers()
+    lacking = [name for name, path in found.items() if path is None]
+    told = f"; no {' and no '.join(lacking)}: kernels that are not in its cache cannot be compiled" if lacking else ""
+    return f"version {importlib.metadata.version('flashinfer-python')}{told}"
+
+
+def compilers() -> dict[str, str | None]:
+    """What FlashInfer compiles with, and where it looks for that."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    folders = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc", path=os.pathsep.join(folders))
+    return {"ninja": shutil.which("ninja"), "nvcc": nvcc}
 
 
 def facts(session: Session) -> dict[str, Any]:
@@ -59,6 +71,7 @@ def facts(session: Session) -> dict[str, Any]:
         found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
         found["capability"] = f"{properties.major}.{properties.minor}"
         found["processors"] = properties.multi_processor_count
+    found.update({name: path or "missing" for name, path in compilers().items()})
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

@@ -16,6 +16,11 @@ _TIE = 3.0
 is measured on the reference alone."""
 
 
+_EXACT = 1e-4
+"""Logits that lie nearer than this may swap in float32, where kernels add up in another order than transformers' own:
+each is off by some 1e-5."""
+
+
 class Gap(NamedTuple):
     """How far two tokens lie apart, and how far rounding alone moves logits there."""
 
@@ -80,6 +85,10 @@ class Reference:
                 for dtype in (torch.float32, self._dtype)
             )
         return Gap(float((truth[one] - truth[other]).abs()), float((truth - rounded).abs().max()))
+
+    def exact_gap(self, tokens: Sequence[int], one: int, other: int, adapter: str | None = None) -> Gap:
+        """The same where all is computed in float32, whose own rounding is not measured but bounded."""
+        return Gap(self.gap(tokens, one, other, adapter).gap, _EXACT / _TIE)
 
     def score_errors(self, tokens: Sequence[int], scores: Sequence[float], adapter: str | None = None) -> ScoreErrors:
         """Of `scores`, the log-probabilities of all `tokens` but the first, and of the reference's own."""

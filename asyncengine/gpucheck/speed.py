@@ -20,7 +20,16 @@ from asyncengine.gpucheck.peers import others, transformers_batching
 from asyncengine.gpucheck.report import Skipped
 from asyncengine.gpucheck.session import Session, release
 from asyncengine.gpucheck.shapes import LARGE, SMALL, Shape
-from asyncengine.gpucheck.workloads import Burst, burst, poisson, quantile, random_lengths, random_prompts, single
+from asyncengine.gpucheck.workloads import (
+    SAMPLED,
+    Burst,
+    burst,
+    poisson,
+    quantile,
+    random_lengths,
+    random_prompts,
+    single,
+)
 
 BATCH = 256
 _PEER_LENGTHS = (128, 256)
@@ -54,6 +63,7 @@ async def measure_small(session: Session, shape: Shape) -> str:
     async with loaded(session, shape) as engine:
         await one_stream(session, engine, shape, 64 if settings.quick else 512, 700)
         await at_once(session, engine, shape, [_PEER_LENGTHS] * BATCH, _label(*_PEER_LENGTHS))
+        await sampled(session, engine, shape)
         clock = HostClock(engine)
         await burst(engine, [(32, 48 if settings.quick else 128)] * BATCH, seed)
         clock.close()
@@ -114,6 +124,18 @@ async def at_once(
     name = f"{shape.name}, {label}"
     session.figure(name, took.rate, "tokens/s", aim=aim, note=f"{took.seconds:.1f} s, {took.steps} steps")
     roofline(session, shape, took, name)
+
+
+async def sampled(session: Session, engine: AsyncEngine, shape: Shape) -> None:
+    """The same two loads, drawn as most models' own settings ask for instead of greedily."""
+    seed = session.settings.seed
+    prompt, output = _PEER_LENGTHS
+    note = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}"
+    rate = await single(engine, 128, 64 if session.settings.quick else 256, seed, 2, SAMPLED)
+    session.figure(f"{shape.name}, batch 1, sampled", rate, "tokens/s", note=note)
+    await burst(engine, [(prompt, 4)] * BATCH, seed, SAMPLED)
+    took = await burst(engine, [_PEER_LENGTHS] * BATCH, seed, SAMPLED)
+    session.figure(f"{shape.name}, {_label(prompt, output)}, sampled", took.rate, "tokens/s", note=note)
 
 
 def roofline(session: Session, shape: Shape, took: Burst, name: str) -> None:

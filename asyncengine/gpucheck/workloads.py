@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.gpucheck.greedy import GREEDY
 from asyncengine.gpucheck.report import CheckFailed
+from asyncengine.sampling_params import SamplingParams
 
+SAMPLED = GREEDY.replace(temperature=0.6, top_k=20, top_p=0.95)
+"""What Qwen3's generation_config asks for."""
 _TICK = 0.001
 """Seconds that the probe of the event loop sleeps."""
 
@@ -52,13 +55,15 @@ def random_prompts(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) ->
     return [[generator.randrange(10, vocab) for _ in range(prompt)] for prompt, _ in lengths]
 
 
-async def burst(engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: int) -> Burst:
+async def burst(
+    engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: int, params: SamplingParams = GREEDY
+) -> Burst:
     """All requests at once, until the last has ended. Raises `CheckFailed` if one got fewer tokens than asked for."""
     made = random_prompts(lengths, engine.info.vocab_size, seed)
     steps = engine.stats().steps
     began = time.perf_counter()
     done = await asyncio.gather(*(
-        engine.generate(prompt, GREEDY.replace(max_tokens=output))
+        engine.generate(prompt, params.replace(max_tokens=output))
         for prompt, (_, output) in zip(made, lengths, strict=True)
     ))  # fmt: skip
     seconds = time.perf_counter() - began
@@ -67,14 +72,16 @@ async def burst(engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: i
     return Burst(list(lengths), seconds, engine.stats().steps - steps)
 
 
-async def single(engine: AsyncEngine, prompt: int, output: int, seed: int, rounds: int = 3) -> float:
+async def single(
+    engine: AsyncEngine, prompt: int, output: int, seed: int, rounds: int = 3, params: SamplingParams = GREEDY
+) -> float:
     """Tokens per second of one stream between its first token and its last, by the median of `rounds`."""
     rates = []
     for turn in range(rounds):
         (tokens,) = random_prompts([(prompt, output)], engine.info.vocab_size, seed + turn)
         first = last = 0.0
         before = count = 0
-        async for chunk in engine.stream(tokens, GREEDY.replace(max_tokens=output)):
+        async for chunk in engine.stream(tokens, params.replace(max_tokens=output)):
             last = time.perf_counter()
             count += len(chunk.token_ids)
             if not first:

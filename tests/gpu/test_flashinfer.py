@@ -23,7 +23,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.flashinfer_plan import LayerGroup, float_workspace_bytes
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.runner.model_runner import build_runner
+from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncengine.gpucheck import greedy
 from asyncengine.gpucheck.families import Family, families, make_adapter, make_checkpoint, random_model
-from asyncengine.gpucheck.reference import Reference, merge_adapter
+from asyncengine.gpucheck.reference import Gap, Reference, merge_adapter
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, Settings
 
@@ -121,6 +121,13 @@ def test_a_gap_is_measured_in_float32(tmp_path: Path) -> None:
     exact = Reference(folder, torch.float32, CPU).gap([3, 4, 5], best, second)
     assert exact.rounding == 0
     assert not exact.near_tie
+
+
+def test_in_float32_a_near_tie_is_a_ten_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = object.__new__(Reference)
+    for gap, verdict in ((0.9e-4, True), (1.1e-4, False)):
+        monkeypatch.setattr(reference, "gap", lambda *_, gap=gap: Gap(gap, 0.0), raising=False)
+        assert reference.exact_gap([1], 2, 3).near_tie is verdict
 
 
 def test_merging_is_what_peft_does(tmp_path: Path) -> None:

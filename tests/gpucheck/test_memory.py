@@ -12,7 +12,7 @@ from asyncengine.gpucheck import memory
 from asyncengine.gpucheck.families import families, make_checkpoint
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.runner import model_runner
+from asyncengine.runner import building, model_runner
 
 CPU = Settings("cpu", "torch", quick=True, seed=4)
 
@@ -55,7 +55,7 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
 
 
 async def test_kv_memory_that_is_granted_for_nothing_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "free_bytes", lambda _: 2**62)
-    monkeypatch.setattr(model_runner, "num_pages_for", lambda *_: 64)
+    monkeypatch.setattr(building, "free_bytes", lambda _: 2**62)
+    monkeypatch.setattr(building, "num_pages_for", lambda *_: 64)
     with pytest.raises(CheckFailed, match="were granted"):
         await memory.too_much_kv(CPU, folder)

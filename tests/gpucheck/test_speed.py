@@ -46,13 +46,14 @@ async def test_small_model(session: Session) -> None:
         "copy bandwidth", "tiny, loading", "tiny, graph capture", "tiny, memory of graphs", "tiny, batch 1",
         "tiny, batch 1, of roofline", "tiny, 6 x 16/12", "tiny, 6 x 16/12, of roofline",
         "tiny, host time per step at batch 6", "tiny, nano-vllm workload, shortened",
-        "tiny, nano-vllm workload, shortened, of roofline",
+        "tiny, nano-vllm workload, shortened, of roofline", "tiny, batch 1, sampled", "tiny, 6 x 16/12, sampled",
     }  # fmt: skip
     graphs = {"tiny, graph capture", "tiny, memory of graphs"}
     assert {name for name, figure in found.items() if figure.value is None} == graphs
     assert all("no CUDA graphs" in found[name].note for name in graphs)
     assert all(figure.value > 0 for name, figure in found.items() if name not in graphs and figure.value is not None)
     assert found["tiny, batch 1"].aim == 700
+    assert found["tiny, 6 x 16/12, sampled"].note == "temperature 0.6, top-k 20, top-p 0.95"
     host = found["tiny, host time per step at batch 6"]
     assert (host.aim, host.at_most) == (1.0, True)
     assert all(part in host.note for part in ("schedule", "deliver", "commit", "launch"))
@@ -155,7 +156,7 @@ def test_what_the_runner_logs_is_read() -> None:
         logger.info("something else")
     assert log.mebibytes == 812.5
     assert logger.level == before
-    source = Path(speed.__file__).parents[1] / "runner" / "model_runner.py"
+    source = Path(speed.__file__).parents[1] / "runner" / "building.py"
     assert '"captured %d CUDA graphs in %.1f s; they take %.0f MiB"' in source.read_text(encoding="utf-8")
 
 
@@ -176,6 +177,23 @@ def test_environment(tmp_path: Path) -> None:
     facts = environment.facts(Session(CPU, tmp_path))
     assert facts["torch"] == torch.__version__
     assert facts["seed"] == 4
+
+
+def test_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "flashinfer_missing", lambda: None)
+    monkeypatch.setattr(environment.importlib.metadata, "version", lambda _: "0.7.2")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    here: dict[str, str] = {}
+    monkeypatch.setattr(environment.shutil, "which", lambda name, path=None: here.get(f"{path or 'PATH'}:{name}"))
+    assert environment._flashinfer().startswith("version 0.7.2; no ninja and no nvcc: kernels that are not")
+    assert environment.facts(Session(CPU, tmp_path))["ninja"] == "missing"
+    here["PATH:ninja"] = "/bin/ninja"
+    assert "; no nvcc: " in environment._flashinfer()
+    here["/opt/cuda/bin:nvcc"] = "/opt/cuda/bin/nvcc"
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    assert environment._flashinfer() == "version 0.7.2"
+    assert environment.facts(Session(CPU, tmp_path))["nvcc"] == "/opt/cuda/bin/nvcc"
 
 
 def test_a_skipped_load_is_no_crash(session: Session) -> None:

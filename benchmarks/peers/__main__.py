@@ -1,0 +1,165 @@
+"""The command. Run it from the root of the repository: python -m benchmarks.peers"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.peers import report
+from benchmarks.peers.drivers.base import Settings
+from benchmarks.peers.files import make_ggufs
+from benchmarks.peers.memory import affinity
+from benchmarks.peers.pool import MachineLock
+from benchmarks.peers.results import Results
+from benchmarks.peers.run import Run, say
+from benchmarks.peers.shapes import SHAPES, weight_bytes, write_checkpoint
+from benchmarks.peers.systems import BASE, Places, System, find_server, look_for, parse_python, systems
+from benchmarks.peers.workloads import Workload, workloads
+
+KV_TOKENS = 20480
+"""64 requests of 192 tokens, and what pages of 128 tokens leave empty."""
+MAX_LEN = 2304
+MAX_SEQS = 64
+MEMORY = "memory"
+
+
+def main() -> None:
+    options = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # workers that are stopped do not end by themselves
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where the shell said to ignore it
+    chosen, memory = choose_workloads(options)
+    with tempfile.TemporaryDirectory() as scratch:
+        run = prepare(options, Path(options.cache or scratch))
+        run.save = lambda: save(run, options)
+        try:
+            run.all(chosen, memory)
+        except KeyboardInterrupt:
+            say("interrupted: what was measured so far follows")
+        run.save()
+        report.show(run, chosen, Console(width=None if sys.stdout.isatty() else 200))
+        if options.markdown:
+            Path(options.markdown).write_text(report.as_markdown(run, chosen), encoding="utf-8")
+        if options.plot:
+            report.plot(run, chosen, options.plot)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=sys.modules["benchmarks.peers"].__doc__
+    )
+    names = [system.name for system in BASE]
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="qwen3-0.6b")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--quantization", nargs="+", choices=("none", "int8", "int4"), default=["none"],
+        help="forms of this engine and of llama.cpp (q8_0, q4_0) to run; several may be given")  # fmt: skip
+    add("--threads", type=int, default=None, help="for each system; default: the cores this process may use")
+    add("--only", nargs="+", metavar="SYSTEM", choices=names, help=f"of {', '.join(names)}; this engine always runs")
+    add("--skip", nargs="+", metavar="SYSTEM", choices=names, default=[])
+    add("--workloads", nargs="+", choices=[*workloads(1, 1), MEMORY])
+    add("--repeats", type=int, default=3)
+    add("--quick", action="store_true", help="fewer requests and tokens, one repetition: does everything run?")
+    add("--rate", type=float, default=None, help="requests a second that arrive at random")
+    add("--seconds", type=float, default=30.0, help="how long they arrive")
+    add("--python", action="append", type=parse_python, default=[], metavar="NAME=PATH",
+        help="Python of a peer with an environment of its own: transformers, llama or vllm")  # fmt: skip
+    add("--llama-server", metavar="PATH")
+    add("--llama-quantize", metavar="PATH", help="default: beside llama-server")
+    add("--cache", metavar="FOLDER", help="keep checkpoints, GGUF files, compiled code and logs here")
+    add("--patience", type=float, default=60.0, help="what takes more seconds is measured once, and marked so")
+    add("--company", type=float, default=0.2, metavar="CORES",
+        help="a turn beside which others took more is tried again, twice at most; the best try counts")  # fmt: skip
+    add("--limit", type=float, default=600.0, help="seconds after which a system has failed")
+    add("--lock", metavar="FILE", help="measure only while holding an exclusive lock on this file (flock)")
+    add("--json", metavar="FILE")
+    add("--markdown", metavar="FILE")
+    add("--plot", metavar="FILE")
+    options = parser.parse_args()
+    options.threads = options.threads or affinity()
+    options.rate = options.rate or SHAPES[options.shape].rate
+    if options.quick:
+        options.repeats, options.seconds = 1, min(options.seconds, 6.0)
+    return options
+
+
+def choose_workloads(options: argparse.Namespace) -> tuple[list[Workload], bool]:
+    """Those asked for, in the order of the report; and whether memory is measured."""
+    found = workloads(options.rate, options.seconds, options.quick)
+    wanted = options.workloads or [*found, MEMORY]
+    return [workload for name, workload in found.items() if name in wanted], MEMORY in wanted
+
+
+def choose_systems(options: argparse.Namespace) -> list[System]:
+    """This engine always, for it is what the others are compared with."""
+    chosen = [system.name for system in BASE if not options.only or system.name in options.only]
+    kept = [name for name in chosen if name not in options.skip]
+    return [
+        system for system in systems(options.quantization)
+        if (system.driver == "engine" and not system.chat) or any(system.name.startswith(name) for name in kept)
+    ]  # fmt: skip
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> Run:
+    """Everything that is not measured: files on disk, and who is there."""
+    shape = SHAPES[options.shape]
+    cache = folder / f"{shape.name}-{options.dtype}"
+    logs = folder / "logs"
+    for made in (cache, logs):
+        made.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(shape, options.dtype, cache)
+    places = Places(dict(options.python), find_server(options.llama_server))
+    run = Run(
+        shape, settings_of(options, cache, folder, places), places, [], Results(options.repeats), logs, {},
+        MachineLock(options.lock), options.limit, options.patience,
+    )  # fmt: skip
+    run.company = options.company
+    run.room = int(1.5 * weight_bytes(cache)) + run.settings.kv_bytes + 2 * 2**30
+    for system in choose_systems(options):
+        version, reason = look_for(system, places)
+        if version is None:
+            run.absent[system.name] = reason
+            say(f"{system.title}: absent: {reason}")
+        else:
+            run.facts[system.name] = {"version": version}
+        run.systems.append(system)
+    needed = {system.quantization for system in run.systems if system.gguf and system.name not in run.absent}
+    found, reasons = make_ggufs(cache, needed, places, options.llama_quantize)
+    run.ggufs |= found
+    run.absent |= {system.name: reasons[system.quantization] for system in run.systems
+                   if system.gguf and system.name not in run.absent and system.quantization in reasons}  # fmt: skip
+    return run
+
+
+def settings_of(options: argparse.Namespace, checkpoint: Path, scratch: Path, places: Places) -> Settings:
+    kv_bytes = KV_TOKENS * SHAPES[options.shape].kv_bytes(options.dtype)
+    return Settings(
+        str(checkpoint.resolve()), options.dtype, options.threads, "none", KV_TOKENS, kv_bytes, MAX_LEN, MAX_SEQS, "",
+        places.server or "", str(scratch.resolve()),
+    )  # fmt: skip
+
+
+def save(run: Run, options: argparse.Namespace) -> None:
+    if not options.json:
+        return
+    named = {name: value for name, value in vars(options).items() if name not in ("python", "lock", "cache")}
+    found = {
+        "options": named,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "systems": run.facts,
+        "absent": run.absent,
+        "results": run.results.as_json(),
+        "first_tokens": run.firsts,
+    }
+    Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

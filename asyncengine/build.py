@@ -23,6 +23,7 @@ from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
 from asyncengine.submit import Acceptance, ModelInfo
 from asyncengine.text import TextTokenizer
+from asyncengine.waiting import on_own_thread
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +65,15 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
     from asyncengine.models.loading import resolve_device
     from asyncengine.runner.transfer import on_device
 
-    device = resolve_device(config.device)
-    with on_device(device):  # each thread has a current one, and this thread may be a new one
-        return _load_core(resolve_model(model), config, device)
+    device, path = resolve_device(config.device), resolve_model(model)
+
+    def load() -> EngineCore:
+        with on_device(device):  # each thread has a current one, and this thread is a new one
+            return _load_core(path, config, device)
+
+    # OpenMP gives each thread that computes a team. Where teams outnumber the CPUs, libgomp lets them sleep after every
+    # loop rather than wait for the next: a team that was left behind by loading made decode steps a third longer.
+    return on_own_thread(load, "asyncengine-load")
 
 
 def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineCore:

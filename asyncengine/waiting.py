@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from concurrent.futures import CancelledError, Future
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
 from typing import TypeVar
 
 from asyncengine.errors import EngineClosed
 
 T = TypeVar("T")
+
+
+def on_own_thread(work: Callable[[], T], name: str) -> T:
+    """`work`'s result, or what it raises, from a thread that ends with it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)  # leaving the program does not wait for it
+    thread.start()
+    wait([done])
+    thread.join()
+    return done.result()
 
 
 def finished_blocking(work: Future[T]) -> T:

@@ -51,13 +51,12 @@ from asyncengine.cpu.attention_fields import (
 )  # fmt: skip
 from asyncengine.cpu.attention_softmax import LOG2E
 from asyncengine.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, size_of
-from asyncengine.cpu.jit import array, narrow, pointer, prange
-from asyncengine.cpu.vectors import parallel, serial
+from asyncengine.cpu.jit import array, narrow, parallel_in_order, pointer, prange, serial_in_order
 
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
 
-@parallel
+@parallel_in_order
 def attend(
     query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, form: Any,
     threads: int,
@@ -70,14 +69,14 @@ def attend(
         _attend_units(thread, query, token_size, head_size, out, layer, step, kind, lanes, form)
 
 
-@parallel
+@parallel_in_order
 def join(out: int, layer: int, step: int, kind: Any, threads: int) -> None:
     """Make the results of long rows of those of their splits."""
     for thread in prange(threads):
         _join_units(thread, threads, out, layer, step, kind)
 
 
-@serial
+@serial_in_order
 def _attend_units(
     thread: int, query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any,
     form: Any,
@@ -97,7 +96,7 @@ def _attend_units(
         )
 
 
-@serial
+@serial_in_order
 def _attend_unit(
     item: int, head: int, following: int, after: int, query: int, token_size: int, head_size: int, out: int,
     layer: int, step: int, scratch: int, kind: Any, lanes: Any, form: Any,
@@ -145,7 +144,7 @@ def _attend_unit(
         _join(to, to + 8 * rows, state, sums, rows, value_dim)
 
 
-@serial
+@serial_in_order
 def _look_ahead(
     item: int, head: int, following: int, after: int, first: int, last: int, layer: int, step: int, keys: int,
     values: int, kind: Any,
@@ -167,7 +166,7 @@ def _look_ahead(
         every_key[index], every_value[index] = every_key[index - 1], every_value[index - 1]
 
 
-@serial
+@serial_in_order
 def _clear(sums: int, state: int, rows: int, dim: int) -> None:
     array(pointer(sums, _SINGLE), (rows * padded(dim),))[:] = np.float32(0)
     numbers = array(pointer(state, _SINGLE), (2, rows))
@@ -175,7 +174,7 @@ def _clear(sums: int, state: int, rows: int, dim: int) -> None:
     numbers[1] = np.float32(0)
 
 
-@serial
+@serial_in_order
 def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -> None:
     """Add the result of a split to that of the splits before it. `total`, `state`: float32 maxima, sums of weights."""
     before, added = array(pointer(total, _SINGLE), (2, rows)), array(pointer(state, _SINGLE), (2, rows))
@@ -191,7 +190,7 @@ def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -
             to[row, index] = to[row, index] * old + values[row, index] * new
 
 
-@serial
+@serial_in_order
 def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, layer: int, kind: Any) -> None:
     """Divide by the sums of weights, to which a sink adds its own. `out`: the first query's first head of the group."""
     known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
@@ -212,7 +211,7 @@ def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, l
             results[index] = narrow(values[row, index] * factor, kind)
 
 
-@serial
+@serial_in_order
 def _join_units(thread: int, threads: int, out: int, layer: int, step: int, kind: Any) -> None:
     known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))

@@ -29,13 +29,12 @@ from asyncengine.cpu.attention_fields import (
 )  # fmt: skip
 from asyncengine.cpu.attention_softmax import LOG2E, soften, weigh
 from asyncengine.cpu.attention_tiles import BLOCK, SCORES, size_of
-from asyncengine.cpu.jit import array, narrow, pointer, widen
-from asyncengine.cpu.vectors import serial
+from asyncengine.cpu.jit import array, narrow, pointer, serial_in_order, widen
 
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 
 
-@serial
+@serial_in_order
 def gather(
     query: int, token_size: int, head_size: int, rows: int, group: int, dim: int, out: int, kind: Any, form: Any
 ) -> None:
@@ -51,7 +50,7 @@ def gather(
             held[row, dim] = form
 
 
-@serial
+@serial_in_order
 def attend_block(
     item: int, head: int, block: int, last: int, keys: int, values: int, rows: int, group: int, layer: int,
     scratch: int, kind: Any, lanes: Any, form: Any,
@@ -90,7 +89,7 @@ def attend_block(
     )
 
 
-@serial
+@serial_in_order
 def find_tiles(
     row: int, head: int, begin: int, end: int, layer: int, step: int, keys: int, values: int, kind: Any
 ) -> int:
@@ -113,7 +112,7 @@ def find_tiles(
     return int(count)
 
 
-@serial
+@serial_in_order
 def _score_block(
     rows: int, query: int, query_size: int, tiles: int, count: int, steps: int, out: int, wide: int, kind: Any,
     lanes: Any, form: Any,
@@ -135,7 +134,7 @@ def _score_block(
             tile.scores1(query + row * query_size, query_size, at, steps, to + row * size, size, kind, lanes, form)
 
 
-@serial
+@serial_in_order
 def _sum_values(
     rows: int, weights: int, width: int, tiles: int, count: int, rest: int, wide: int, dim: int, sums: int, decay: int,
     kind: Any, lanes: Any, form: Any,
@@ -167,7 +166,7 @@ def _sum_values(
                 column += 16
 
 
-@serial
+@serial_in_order
 def _wide(
     rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
     out_size: int, decay: int, kind: Any, lanes: Any, form: Any,
@@ -187,7 +186,7 @@ def _wide(
         row += 1
 
 
-@serial
+@serial_in_order
 def _thin(
     rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
     out_size: int, decay: int, kind: Any, lanes: Any, form: Any,
@@ -207,7 +206,7 @@ def _thin(
         row += 1
 
 
-@serial
+@serial_in_order
 def _whole(
     rows: int, weights: int, width: int, tiles: int, count: int, steps: int, size: int, column: int, out: int,
     out_size: int, decay: int, kind: Any, lanes: Any, form: Any,

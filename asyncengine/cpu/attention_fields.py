@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncengine.cpu.attention_tiles import AHEAD, BLOCK, SCORES
-from asyncengine.cpu.vectors import serial
+from asyncengine.cpu.jit import serial_in_order
 
 SPLIT = 512
 """Keys of a split; a multiple of `BLOCK`."""
@@ -29,19 +29,19 @@ TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL = range(7)
 ITEM_FIELDS = 8
 
 
-@serial
+@serial_in_order
 def padded(dim: int) -> int:
     """Floats of a row of sums."""
     return (dim + 63) // 64 * 64
 
 
-@serial
+@serial_in_order
 def partial_floats(group: int, value_dim: int) -> int:
     """Floats of a partial result of one kv head: maxima, sums of weights, sums of values."""
     return int(group * (2 + padded(value_dim)))
 
 
-@serial
+@serial_in_order
 def scratch_places(rows: int, key_dim: int, value_dim: int) -> Any:
     """Offsets of the parts of a thread's scratch memory, and its size last. `rows`: queries times heads of a group."""
     query = 0

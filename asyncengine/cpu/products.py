@@ -20,8 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
-from asyncengine.cpu.jit import kind_of, prange, use_threads
-from asyncengine.cpu.vectors import FLOATS, LINE, LONG, WORDS, at, cpu_has, load, parallel, serial
+from asyncengine.cpu.jit import kind_of, parallel_in_order, prange, serial_in_order, use_threads
+from asyncengine.cpu.vectors import FLOATS, LINE, LONG, WORDS, at, cpu_has, load
 
 COLUMNS = 4
 """Rows of the weight, so columns of the result, in a tile."""
@@ -54,7 +54,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     _product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, size, kind_of(x.dtype), use_threads())
 
 
-@parallel
+@parallel_in_order
 def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic, threads: int) -> None:
     tiles = -(-outputs // COLUMNS)
     for thread in prange(threads):
@@ -62,7 +62,7 @@ def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, 
         _product_columns(x, weight, out, rows, first, last, outputs, size, kind)
 
 
-@serial
+@serial_in_order
 def _product_columns(
     x: int, weight: int, out: int, rows: int, first: int, last: int, outputs: int, size: int, kind: np.generic
 ) -> None:
@@ -80,7 +80,7 @@ def _product_columns(
                 )
 
 
-@serial
+@serial_in_order
 def _tile(rows: int, x: int, weight: int, ahead: int, size: int, out: int, out_size: int, kind: np.generic) -> None:
     if rows == 1:
         _tile1(x, weight, ahead, size, out, out_size, kind)

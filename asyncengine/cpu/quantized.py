@@ -24,22 +24,18 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
-from asyncengine.cpu.jit import array, kind_of, narrow, pointer, prange, use_threads, widen
-from asyncengine.cpu.vectors import (
-    FLOATS,
-    LANES,
-    LINE,
-    LONG,
-    WORD,
-    WORDS,
-    at,
-    bits_of,
-    cpu_has,
-    load,
-    number_of,
-    parallel,
-    serial,
+from asyncengine.cpu.jit import (
+    array,
+    kind_of,
+    narrow,
+    parallel_in_order,
+    pointer,
+    prange,
+    serial_in_order,
+    use_threads,
+    widen,
 )
+from asyncengine.cpu.vectors import FLOATS, LANES, LINE, LONG, WORD, WORDS, at, bits_of, cpu_has, load, number_of
 
 GROUP = 64
 PANEL = LANES
@@ -76,7 +72,7 @@ def product(
     )  # fmt: skip
 
 
-@parallel
+@parallel_in_order
 def _product(
     x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
     bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, threads: int, parts: int,
@@ -93,7 +89,7 @@ def _product(
         product_pairs(weights, scales, bias, out, scratch, rows, groups, outputs, first, last, bits, out_kind)
 
 
-@serial
+@serial_in_order
 def round_rows(
     x: int, scratch: int, first: int, last: int, rows: int, inputs: int, offset: int, kind: np.generic, size: int
 ) -> None:
@@ -128,7 +124,7 @@ def round_rows(
             starts[row, group] = -offset * total
 
 
-@serial
+@serial_in_order
 def product_pairs(
     weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int, outputs: int, first: int,
     last: int, bits: np.generic, kind: np.generic,
@@ -164,7 +160,7 @@ def product_pairs(
                     results[place, column] = narrow(value, kind)
 
 
-@serial
+@serial_in_order
 def _tile(
     rows: int, x: int, x_scales: int, starts: int, weights: int, panel: int, scales: int, scale_panel: int, groups: int,
     turn: int, turns: int, out: int, bits: np.generic,

@@ -21,18 +21,6 @@ FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
 LINE = 64
 """Bytes of a vector, and of a line of cache on the CPUs that have such vectors."""
 
-_OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-
-
-def serial(function: Any) -> Any:
-    """As `jit.serial`, but sums stay in the order they are written in: one that does not depend on the tile's size."""
-    return numba.njit(**_OPTIONS)(function)
-
-
-def parallel(function: Any) -> Any:
-    """As `jit.parallel`, but sums stay in the order they are written in."""
-    return numba.njit(parallel=True, **_OPTIONS)(function)
-
 
 def _bits_of(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -12,17 +12,17 @@ pytest.importorskip("numba")
 
 from asyncengine.cpu.attention_softmax import soften, weigh
 from asyncengine.cpu.attention_tiles import BLOCK, FLOOR
-from asyncengine.cpu.vectors import serial
+from asyncengine.cpu.jit import serial_in_order
 
 Floats = npt.NDArray[np.float32]
 
 
-@serial
+@serial_in_order
 def weigh_block(scores: int, out: int, low: int, high: int, scale: Any, state: int, form: Any) -> None:
     weigh(scores, out, low, high, scale, state, state + 4, state + 8, form)
 
 
-@serial
+@serial_in_order
 def soften_block(scores: int, scale: Any, cap: Any) -> None:
     soften(scores, scale, cap)
 

@@ -7,14 +7,12 @@ the mathematical library is made for each.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numba.core import types
-from numba.extending import intrinsic
 
 from asyncengine.cpu.jit import array, inline, kind_of, narrow, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.vectors import number_of
 
 _ALONE = 2**13
 """Elements up to which one thread is done sooner than two have met."""
@@ -42,16 +40,6 @@ gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
 
 
-def _from_bits(_: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
-
-
-_float_of: Any = intrinsic(_from_bits)
-
-
 @inline
 def exponential(x: np.float32) -> np.float32:
     """e^x to 2e-7 of itself, for x from -87 to 88; the nearest of those beyond."""
@@ -67,7 +55,7 @@ def exponential(x: np.float32) -> np.float32:
     power = power * rest + np.float32(1.6666665459e-1)
     power = power * rest + np.float32(5.0000001201e-1)
     power = power * rest * rest + rest + np.float32(1)
-    found: np.float32 = power * _float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
+    found: np.float32 = power * number_of((np.int32(whole) + np.int32(127)) << np.int32(23))
     return found
 
 

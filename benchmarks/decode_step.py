@@ -6,6 +6,7 @@ Random weights (`load_format="dummy"`), a model runner driven by hand: decode st
 one prompt. Each part is timed on its own by wrapping what computes it; a part's time is without that of the parts it
 calls, so that they add up to the whole. "model's Python" is what remains of the forward: the embedding, the rotation
 tables and everything between the calls; "step" is what remains of the step: the batch, sampling, the way back.
+"spans" are products, norms and activations where all between two attentions is one call.
 Medians over steps, in milliseconds, of a whole step and of each part; "untimed" is the step without any wrapper.
 """
 
@@ -26,9 +27,11 @@ from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
+from asyncengine.cpu.span import Span
 from asyncengine.models import linears
 from asyncengine.models.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
+from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 
@@ -92,6 +95,9 @@ class Parts:
         places = [
             ("products", torch.nn.Linear, "forward"),
             ("products", linears.FastLinear, "forward"),
+            ("products", linears.PanelLinear, "forward"),
+            ("products", QuantizedLinear, "forward"),
+            ("spans", Span, "__call__"),
             ("attention", LayerAttention, "__call__"),
             ("attention", LayerAttention, "_merged"),
             ("norms", linears.RMSNorm, "forward"),

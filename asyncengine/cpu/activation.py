@@ -25,10 +25,7 @@ def _gated(form: int, both: torch.Tensor) -> torch.Tensor:
     width //= 2
     out = torch.empty((*outer, width), dtype=both.dtype)
     rows = out.numel() // width
-    if out.numel() <= _ALONE:
-        _gate_rows(both.data_ptr(), out.data_ptr(), 0, rows, width, form, kind_of(both.dtype))
-    else:
-        _gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_threads())
+    gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_threads())
     return out
 
 
@@ -38,6 +35,11 @@ gelu_tanh_and_mul = partial(_gated, _GELU_TANH)
 """The same with GELU by its approximation with tanh."""
 gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
+
+
+def form_of(gated: object) -> int | None:
+    """The number by which `gate` knows one of these; None: it is none of them."""
+    return gated.args[0] if isinstance(gated, partial) and gated.func is _gated else None
 
 
 @inline
@@ -108,3 +110,12 @@ def _gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generi
     for thread in prange(threads):
         first, last = rows * thread // threads, rows * (thread + 1) // threads
         _gate_rows(both, out, first, last, width, form, kind)
+
+
+@serial
+def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
+    """One of the gated activations above, by address."""
+    if rows * width <= _ALONE:
+        _gate_rows(both, out, 0, rows, width, form, kind)
+    else:
+        _gate(both, out, rows, width, form, kind, threads)

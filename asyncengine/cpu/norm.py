@@ -35,10 +35,7 @@ def add_rms_norm(
     rows = residual.numel() // width
     where = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
     numbers = (np.float32(scale), np.float32(epsilon), kind_of(residual.dtype))
-    if residual.numel() <= _ALONE:
-        _add_norm_rows(*where, 0, rows, width, *numbers)
-    else:
-        _add_norm(*where, rows, width, *numbers, use_threads())
+    add_norm(*where, rows, width, *numbers, use_threads())
     return total, out
 
 
@@ -109,3 +106,24 @@ def _add_norm(
     for thread in prange(threads):
         first, last = rows * thread // threads, rows * (thread + 1) // threads
         _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
+
+
+@serial
+def add_norm(
+    residual: int,
+    branch: int,
+    weight: int,
+    total: int,
+    out: int,
+    rows: int,
+    width: int,
+    factor: np.float32,
+    epsilon: np.float32,
+    kind: np.generic,
+    threads: int,
+) -> None:
+    """`add_rms_norm` by address; `total` may be `residual`."""
+    if rows * width <= _ALONE:
+        _add_norm_rows(residual, branch, weight, total, out, 0, rows, width, factor, epsilon, kind)
+    else:
+        _add_norm(residual, branch, weight, total, out, rows, width, factor, epsilon, kind, threads)

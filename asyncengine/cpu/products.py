@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
 from asyncengine.cpu.jit import kind_of, parallel_in_order, prange, serial_in_order, use_threads
-from asyncengine.cpu.vectors import FLOATS, LINE, LONG, WORDS, at, cpu_has, load
+from asyncengine.cpu.vectors import FLOATS, LINE, LONG, PAIRS, WORDS, at, cpu_has, load
 
 COLUMNS = 4
 """Rows of the weight, so columns of the result, in a tile."""
@@ -30,7 +30,6 @@ _BLOCK = 3 * COLUMNS
 _FEW = 8
 _MOST = 6 if cpu_has("avx512f") else 2
 """Rows of x in the largest tile whose sums fit in the registers."""
-_PAIRS = cpu_has("avx512bf16")
 
 
 def product_fits(dtype: torch.dtype, features: int, outputs: int) -> bool:
@@ -40,7 +39,7 @@ def product_fits(dtype: torch.dtype, features: int, outputs: int) -> bool:
 
 def product_pays(dtype: torch.dtype, rows: int) -> bool:
     """True if `product` is faster than torch's own, or is wanted for its results' independence of each other."""
-    return dtype == torch.float32 or _PAIRS or rows <= _FEW
+    return dtype == torch.float32 or PAIRS or rows <= _FEW
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -105,7 +104,7 @@ def _make_tile(rows: int) -> Any:
 
     def typed(_: Any, x: Any, weight: Any, ahead: Any, size: Any, out: Any, out_size: Any, kind: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_tile(builder, rows, _FORMS[kind], *arguments[:6])
+            _write_tile(builder, rows, vectors.FORMS[kind], *arguments[:6])
             return context.get_dummy_value()
 
         return numba.types.void(*[numba.types.int64] * 6, kind), generate
@@ -131,29 +130,5 @@ def _write_tile(
         four = vectors.sum_lanes(builder, [builder.load(total) for total in sums[row]])
         vectors.store(builder, four, at(builder, out, out_size, row, LONG(0)))
 
-
-def _add_floats(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    return vectors.multiply_add(builder, builder.bitcast(left, FLOATS), builder.bitcast(right, FLOATS), total)
-
-
-def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    if not _PAIRS:
-        return _add_widened(builder, left, right, total)
-    return vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, left, right])
-
-
-def _add_widened(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Two bfloat16 in each word, each the upper half of a float32."""
-    low = [builder.shl(side, vectors.constant(WORDS, 16)) for side in (left, right)]
-    high = [builder.and_(side, vectors.constant(WORDS, 0xFFFF0000)) for side in (left, right)]
-    return _add_floats(builder, high[0], high[1], _add_floats(builder, low[0], low[1], total))
-
-
-_FORMS: dict[Any, Any] = {
-    numba.types.float32: _add_floats,
-    numba.types.uint16: _add_pairs,
-    numba.types.int16: _add_widened,
-}
-"""By kind: how a vector's products are added to sixteen sums. int16 is bfloat16 without the CPU's instruction."""
 
 _tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = map(_make_tile, range(1, 7))

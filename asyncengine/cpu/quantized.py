@@ -65,7 +65,7 @@ def product(
     rows = x.numel() // inputs
     scratch = torch.empty(scratch_bytes(rows, inputs), dtype=torch.uint8)
     threads = use_threads()
-    _product(
+    multiply_rounded(
         x.data_ptr(), weights.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         scratch.data_ptr(), rows, inputs, outputs, np.uint8(bits) if bits == 8 else np.int8(bits),
         kind_of(x.dtype), kind_of(out.dtype), x.element_size(), threads, threads,
@@ -73,7 +73,7 @@ def product(
 
 
 @parallel_in_order
-def _product(
+def multiply_rounded(
     x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
     bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, threads: int, parts: int,
 ) -> None:  # fmt: skip

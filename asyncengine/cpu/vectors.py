@@ -51,6 +51,10 @@ def cpu_has(*features: str) -> bool:
     return all(host.get(name, False) for name in features)
 
 
+PAIRS = cpu_has("avx512bf16")
+"""The CPU has an instruction for products of pairs of bfloat16."""
+
+
 def constant(kind: Any, value: float) -> Any:
     """A vector with one known number in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
@@ -112,3 +116,38 @@ def _fold(builder: Any, left: Any, right: Any, block: int) -> Any:
     halves = [ir.Constant(kind, [lane + shift for lane in low]) for shift in (0, block // 2)]
     right = left if right is None else right
     return builder.fadd(*(builder.shuffle_vector(left, right, half) for half in halves))
+
+
+def narrow(builder: Any, floats: Any) -> Any:
+    """Sixteen float32 as bfloat16, rounded to nearest even: a vector of sixteen int16."""
+    bits = builder.bitcast(floats, WORDS)
+    odd = builder.and_(builder.lshr(bits, constant(WORDS, 16)), constant(WORDS, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(WORDS, 0x7FFF))), constant(WORDS, 16))
+    number = builder.fcmp_ordered("ord", floats, floats)
+    kept = builder.select(number, rounded, constant(WORDS, 0x7FC0))  # rounding would make some NaN a number
+    return builder.trunc(kept, ir.VectorType(ir.IntType(16), LANES))
+
+
+def _add_floats(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    return multiply_add(builder, builder.bitcast(left, FLOATS), builder.bitcast(right, FLOATS), total)
+
+
+def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    if not PAIRS:
+        return _add_widened(builder, left, right, total)
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, left, right])
+
+
+def _add_widened(builder: Any, left: Any, right: Any, total: Any) -> Any:
+    """Two bfloat16 in each word, each the upper half of a float32."""
+    low = [builder.shl(side, constant(WORDS, 16)) for side in (left, right)]
+    high = [builder.and_(side, constant(WORDS, 0xFFFF0000)) for side in (left, right)]
+    return _add_floats(builder, high[0], high[1], _add_floats(builder, low[0], low[1], total))
+
+
+FORMS: dict[Any, Any] = {
+    numba.types.float32: _add_floats,
+    numba.types.uint16: _add_pairs,
+    numba.types.int16: _add_widened,
+}
+"""By kind: how a vector's products are added to sixteen sums. int16 is bfloat16 without the CPU's instruction."""

@@ -35,23 +35,29 @@ class FusedAttention:
 
     def __init__(self, module: Any, heads: MergedHeads | None = None, rotated: bool = True) -> None:
         self.merged = heads is not None
-        self._module = module
+        self.module = module
         self._heads = heads
         self._rotated = rotated
-        self._qkv = None if heads is None else _merged_product(module)
-        self._out = None if heads is None else module.o_proj
+        self.qkv = None if heads is None else _merged_product(module)
+        self.out = None if heads is None else module.o_proj
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         out: torch.Tensor
-        handler = merged_handler(self._module)
-        if handler is None or self._heads is None or self._qkv is None or self._out is None:
-            out = self._module(hidden_states=x, **context)[0]
-            return out
+        if not self.merged or merged_handler(self.module) is None or self.qkv is None or self.out is None:
+            out = self.module(hidden_states=x, **context)[0]
+        else:
+            out = self.out(self.attend(self.qkv(x), context))
+        return out
+
+    def attend(self, qkv: torch.Tensor, context: Context) -> torch.Tensor:
+        """[1, T, heads * value dim] of the merged product [1, T, all], by the handler's merged entry."""
+        handler = merged_handler(self.module)
+        assert handler is not None
+        assert self._heads is not None
         cos, sin = context["position_embeddings"]
         if not self._rotated:
             cos = sin = cos[..., :0]
-        out = self._out(handler(self._qkv(x), self._heads, cos, sin))
-        return out
+        return handler(qkv, self._heads, cos, sin)
 
 
 def fuse_attention(module: Any, spec: LayerSpec, contexts: Sequence[Context], x: torch.Tensor) -> FusedAttention:

@@ -57,13 +57,15 @@ class FusedLayer:
     def __init__(self, layer: Any, form: Form, attention: FusedAttention) -> None:
         self.attention = attention
         self.first = _norm(layer, form.before_attention)
+        self.middle = None if form.parallel else _norm(layer, form.before_mlp)
+        self.mlp = layer.mlp
+        self.scale = float(getattr(layer, "residual_multiplier", 1.0))
+        self.common = form is _FORMS[0]
+        """Norms stand before the branches and nowhere else."""
         self._last = _norm(layer, form.after_mlp)
-        self._scale = float(getattr(layer, "residual_multiplier", 1.0))
         self._parallel = form.parallel
-        self._mlp = layer.mlp
         self._mlp_parts = list(layer.mlp.modules())
-        after = None if form.parallel else _norm(layer, form.before_mlp)
-        self._middle = junction(_norm(layer, form.after_attention), self._scale, after)
+        self._middle = junction(_norm(layer, form.after_attention), self.scale, self.middle)
 
     def branches(
         self, h: torch.Tensor, x: torch.Tensor | None, context: Context, rows: torch.Tensor | None = None
@@ -86,13 +88,13 @@ class FusedLayer:
         return h, self._added(x)
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
-        branch = self._mlp(x)
+        branch = self.mlp(x)
         out: torch.Tensor = branch[0] if isinstance(branch, tuple) else branch  # some say what their router chose, too
         return out
 
     def junction(self, following: Any) -> Junction:
         """What ends this layer and begins `following`, the norm before what comes next (None: not known)."""
-        return junction(self._last, self._scale, following)
+        return junction(self._last, self.scale, following)
 
     def __call__(self, h: torch.Tensor, context: Context) -> torch.Tensor:
         """The whole layer."""

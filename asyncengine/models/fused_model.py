@@ -19,6 +19,7 @@ from asyncengine.models.families import agree
 from asyncengine.models.fused_layer import FusedLayer, fuse_layer
 from asyncengine.models.probing import Context, same
 from asyncengine.models.rotary import RotaryTable
+from asyncengine.models.short_steps import short_steps
 from asyncengine.models.watching import Parts, Seen, answering, find_parts, first_positions, louder, watch
 
 logger = logging.getLogger("asyncengine")
@@ -56,7 +57,7 @@ def fuse_forward(module: Any, attention_modules: Sequence[Any], specs: Sequence[
         return []
     module.forward = forward
     merged = sum(layer.attention.merged for layer in forward.fused)
-    counts = {"forward": 1, "layer": len(forward.fused), "merged_attention": merged}
+    counts = {"forward": 1, "layer": len(forward.fused), "merged_attention": merged, "span": forward.spans}
     return [f"{name} x {count}" for name, count in counts.items() if count]
 
 
@@ -122,6 +123,7 @@ class FusedForward:
             if call not in self._kinds:
                 self._kinds.append(call)
         norms = [*(None if layer is None else layer.first for layer in layers[1:]), parts.norm]
+        self._short = short_steps(layers, parts.norm, seen.embedded)
         self._steps = [
             (own, layer, None if layer is None else layer.junction(norm), self._kinds.index(call))
             for own, layer, norm, call in zip(parts.layers, layers, norms, seen.calls, strict=True)
@@ -136,8 +138,8 @@ class FusedForward:
         **others: Any,
     ) -> Any:
         """Logits [1, rows, vocabulary] of the tokens `logits_to_keep`, ascending, of one flat batch [1, T]."""
-        known = input_ids is not None and position_ids is not None and isinstance(logits_to_keep, torch.Tensor)
-        if not known or others or use_cache is not False:
+        known = input_ids is not None and position_ids is not None
+        if not known or not isinstance(logits_to_keep, torch.Tensor) or others or use_cache is not False:
             given = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": use_cache, **others}
             return type(self._module).forward(self._module, logits_to_keep=logits_to_keep, **given)
         parts = self._parts
@@ -145,14 +147,26 @@ class FusedForward:
         if self._scale is not None:
             h = h * self._scale
         contexts = self._contexts(h, position_ids)
+        logits = parts.head(self._run(h, contexts, logits_to_keep))
+        return Output(logits if self._post is None else self._post(logits))
+
+    @property
+    def spans(self) -> int:
+        """Layers that short steps pass in two calls each."""
+        return 0 if self._short is None else len(self.fused)
+
+    def _run(self, h: torch.Tensor, contexts: list[Context], logits_to_keep: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads."""
+        tokens = h.shape[1]
+        if self._short is not None and logits_to_keep.shape[0] == tokens and self._short.serve(tokens):
+            return self._short(h, [contexts[kind] for *_, kind in self._steps])
         x: torch.Tensor | None = None
         for own, layer, join, kind in self._steps[:-1]:
             if layer is None or join is None:
                 h, x = own(h, **contexts[kind]), None
             else:
                 h, x = join(*layer.branches(h, x, contexts[kind]))
-        logits = parts.head(self._last(h, x, contexts, logits_to_keep))
-        return Output(logits if self._post is None else self._post(logits))
+        return self._last(h, x, contexts, logits_to_keep)
 
     def _contexts(self, h: torch.Tensor, positions: Any) -> list[Context]:
         tables = [table(h, positions) for table in self._tables]

@@ -16,9 +16,18 @@ import torch
 from torch import nn
 
 from asyncengine.models.kernels import Kernels
-from asyncengine.models.linears import FastLinear, GatedMLP, Held, MergedQKV, RMSNorm, can_pack
+from asyncengine.models.linears import (
+    FastLinear,
+    GatedMLP,
+    Held,
+    MergedQKV,
+    PanelLinear,
+    RMSNorm,
+    can_pack,
+    panels_serve,
+)
 from asyncengine.models.mapped import MappedFiles
-from asyncengine.models.output_layer import faster_output_layer
+from asyncengine.models.output_layer import replace_output_layer
 from asyncengine.models.probing import random_like, same
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.quantized import Quantizer
@@ -114,6 +123,7 @@ class _Fuser:
         self.dtype, self.device = parameter.dtype, parameter.device
         self._like = parameter.new_empty(0)
         self._pack = pack and can_pack(self.dtype, self.device)
+        self._panels = pack and self.device.type == "cpu"
         embedding = module.get_input_embeddings()
         self._shared = {embedding.weight.data_ptr()}
         """Weights that are also read as embeddings: packing would make a second copy."""
@@ -207,15 +217,11 @@ class _Fuser:
         return float((expected.float() - found.float()).abs().max()) if same(expected, found) else None
 
     def replace_output_layer(self, module: Any) -> None:
-        faster = faster_output_layer(module.get_output_embeddings(), self.dtype)
-        if faster is not None:
-            module.set_output_embeddings(faster)
+        if replace_output_layer(module, self.dtype, self._files.release):
             self.done["output_layer"] += 1
 
     def pack_linears(self, module: Any) -> None:
         """Every linear left, but for those that share their weight with the embedding."""
-        if not self._pack:
-            return
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
                 if type(child) is not nn.Linear or child.weight.data_ptr() in self._shared:
@@ -234,13 +240,26 @@ class _Fuser:
             return None
         bias = None if biases[0] is None else torch.cat([part.bias.data for part in parts])
         weight = torch.cat([part.weight.data for part in parts])
-        return (self._packed(weight, bias) if self._pack else None) or FastLinear(weight, bias, pack=False)
+        return self._packed(weight, bias) or FastLinear(weight, bias, pack=False)
 
     def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> FastLinear | None:
+        if not (self._panels or self._pack):
+            return None
         x = self._random(weight.shape[1])
-        bias = None if bias is None else bias.clone()
-        packed = FastLinear(weight, bias, pack=True)
-        if not same(nn.functional.linear(x, weight, bias), packed(x)):
+        expected = nn.functional.linear(x, weight, bias)
+        if self._panels and panels_serve(weight):
+            try:
+                panels = PanelLinear(weight, bias)
+                found = panels(x)
+            except Exception as error:  # a compiler that does not know this CPU: oneDNN's form does
+                logger.warning("products are oneDNN's: %s: %s", type(error).__name__, error)
+                self._panels = False
+            else:
+                if same(expected, found):
+                    self.done["panel_linear"] += 1
+                    return panels
+        packed = FastLinear(weight, None if bias is None else bias.clone(), pack=True) if self._pack else None
+        if packed is None or not same(expected, packed(x)):
             return None
         self.done["packed_linear"] += 1
         return packed

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from asyncengine.cpu import compiler_missing
+from asyncengine.models.reused_memory import ReusedMemory
+
 Apply = Callable[[torch.Tensor], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """(residual, branch, scale, weight, epsilon) -> (residual + branch * scale, its RMS norm)."""
@@ -46,6 +49,53 @@ class FastLinear(nn.Module):
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
         return linear(x, self._weight, self._bias)
+
+
+class PanelLinear(FastLinear):
+    """The same with a weight in the panels of `cpu.panels`; `memory`, if given, is where float32 results go.
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory | None = None) -> None:
+        from asyncengine.cpu import panels
+
+        nn.Module.__init__(self)  # there is no weight to keep as it is
+        self.out_features, self.in_features = weight.shape
+        self.packed = True
+        self._product = panels.product
+        self._read_rows = panels.read_rows
+        self._weight = panels.to_panels(weight)
+        self._bias = None if bias is None else bias.detach().float().clone()
+        self._memory = memory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], self.out_features)
+        out = x.new_empty(shape) if self._memory is None else self._memory.take(shape)
+        self._product(x, self._weight, out, self._bias)
+        return out
+
+    @property
+    def bits(self) -> int:
+        """Of a rounded weight: none is."""
+        return 0
+
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Weights, scales, bias."""
+        return self._weight, None, self._bias
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out [..., in_features] = rows `ids` of the weight."""
+        self._read_rows(ids, self._weight, out)
+
+
+def panels_serve(weight: torch.Tensor) -> bool:
+    """True if `PanelLinear` takes this weight, and is the fastest form of it here."""
+    if compiler_missing(weight.dtype, weight.device) is not None:
+        return False
+    from asyncengine.cpu import panels
+
+    return panels.panels_pay(weight.dtype) and panels.panels_fit(weight.dtype, *weight.shape)
 
 
 class MergedQKV(nn.Module):
@@ -94,13 +144,13 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = gate_up
         self.down_proj = down
+        self.gated = gated
         self._activation = activation
-        self._gated = gated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         both = self.gate_up(x)
-        if self._gated is not None:
-            inner = self._gated(both)
+        if self.gated is not None:
+            inner = self.gated(both)
         else:
             gate, up = both.chunk(2, dim=-1)
             inner = self._activation(gate).mul_(up)
@@ -126,7 +176,7 @@ class RMSNorm(nn.Module):
         self._shape = tuple(weight.shape)
         self.epsilon = epsilon
         self._kernel = kernel
-        self._add_kernel = add_kernel
+        self.add_kernel = add_kernel
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +186,7 @@ class RMSNorm(nn.Module):
 
     def add(self, residual: torch.Tensor, branch: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(sum, its norm) of residual + branch * scale."""
-        if self._add_kernel is not None:
-            return self._add_kernel(residual, branch, scale, self.weight, self.epsilon)
+        if self.add_kernel is not None:
+            return self.add_kernel(residual, branch, scale, self.weight, self.epsilon)
         total = residual + (branch if scale == 1.0 else branch * scale)
         return total, self(total)

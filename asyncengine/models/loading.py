@@ -124,9 +124,9 @@ def _prepare(
         quantizer.finish()
         check_quantized(module.config.model_type, quantizer, probed.logits, run_recorded(module, device)[0])
         fused += quantizer.summary()
-    if config.fuse:
-        fused += fuse_forward(module, probed.modules, probed.layers, max_model_len - 1)
     own_weights(module, files)
+    if config.fuse:  # last: what is built now knows where in memory the weights are
+        fused += fuse_forward(module, probed.modules, probed.layers, max_model_len - 1)
     return fused
 
 

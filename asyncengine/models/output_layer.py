@@ -1,7 +1,8 @@
 """The output layer: logits of a few rows over a large vocabulary, from a weight that is often the embedding as well.
 
-Packing such a weight for oneDNN would make a second copy of the largest matrix of a small model. A compiled kernel
-reads it as it lies, at memory's speed, and gives float32, which is what sampling works in.
+Packing such a weight for oneDNN would make a second copy of the largest matrix of a small model. Compiled kernels keep
+it once: in panels, where embeddings are looked up as well, or as it lies. Both give float32, which is what sampling
+works in.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from torch import nn
 from torch.nn.functional import linear
 
 from asyncengine.cpu import compiler_missing
+from asyncengine.models.linears import PanelLinear, panels_serve
+from asyncengine.models.reused_memory import ReusedMemory
 
 logger = logging.getLogger("asyncengine")
 
 _PROBE_ROWS = 5
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class OutputLayer(nn.Module):
@@ -44,47 +46,70 @@ class OutputLayer(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
-class ReusedMemory:
-    """float32 memory for one result after the other: mapping fresh pages for megabytes takes longer than filling them.
+class SharedEmbedding(nn.Module):
+    """Embeddings of the given type, looked up in an output layer that keeps its weight in a form of its own.
 
-    A result keeps its numbers for as long as anybody holds it, or a part of it.
+    `head` has `out_features`, `in_features` and `read_rows`.
     """
 
-    def __init__(self) -> None:
-        self._last: torch.Tensor | None = None
+    def __init__(self, head: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
+        self._read_rows, self._dtype = head.read_rows, dtype
 
-    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor of that shape, contiguous."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        if self._last is None or self._last.numel() < size or self._last.numel() > 4 * size or self._is_held():
-            self._last = None if _use_count is None else torch.empty(size, dtype=torch.float32)
-        return torch.empty(shape, dtype=torch.float32) if self._last is None else self._last[:size].view(shape)
+    @property
+    def weight(self) -> torch.Tensor:
+        """Shape and type of the table that it stands for, without numbers."""
+        return torch.empty((self.num_embeddings, self.embedding_dim), dtype=self._dtype, device="meta")
 
-    def _is_held(self) -> bool:
-        """Does anybody hold what was handed out last? torch counts: this tensor, and the storage looked at here."""
-        assert self._last is not None
-        assert _use_count is not None
-        storage: Any = self._last.untyped_storage()
-        return _use_count(storage._cdata) > 2
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self._dtype)
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
+        self._read_rows(ids.long().contiguous(), out)
+        return out
 
 
-def faster_output_layer(head: Any, dtype: torch.dtype) -> OutputLayer | None:
-    """The same as `head`, if that is a linear on this CPU and a compiled kernel gives the same numbers; else None."""
+def replace_output_layer(module: Any, dtype: torch.dtype, drop: Callable[[torch.Tensor], None]) -> bool:
+    """Give `module` a faster output layer; `drop` is told of a weight that is not needed any more. False: none is.
+
+    A weight that is the embedding as well is put in panels only if embeddings can be looked up there.
+    """
+    head, table = module.get_output_embeddings(), module.get_input_embeddings()
     if type(head) is not nn.Linear or compiler_missing(dtype, head.weight.device) or not head.weight.is_contiguous():
-        return None
+        return False
+    tied = head.weight is table.weight
+    readers = sum(any(own is head.weight for own in part._parameters.values()) for part in module.modules())
+    alone = readers == 1 + tied and (not tied or (type(table) is nn.Embedding and table.max_norm is None))
+    faster = _equal_form(head, dtype, alone)
+    if faster is None:
+        return False
+    module.set_output_embeddings(faster)
+    if isinstance(faster, PanelLinear):
+        if tied:
+            module.set_input_embeddings(SharedEmbedding(faster, dtype))
+        drop(head.weight.data)
+    return True
+
+
+def _equal_form(head: nn.Linear, dtype: torch.dtype, panels: bool) -> OutputLayer | PanelLinear | None:
+    """The same as `head` by a compiled kernel that gives the same numbers, if there is one for it."""
     from asyncengine.cpu.products import product_fits
 
-    if not product_fits(dtype, head.in_features, head.out_features):
-        return None
+    forms: list[Callable[[], OutputLayer | PanelLinear]] = []
+    if panels and panels_serve(head.weight):
+        forms.append(lambda: PanelLinear(head.weight.data, head.bias, ReusedMemory()))
+    if product_fits(dtype, head.in_features, head.out_features):
+        forms.append(lambda: OutputLayer(head.weight, head.bias))
     x = torch.randn((1, _PROBE_ROWS, head.in_features), generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = head(x).float()
-    try:
-        candidate = OutputLayer(head.weight, head.bias)
-        found = candidate(x)
-    except Exception as error:  # a compiler that does not know this CPU: torch's own form stays
-        logger.warning("the output layer is torch's own: %s: %s", type(error).__name__, error)
-        return None
-    difference = float((expected - found).abs().max())
-    return candidate if difference <= _TOLERANCE[dtype] * max(float(expected.abs().max()), 1e-6) else None
+    for make in forms:
+        try:
+            candidate = make()
+            difference = float((expected - candidate(x)).abs().max())
+        except Exception as error:  # a compiler that does not know this CPU: torch's own form stays
+            logger.warning("the output layer is torch's own: %s: %s", type(error).__name__, error)
+            return None
+        if difference <= _TOLERANCE[dtype] * max(float(expected.abs().max()), 1e-6):
+            return candidate
+    return None

@@ -18,8 +18,9 @@ from asyncengine.cpu import compiler_missing
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.models.linears import FastLinear, GatedMLP, MergedQKV
 from asyncengine.models.mapped import MappedFiles
-from asyncengine.models.output_layer import ReusedMemory
+from asyncengine.models.output_layer import SharedEmbedding
 from asyncengine.models.probing import random_like
+from asyncengine.models.reused_memory import ReusedMemory
 
 _PROBE_ROWS = 5
 _ERROR = {8: 0.05, 4: 0.3}
@@ -42,6 +43,7 @@ class QuantizedLinear(FastLinear):
         self.packed = True
         self.bits = bits
         self._product = quantized.product
+        self._read_rows = quantizing.read_rows
         self.numbers, self.scales = quantizing.quantize(weight, bits)
         self._bias = None if bias is None else bias.detach().float().clone()
         self._memory = ReusedMemory() if logits else None
@@ -56,29 +58,13 @@ class QuantizedLinear(FastLinear):
         self._product(x, self.numbers, self.scales, self.bits, out, self._bias)
         return out
 
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Weights, scales, bias."""
+        return self.numbers, self.scales, self._bias
 
-class QuantizedEmbedding(nn.Module):
-    """Rows of an output layer in 8 bits, as embeddings of the given type."""
-
-    def __init__(self, head: QuantizedLinear, dtype: torch.dtype) -> None:
-        from asyncengine.cpu import quantizing
-
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = head.out_features, head.in_features
-        self._numbers, self._scales, self._dtype = head.numbers, head.scales, dtype
-        self._read_rows = quantizing.read_rows
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Shape and type of the table that it stands for, without numbers."""
-        return torch.empty((self.num_embeddings, self.embedding_dim), dtype=self._dtype, device="meta")
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self._dtype)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
-            raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
-        self._read_rows(ids.long().contiguous(), self._numbers, self._scales, out)
-        return out
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out [..., in_features] = rows `ids` of a weight in 8 bits."""
+        self._read_rows(ids, self.numbers, self.scales, out)
 
 
 class Quantizer:
@@ -120,7 +106,7 @@ class Quantizer:
         if head.weight is not table.weight:
             self._drop(head)
         elif type(table) is nn.Embedding:
-            self._module.set_input_embeddings(QuantizedEmbedding(faster, head.weight.dtype))
+            self._module.set_input_embeddings(SharedEmbedding(faster, head.weight.dtype))
             self.done["int8_embedding"] += 1
             self._drop(head)
 

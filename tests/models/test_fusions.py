@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
+from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB, make_model
 from torch import nn
 
@@ -16,7 +18,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.cpu import compiler_missing
 from asyncengine.models.families import run_recorded
 from asyncengine.models.fusions import _called_in_order
-from asyncengine.models.linears import FastLinear, can_pack
+from asyncengine.models.linears import FastLinear, PanelLinear, can_pack
 from asyncengine.models.loading import load_model
 from asyncengine.models.probing import same
 from asyncengine.models.rotary import fuse_rotary
@@ -30,31 +32,84 @@ EXPECTED = {
     "opt": {"qkv": 3},
     "gpt2": {},
 }
+PANELS = {"llama": 6, "gemma3": 6, "phi3": 6, "gpt-oss": 3}
+"""Linears whose outputs fill panels: queries with keys and values, gates with what they gate. Half of all there are."""
 COMPILED = ("rms_norm", "gate_up")
 """What compiled kernels take wherever there is a compiler, and count once more."""
 
 
+def load(folder: Path, **fields: Any) -> Any:
+    return load_model(str(folder), EngineConfig(**fields))
+
+
+def counts(model: Any) -> dict[str, int]:
+    return {name: int(count) for name, count in (entry.split(" x ") for entry in model.fused)}
+
+
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_is_fused(name: str, checkpoint: Checkpoint) -> None:
-    fused = dict(entry.split(" x ") for entry in load_model(str(checkpoint(name)), EngineConfig()).fused)
-    packed = int(fused.pop("packed_linear", "0"))
+def test_what_is_fused(name: str, panels: bool, checkpoint: Checkpoint) -> None:
+    model = load(checkpoint(name))
+    fused = counts(model)
+    in_panels, packed = fused.pop("panel_linear", 0), fused.pop("packed_linear", 0)
     for part in ("merged_attention", "output_layer"):  # see the tests of these
         fused.pop(part, None)
     expected = dict(EXPECTED[name])
     if compiler_missing(torch.float32, CPU) is None:
         expected |= {f"{part} kernel": expected[part] for part in COMPILED if part in expected}
-    assert {key: int(count) for key, count in fused.items()} == expected
-    if can_pack(torch.float32, CPU) and name != "gpt2":
-        assert packed >= 6
+    assert fused == expected
+    linears = {"opt": 12, "gpt2": 0}.get(name, 2 * PANELS.get(name, 0))
+    linears += type(model.module.get_output_embeddings()) is FastLinear  # as there is no compiler
+    assert in_panels == (PANELS.get(name, 0) if panels else 0)
+    assert packed == (linears - in_panels if can_pack(torch.float32, CPU) else 0)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_fused_logits_equal_plain_ones(name: str, checkpoint: Checkpoint) -> None:
-    logits = []
-    for fuse in (True, False):
-        model = load_model(str(checkpoint(name)), EngineConfig(fuse=fuse))
-        logits.append(run_recorded(model.module, CPU)[0])
-    assert torch.allclose(*logits, atol=2e-5 * float(logits[1].abs().max()))
+def test_fused_logits_equal_plain_ones(name: str, panels: bool, checkpoint: Checkpoint) -> None:
+    fused, plain = (run_recorded(load(checkpoint(name), fuse=fuse).module, CPU)[0] for fuse in (True, False))
+    assert torch.allclose(fused, plain, atol=2e-5 * float(plain.abs().max()))
+
+
+def test_bfloat16_in_panels(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight of the model's type is left but norms and what does not fill panels."""
+    use_panels(True, monkeypatch)
+    folder = checkpoint("stablelm")  # every width fills panels
+    fused, plain = (load(folder, dtype="bfloat16", fuse=fuse) for fuse in (True, False))
+    assert counts(fused)["panel_linear"] == 12
+    assert "packed_linear" not in counts(fused)
+    kinds = [type(part) for part in fused.module.modules() if isinstance(part, (nn.Linear, FastLinear))]
+    assert kinds == [PanelLinear] * 13
+    found, expected = (run_recorded(model.module, CPU)[0].float() for model in (fused, plain))
+    assert torch.allclose(found, expected, atol=5e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("broken", ["raises", "differs"])
+def test_panels_that_cannot_be_had(
+    broken: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every linear is what it would be on a machine without them; what raises is asked once, not for each linear."""
+    pytest.importorskip("numba")
+    from asyncengine.cpu import panels as panel_kernels
+
+    use_panels(False, monkeypatch)
+    expected = load(checkpoint("llama"))
+    asked: list[int] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        asked.append(out.shape[-1])
+        if broken == "raises":
+            raise RuntimeError("unknown CPU")
+        out.zero_()
+
+    monkeypatch.setattr(panel_kernels, "product", product)
+    use_panels(True, monkeypatch)
+    model = load(checkpoint("llama"))
+    output_layer = {} if broken == "differs" else {"output_layer": 0, "packed_linear": 13}
+    if can_pack(torch.float32, CPU):
+        assert {"output_layer": 0, **counts(model)} == {**counts(expected), **output_layer}
+    assert not any(isinstance(part, PanelLinear) for part in model.module.modules())
+    assert torch.allclose(*(run_recorded(each.module, CPU)[0] for each in (model, expected)), atol=1e-4)
+    assert len(asked) == (2 if broken == "raises" else 7)
+    assert ("products are oneDNN's: RuntimeError: unknown CPU" in caplog.text) == (broken == "raises")
 
 
 def test_same_tells_apart() -> None:
@@ -84,25 +139,6 @@ class Attention(nn.Module):
 def test_merging_needs_the_right_order_and_input(order: str, ok: bool) -> None:
     module = Attention(order)
     assert bool(_called_in_order([module], lambda: module(torch.ones(1, 4)))) == ok
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_packed_linear(dtype: torch.dtype, bias: bool) -> None:
-    if not can_pack(dtype, CPU):
-        pytest.skip("oneDNN has no packed linear for this type here")
-    weight, offset = torch.randn(33, 17).to(dtype), torch.randn(33).to(dtype) if bias else None
-    packed = FastLinear(weight, offset, pack=True)
-    for shape in ((1, 1, 17), (1, 40, 17), (3, 17), (0, 17)):
-        x = torch.randn(shape).to(dtype)
-        found, expected = packed(x), nn.functional.linear(x, weight, offset)
-        assert found.shape == expected.shape
-        assert torch.allclose(
-            found.float(),
-            expected.float(),
-            rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
-            atol=1e-1 if dtype == torch.bfloat16 else 1e-5,
-        )
 
 
 def test_rotary_candidates_that_differ_are_left_alone() -> None:

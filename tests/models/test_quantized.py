@@ -22,7 +22,8 @@ from asyncengine.models.families import run_recorded
 from asyncengine.models.linears import FastLinear
 from asyncengine.models.loading import load_model
 from asyncengine.models.lora_linears import find_places
-from asyncengine.models.quantized import QuantizedEmbedding, QuantizedLinear, quantization_bits, relative_error
+from asyncengine.models.output_layer import SharedEmbedding
+from asyncengine.models.quantized import QuantizedLinear, quantization_bits, relative_error
 
 pytest.importorskip("numba")
 
@@ -72,7 +73,7 @@ def test_linear_for_logits_is_float32_and_keeps_what_is_held() -> None:
 
 def test_embedding_reads_rows_of_the_output_layer() -> None:
     weight = torch.randn(50, 64)
-    table = QuantizedEmbedding(QuantizedLinear(weight, None, 8, logits=True), torch.float32)
+    table = SharedEmbedding(QuantizedLinear(weight, None, 8, logits=True), torch.float32)
     ids = torch.tensor([[0, 49, 7]])
     assert table(ids).shape == (1, 3, 64)
     assert relative_error(weight[ids], table(ids)) < 0.01
@@ -95,7 +96,7 @@ def test_every_linear_of_a_model_is_replaced(name: str, quantization: str, check
     head = model.module.get_output_embeddings()
     assert head.bits == 8, "the output layer stays in 8 bits"
     table = model.module.get_input_embeddings()
-    assert isinstance(table, QuantizedEmbedding) == (model.hf_config.tie_word_embeddings and name != "gemma3")
+    assert isinstance(table, SharedEmbedding) == (model.hf_config.tie_word_embeddings and name != "gemma3")
     plain = load(checkpoint(name))
     assert [place.parts for place in find_places(model.module)] == [place.parts for place in find_places(plain.module)]
     expected, found = (run_recorded(each.module, CPU)[0] for each in (plain, model))

@@ -1,0 +1,147 @@
+"""What stands between one layer's attention and the next one's, in one call: for steps of a few tokens.
+
+The output projection, the residual sum with its norm, the gated MLP, the next sum and norm, and the merged projection
+of the layer that follows. The kernels are those of the other modules and give the same bits; what is saved is what
+Python takes to call them one by one, which for one token is a tenth of a step (CUDA graphs save the same on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asyncengine.cpu import panels, quantized
+from asyncengine.cpu.activation import gate
+from asyncengine.cpu.jit import array, kind_of, pointer, serial_in_order, use_threads
+from asyncengine.cpu.norm import add_norm
+from asyncengine.cpu.panels import multiply, panel_block
+from asyncengine.cpu.quantized import multiply_rounded
+
+_FIELDS = 5
+_PRODUCTS = 4
+
+
+class Product(NamedTuple):
+    """One x W^T + bias as `panels` or `quantized` take it."""
+
+    weights: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    inputs: int
+    outputs: int
+    bits: int
+    """Of a weight: 8, 4, or 0 for one in panels that is not rounded."""
+
+    def fields(self) -> list[int]:
+        addresses = [0 if part is None else part.data_ptr() for part in (self.weights, self.scales, self.bias)]
+        return [*addresses, self.inputs, self.outputs]
+
+
+class Span:
+    """Output projection, merged gate and up, down and, unless the last norm is the model's, the projection after it.
+
+    `products` are those, all of the same bits; `norms` weight and epsilon of the two, `form` that of the activation,
+    `factor` what a branch is multiplied by before it is added.
+    """
+
+    def __init__(
+        self, products: Sequence[Product], norms: Sequence[tuple[torch.Tensor, float]], form: int, factor: float
+    ) -> None:
+        self._held = (products, norms)  # an address keeps nothing where it is
+        self._bits = products[0].bits
+        self._settings = (
+            np.float32(factor),
+            np.float32(norms[0][1]),
+            np.float32(norms[1][1]),
+            form,
+            len(products) == _PRODUCTS,
+        )
+        self._outputs = products[-1].outputs if len(products) == _PRODUCTS else products[0].outputs
+        out, both, down = products[:3]
+        self._row = 2 * out.outputs + both.outputs + down.inputs
+        self._inputs = max(product.inputs for product in products)
+        fields = [number for product in products for number in product.fields()]
+        fields += [0] * _FIELDS * (_PRODUCTS - len(products))
+        self._record = np.array([*fields, *(weight.data_ptr() for weight, _ in norms)], dtype=np.int64)
+        self._address = self._record.ctypes.data
+
+    def scratch_bytes(self, rows: int, size: int) -> int:
+        """What a call needs of `scratch`, for numbers of `size` bytes."""
+        rounded = quantized.scratch_bytes(rows, self._inputs) if self._bits else 0
+        return rows * self._row * size + rounded
+
+    def __call__(self, attended: torch.Tensor, residual: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """[rows, outputs] from attention's result [rows, heads * dim]; the residual [rows, width] is added to.
+
+        All contiguous and of one type.
+        """
+        rows, size = residual.shape[0], residual.element_size()
+        out = residual.new_empty((rows, self._outputs))
+        threads = use_threads()
+        where = (self._address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr())
+        if self._bits:
+            bits = np.uint8(8) if self._bits == 8 else np.int8(4)
+            _rounded_span(*where, rows, *self._settings, bits, kind_of(residual.dtype), size, threads)
+        else:
+            tile, tiles = panels.cut(rows)
+            _panel_span(*where, rows, *self._settings, tile, tiles, kind_of(residual.dtype), size, threads)
+        return out
+
+
+@serial_in_order
+def _panel_span(
+    record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
+    first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, tile: int, tiles: int,
+    kind: np.generic, size: int, threads: int,
+) -> None:  # fmt: skip
+    fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
+    width, both_width = fields[4], fields[9]
+    branch, normed = scratch, scratch + rows * width * size
+    both = normed + rows * width * size
+    inner = both + rows * both_width * size
+    for step in range(_PRODUCTS if projects else _PRODUCTS - 1):
+        own = fields[step * _FIELDS : (step + 1) * _FIELDS]
+        source = attended if step == 0 else inner if step == 2 else normed
+        target = both if step == 1 else out if step == 3 else branch
+        row, count = own[3] * size, own[4] // panels.WIDTH
+        block = panel_block(rows, row)
+        multiply(source, own[0], own[2], target, rows, row, count, tile, tiles, block, kind, kind, size, threads)
+        if step == 0:
+            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, threads)
+        elif step == 1:
+            gate(both, inner, rows, both_width // 2, form, kind, threads)
+        elif step == 2:
+            after = normed if projects else out
+            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, threads)
+
+
+@serial_in_order
+def _rounded_span(
+    record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
+    first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, bits: np.generic,
+    kind: np.generic, size: int, threads: int,
+) -> None:  # fmt: skip
+    fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
+    width, both_width = fields[4], fields[9]
+    branch, normed = scratch, scratch + rows * width * size
+    both = normed + rows * width * size
+    inner = both + rows * both_width * size
+    rounded = inner + rows * both_width // 2 * size
+    for step in range(_PRODUCTS if projects else _PRODUCTS - 1):
+        own = fields[step * _FIELDS : (step + 1) * _FIELDS]
+        source = attended if step == 0 else inner if step == 2 else normed
+        target = both if step == 1 else out if step == 3 else branch
+        multiply_rounded(
+            source, own[0], own[1], own[2], target, rounded, rows, own[3], own[4], bits, kind, kind, size, threads,
+            threads,
+        )  # fmt: skip
+        if step == 0:
+            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, threads)
+        elif step == 1:
+            gate(both, inner, rows, both_width // 2, form, kind, threads)
+        elif step == 2:
+            after = normed if projects else out
+            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, threads)

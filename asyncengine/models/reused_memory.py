@@ -1,0 +1,36 @@
+"""Memory for one large result after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class ReusedMemory:
+    """float32 memory for one result after the other: mapping fresh pages for megabytes takes longer than filling them.
+
+    A result keeps its numbers for as long as anybody holds it, or a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor of that shape, contiguous."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        if self._last is None or self._last.numel() < size or self._last.numel() > 4 * size or self._is_held():
+            self._last = None if _use_count is None else torch.empty(size, dtype=torch.float32)
+        return torch.empty(shape, dtype=torch.float32) if self._last is None else self._last[:size].view(shape)
+
+    def _is_held(self) -> bool:
+        """Does anybody hold what was handed out last? torch counts: this tensor, and the storage looked at here."""
+        assert self._last is not None
+        assert _use_count is not None
+        storage: Any = self._last.untyped_storage()
+        return _use_count(storage._cdata) > 2

@@ -1,0 +1,30 @@
+"""Memory for large results is handed out again only when nobody holds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncengine.models import reused_memory
+from asyncengine.models.reused_memory import ReusedMemory
+
+
+def test_memory_is_reused_only_when_nobody_holds_it() -> None:
+    memory = ReusedMemory()
+    first = memory.take((2, 8))
+    address = first.data_ptr()
+    part = first[None][0][1:]
+    del first
+    second = memory.take((2, 8))
+    assert second.data_ptr() != address
+    del part
+    address = second.data_ptr()
+    del second
+    assert memory.take((1, 2, 7)).data_ptr() == address
+
+
+def test_memory_without_torchs_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reused_memory, "_use_count", None)
+    memory = ReusedMemory()
+    first = memory.take((2, 8)).fill_(1)
+    memory.take((2, 8)).fill_(2)
+    assert (first == 1).all()

@@ -1,0 +1,33 @@
+"""Linears in panels and without them, whatever the CPU that runs the tests is best at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from asyncengine.cpu import compiler_missing
+from asyncengine.models import fusions, output_layer
+
+
+def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models loaded from now on keep weights in panels wherever they fit, or nowhere."""
+
+    def serve(weight: torch.Tensor) -> bool:
+        if not wanted or compiler_missing(weight.dtype, weight.device) is not None:
+            return False
+        from asyncengine.cpu.panels import panels_fit
+
+        return panels_fit(weight.dtype, *weight.shape)
+
+    for module in (fusions, output_layer):
+        monkeypatch.setattr(module, "panels_serve", serve)
+
+
+@pytest.fixture(params=[True, False], ids=["panels", "no panels"])
+def panels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both, one after the other: are weights in panels?"""
+    wanted = bool(request.param)
+    if wanted:
+        pytest.importorskip("numba")
+    use_panels(wanted, monkeypatch)
+    return wanted

@@ -15,6 +15,8 @@ import transformers as hf
 
 VOCAB = 160
 WINDOW = 24
+WHOLE = 64
+"""A width that all compiled kernels take; the others' fits no panel, so that their linears are of several forms."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -43,6 +45,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**_common()),
     "llama3.1-rope": lambda: hf.LlamaConfig(
         **_common(
+            hidden_size=WHOLE,
             tie_word_embeddings=True,
             rope_parameters={
                 "rope_type": "llama3",
@@ -54,8 +57,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             },
         )
     ),
-    "qwen2": lambda: hf.Qwen2Config(**_common(num_key_value_heads=4)),
-    "qwen3": lambda: hf.Qwen3Config(**_common(head_dim=16, tie_word_embeddings=True)),
+    "qwen2": lambda: hf.Qwen2Config(**_common(hidden_size=WHOLE, num_key_value_heads=4)),
+    "qwen3": lambda: hf.Qwen3Config(**_common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
     "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
     "gemma2": lambda: hf.Gemma2Config(
         **_common(
@@ -72,7 +75,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
     "granite": lambda: hf.GraniteConfig(
-        **_common(attention_multiplier=0.2, embedding_multiplier=2.0, residual_multiplier=0.7, logits_scaling=1.5)
+        **_common(
+            hidden_size=WHOLE,
+            attention_multiplier=0.2,
+            embedding_multiplier=2.0,
+            residual_multiplier=0.7,
+            logits_scaling=1.5,
+        )
     ),
     "olmo2": lambda: hf.Olmo2Config(**_common()),
     "qwen3moe": lambda: hf.Qwen3MoeConfig(
@@ -90,7 +99,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
-    "smollm3": lambda: hf.SmolLM3Config(**_common(no_rope_layers=[1, 0, 1])),
+    "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
     "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
     "opt": lambda: hf.OPTConfig(
         vocab_size=VOCAB,

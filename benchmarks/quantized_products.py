@@ -1,7 +1,7 @@
 """Matrix products with weights in 16, 8 and 4 bits, alone: python benchmarks/quantized_products.py
 
-The shapes of one layer and of the output layer of Qwen3-0.6B. As many copies of a weight as exceed the caches take
-turns, as the layers of a model do; the forms take turns as well. Medians.
+"packed" is oneDNN's form. The shapes of one layer and of the output layer of Qwen3-0.6B. As many copies of a weight as
+exceed the caches take turns, as the layers of a model do; the forms take turns as well. Medians.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from asyncengine.models.linears import FastLinear
+from asyncengine.models.linears import FastLinear, PanelLinear
 from asyncengine.models.output_layer import OutputLayer
 from asyncengine.models.quantized import QuantizedLinear
+from asyncengine.models.reused_memory import ReusedMemory
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = (151936, 1024)
@@ -30,6 +32,7 @@ def make_layer(outputs: int, inputs: int) -> dict[str, Form]:
     weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
     return {
         "bf16 packed": FastLinear(weight, None, pack=True),
+        "bf16 panels": PanelLinear(weight, None),
         "int8": QuantizedLinear(weight, None, 8),
         "int4": QuantizedLinear(weight, None, 4),
     }
@@ -42,6 +45,7 @@ def make_head() -> dict[str, Form]:
         "bf16 F.linear": lambda x: torch.nn.functional.linear(x, weight),
         "bf16 packed": FastLinear(weight, None, pack=True),
         "bf16": OutputLayer(weight, None),
+        "bf16 panels": PanelLinear(weight, None, ReusedMemory()),
         "int8": QuantizedLinear(weight, None, 8, logits=True),
         "int4": QuantizedLinear(weight, None, 4, logits=True),
     }
@@ -80,13 +84,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print("milliseconds (bytes of weights over time, speed relative to packed bfloat16)")
     with torch.inference_mode():
+        layer: dict[int, Counter[str]] = {rows: Counter() for rows in options.rows}
         for name, shape in {**SHAPES, "head": HEAD}.items():
             if options.only not in (None, name):
                 continue
             count = max(BEYOND_CACHES // (shape[0] * shape[1]), 1)
             copies = [make_head()] if name == "head" else [make_layer(*shape) for _ in range(count)]
             for rows in options.rows:
-                report(name, rows, shape, measure(copies, rows, shape[1], options.rounds))
+                found = measure(copies, rows, shape[1], options.rounds)
+                report(name, rows, shape, found)
+                if name != "head":
+                    layer[rows].update(found)
+        for rows, total in layer.items() if options.only is None else ():
+            compared = ", ".join(f"{form} {total['bf16 packed'] / time:.2f}" for form, time in total.items())
+            print(f"all of a layer, {rows} rows, relative to packed bfloat16: {compared}")
 
 
 if __name__ == "__main__":

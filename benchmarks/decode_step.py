@@ -6,7 +6,8 @@ Random weights (`load_format="dummy"`), a model runner driven by hand: decode st
 one prompt. Each part is timed on its own by wrapping what computes it; a part's time is without that of the parts it
 calls, so that they add up to the whole. "model's Python" is what remains of the forward: the embedding, the rotation
 tables and everything between the calls; "step" is what remains of the step: the batch, sampling, the way back.
-"spans" are products, norms and activations where all between two attentions is one call.
+"spans" are products, norms and activations where all between two attentions is one call; "preparing" is flattening the
+batch and planning attention.
 Medians over steps, in milliseconds, of a whole step and of each part; "untimed" is the step without any wrapper.
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
+from asyncengine.attention.compiled import CompiledBackend
 from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
 from asyncengine.cpu.span import Span
@@ -34,6 +36,7 @@ from asyncengine.models.loading import load_model
 from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.step_buffers import StepBuffers
 
 
 def main() -> None:
@@ -97,6 +100,8 @@ class Parts:
             ("products", linears.FastLinear, "forward"),
             ("products", linears.PanelLinear, "forward"),
             ("products", QuantizedLinear, "forward"),
+            ("preparing", StepBuffers, "build"),
+            ("preparing", CompiledBackend, "plan"),
             ("spans", Span, "__call__"),
             ("attention", LayerAttention, "__call__"),
             ("attention", LayerAttention, "_merged"),

@@ -11,7 +11,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncengine.cpu.jit import array, inline, kind_of, narrow, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.jit import (
+    array,
+    inline,
+    kind_of,
+    narrow,
+    parallel_in_order,
+    pointer,
+    prange,
+    serial_in_order,
+    use_threads,
+    widen,
+)
 from asyncengine.cpu.vectors import number_of
 
 _ALONE = 2**13
@@ -86,7 +97,7 @@ def _gelu(x: np.float32) -> np.float32:
     return x * (np.float32(1) - tail if x > np.float32(0) else tail)
 
 
-@serial
+@serial_in_order
 def _gate_rows(both: int, out: int, first: int, last: int, width: int, form: int, kind: np.generic) -> None:
     halves = array(pointer(both, kind), (last, 2, width))
     results = array(pointer(out, kind), (last, width))
@@ -105,14 +116,14 @@ def _gate_rows(both: int, out: int, first: int, last: int, width: int, form: int
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
 
 
-@parallel
+@parallel_in_order
 def _gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
     for thread in prange(threads):
         first, last = rows * thread // threads, rows * (thread + 1) // threads
         _gate_rows(both, out, first, last, width, form, kind)
 
 
-@serial
+@serial_in_order
 def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
     """One of the gated activations above, by address."""
     if rows * width <= _ALONE:

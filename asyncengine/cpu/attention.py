@@ -50,8 +50,9 @@ from asyncengine.cpu.attention_fields import (
     scratch_places,
 )  # fmt: skip
 from asyncengine.cpu.attention_softmax import LOG2E
-from asyncengine.cpu.attention_tiles import AHEAD, BLOCK, FLOOR, size_of
+from asyncengine.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
 from asyncengine.cpu.jit import array, narrow, parallel_in_order, pointer, prange, serial_in_order
+from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 

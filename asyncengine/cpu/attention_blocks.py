@@ -28,8 +28,9 @@ from asyncengine.cpu.attention_fields import (
     scratch_places,
 )  # fmt: skip
 from asyncengine.cpu.attention_softmax import LOG2E, soften, weigh
-from asyncengine.cpu.attention_tiles import BLOCK, SCORES, size_of
+from asyncengine.cpu.attention_tiles import BLOCK, SCORES
 from asyncengine.cpu.jit import array, narrow, pointer, serial_in_order, widen
+from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _SINGLE, _PAGE = np.int64(0), np.float32(0), np.int32(0)
 

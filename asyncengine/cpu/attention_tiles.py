@@ -199,14 +199,3 @@ scores1, scores2, scores4, scores8 = map(_make_scores, (1, 2, 4, 8))
 values1, values2, values4 = (_make_values(rows, 1) for rows in (1, 2, 4))
 wide_values1, wide_values2, wide_values4 = (_make_values(rows, 4) for rows in (1, 2, 4))
 whole_values1, whole_values2 = (_make_values(rows, 8) for rows in (1, 2))
-
-
-def _size_of(_: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return LONG(kind.bitwidth // 8)
-
-    return numba.types.int64(kind), generate
-
-
-size_of: Any = intrinsic(_size_of)
-"""size_of(kind), inside kernels: bytes of a number of this kind."""

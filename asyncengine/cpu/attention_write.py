@@ -23,8 +23,8 @@ from asyncengine.cpu.attention_fields import (
     TOKENS,
     VALUE_DIM,
 )  # fmt: skip
-from asyncengine.cpu.attention_tiles import size_of
 from asyncengine.cpu.jit import array, narrow, parallel, pointer, prange, serial, widen
+from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _WORD, _HALF = np.int64(0), np.uint32(0), np.uint16(0)
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.cpu.jit import array, kind_of, narrow, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.jit import (
+    array,
+    kind_of,
+    narrow,
+    parallel_in_order,
+    pointer,
+    prange,
+    serial_in_order,
+    use_threads,
+    widen,
+)
+from asyncengine.cpu.vectors import size_of, square_sum
 
 _ALONE = 2**14
 """Elements up to which one thread is done sooner than two have met."""
@@ -39,7 +50,7 @@ def add_rms_norm(
     return total, out
 
 
-@serial
+@serial_in_order
 def _norm_rows(
     x: int, weight: int, out: int, first: int, last: int, width: int, epsilon: np.float32, kind: np.generic
 ) -> None:
@@ -47,16 +58,13 @@ def _norm_rows(
     weights = array(pointer(weight, kind), (width,))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
-        total = np.float32(0)
-        for index in range(width):
-            value = widen(values[row, index])
-            total += value * value
+        total = square_sum(x + row * width * size_of(kind), width, kind)
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
         for index in range(width):
             results[row, index] = narrow(widen(values[row, index]) * scale * widen(weights[index]), kind)
 
 
-@parallel
+@parallel_in_order
 def _norm(
     x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, threads: int
 ) -> None:
@@ -65,7 +73,7 @@ def _norm(
         _norm_rows(x, weight, out, first, last, width, epsilon, kind)
 
 
-@serial
+@serial_in_order
 def _add_norm_rows(
     residual: int,
     branch: int,
@@ -89,7 +97,7 @@ def _add_norm_rows(
     _norm_rows(total, weight, out, first, last, width, epsilon, kind)
 
 
-@parallel
+@parallel_in_order
 def _add_norm(
     residual: int,
     branch: int,
@@ -108,7 +116,7 @@ def _add_norm(
         _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
 
 
-@serial
+@serial_in_order
 def add_norm(
     residual: int,
     branch: int,

@@ -79,10 +79,14 @@ def to_panels(weight: torch.Tensor) -> torch.Tensor:
 def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """out = x W^T + bias; x [..., inputs], `out` [..., outputs] contiguous and float32 or of x's type.
 
-    `bias` is float32 [outputs].
+    `bias` is float32 [outputs]. Raises `ValueError` if x is of another type or width than the weight.
     """
     x = x.contiguous()
     inputs, outputs = x.shape[-1], out.shape[-1]
+    if x.dtype != panels.dtype or inputs != panels.shape[1] * panels.shape[-1]:
+        raise ValueError(
+            f"x is {x.dtype} of {inputs}, the weight {panels.dtype} of {panels.shape[1] * panels.shape[-1]}"
+        )
     rows = x.numel() // inputs
     if rows == 0:
         return

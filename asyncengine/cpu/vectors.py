@@ -36,6 +36,53 @@ def _number_of(_: Any, bits: Any) -> Any:
     return numba.types.float32(numba.types.int32), generate
 
 
+def _size_of(_: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return LONG(kind.bitwidth // 8)
+
+    return numba.types.int64(kind), generate
+
+
+def _square_sum(_: Any, address: Any, count: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, length = arguments[:2]
+        narrow_numbers = kind == numba.types.uint16
+        size = 2 if narrow_numbers else 4
+        sums = [cgutils.alloca_once_value(builder, constant(FLOATS, 0.0)) for _ in range(4)]
+
+        def add(index: Any, lanes: int, into: Any) -> None:
+            place = builder.add(start, builder.mul(index, LONG(size)))
+            if lanes == 1:
+                number = load(builder, place, ir.IntType(16) if narrow_numbers else FLOAT)
+                if narrow_numbers:
+                    number = builder.bitcast(builder.shl(builder.zext(number, WORD), WORD(16)), FLOAT)
+                number = builder.insert_element(constant(FLOATS, 0.0), number, WORD(0))
+            elif narrow_numbers:
+                halves = load(builder, place, ir.VectorType(ir.IntType(16), LANES))
+                number = builder.bitcast(builder.shl(builder.zext(halves, WORDS), constant(WORDS, 16)), FLOATS)
+            else:
+                number = load(builder, place, FLOATS)
+            builder.store(multiply_add(builder, number, number, builder.load(into)), into)
+
+        with cgutils.for_range(builder, builder.udiv(length, LONG(4 * LANES))) as loop:
+            for part in range(4):
+                add(builder.add(builder.mul(loop.index, LONG(4 * LANES)), LONG(part * LANES)), LANES, sums[part])
+        done = builder.mul(builder.udiv(length, LONG(4 * LANES)), LONG(4 * LANES))
+        with cgutils.for_range(builder, builder.sub(length, done)) as loop:
+            add(builder.add(done, loop.index), 1, sums[0])
+        four = sum_lanes(builder, [builder.load(total) for total in sums])
+        found = builder.extract_element(four, WORD(0))
+        for part in range(1, 4):
+            found = builder.fadd(found, builder.extract_element(four, WORD(part)))
+        return found
+
+    return numba.types.float32(numba.types.int64, numba.types.int64, kind), generate
+
+
+size_of: Any = intrinsic(_size_of)
+"""size_of(kind), inside kernels: bytes of a number of this kind."""
+square_sum: Any = intrinsic(_square_sum)
+"""square_sum(address, count, kind), inside kernels: of that many numbers, in one order wherever it stands."""
 bits_of: Any = intrinsic(_bits_of)
 """bits_of(number), inside kernels: the int32 with the bits of a float32."""
 number_of: Any = intrinsic(_number_of)

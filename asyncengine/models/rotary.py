@@ -134,7 +134,7 @@ def _halves_rotated(original: Rotate) -> Rotate:
     def apply(
         query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if args or kwargs or cos.shape[-1] != query.shape[-1] or cos.dim() != 3:
+        if args or kwargs or cos.shape[-1] != query.shape[-1] or cos.dim() != 3 or cos.dtype != query.dtype:
             return original(query, key, cos, sin, *args, **kwargs)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return _rotate(query, cos, sin), _rotate(key, cos, sin)

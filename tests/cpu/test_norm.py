@@ -82,3 +82,21 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     x[1, 5] = float("nan")
     found = rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)
     assert torch.isfinite(found).all(dim=-1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(48, torch.float32), (96, torch.float32), (1000, torch.float32), (1024, torch.float32), (1024, torch.bfloat16)],
+)
+def test_alone_and_among_so_many_that_threads_share_them(width: int, dtype: torch.dtype) -> None:
+    """Also after a sum: by whichever function a row comes, its numbers are summed in one order."""
+    rows = 2**14 // width + 100
+    generator = torch.Generator().manual_seed(width)
+    x, branch = (torch.randn((rows, width), generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(width, generator=generator).to(dtype)
+    assert torch.equal(rms_norm(x, weight, 1e-6), torch.cat([rms_norm(row[None], weight, 1e-6) for row in x]))
+    total, together = add_rms_norm(x, branch, 1.0, weight, 1e-6)
+    pairs = zip(x, branch, strict=True)
+    alone = [add_rms_norm(left[None], right[None], 1.0, weight, 1e-6)[1] for left, right in pairs]
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(together, rms_norm(total, weight, 1e-6))

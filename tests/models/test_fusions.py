@@ -107,7 +107,8 @@ def test_panels_that_cannot_be_had(
     if can_pack(torch.float32, CPU):
         assert {"output_layer": 0, **counts(model)} == {**counts(expected), **output_layer}
     assert not any(isinstance(part, PanelLinear) for part in model.module.modules())
-    assert torch.allclose(*(run_recorded(each.module, CPU)[0] for each in (model, expected)), atol=1e-4)
+    found, wanted = (run_recorded(each.module, CPU)[0] for each in (model, expected))
+    assert torch.allclose(found, wanted, atol=1e-4)
     assert len(asked) == (2 if broken == "raises" else 7)
     assert ("products are oneDNN's: RuntimeError: unknown CPU" in caplog.text) == (broken == "raises")
 

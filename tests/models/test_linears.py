@@ -12,19 +12,21 @@ from asyncengine.models import linears
 from asyncengine.models.linears import FastLinear, PanelLinear, can_pack, panels_serve
 from asyncengine.models.reused_memory import ReusedMemory
 
-TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 1e-1}}
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1e-1)}
+"""Relative and absolute."""
 
 types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def check(made: Any, weight: torch.Tensor, bias: torch.Tensor | None, result: torch.dtype) -> None:
     outputs, inputs = weight.shape
+    relative, absolute = TOLERANCE[weight.dtype]
     assert (made.in_features, made.out_features, made.packed) == (inputs, outputs, True)
     for shape in ((1, 1, inputs), (1, 40, inputs), (3, inputs), (2, 3, 5, inputs), (0, inputs)):
         x = torch.randn(shape).to(weight.dtype)
         found, expected = made(x), nn.functional.linear(x, weight, bias)
         assert (found.shape, found.dtype) == (expected.shape, result)
-        assert torch.allclose(found.float(), expected.float(), **TOLERANCE[weight.dtype])
+        assert torch.allclose(found.float(), expected.float(), rtol=relative, atol=absolute)
 
 
 @types
@@ -82,3 +84,11 @@ def test_where_panels_serve(weight: torch.Tensor, fits: bool, pays: bool, monkey
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "compiler_missing", lambda dtype, device: "none here")
     assert not panels_serve(torch.empty(32, 4))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 64), torch.ones(2, 66).bfloat16(), torch.ones(2, 62).bfloat16()])
+def test_an_input_that_does_not_fit_is_refused(x: torch.Tensor) -> None:
+    """The kernel would read past its end."""
+    pytest.importorskip("numba")
+    with pytest.raises(ValueError, match="the weight"):
+        PanelLinear(torch.ones(32, 64).bfloat16(), None)(x)

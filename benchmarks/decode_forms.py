@@ -1,0 +1,122 @@
+"""One decoding step in several forms, taking turns: python benchmarks/decode_forms.py --rows 1 4 16
+
+    [--forms panels no-spans onednn int8 int4 --steps 30 --threads 2]
+
+Random weights of the Qwen3-0.6B shape, bfloat16, a model runner for each form in one process, 64 tokens of context at
+first. "panels" is what an engine runs, "no-spans" the same with a call for each kernel, "onednn" with oneDNN's products
+as well. Medians in milliseconds; in brackets the median of the first form's time over this one's, turn by turn. With
+them the memory's bandwidth, read between the turns, and the share of it that the first form reaches with its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from execution_vs_transformers import GREEDY, SHAPES
+
+from asyncengine.batch import Batch, Row, RowSpec
+from asyncengine.config import EngineConfig
+from asyncengine.models import fused_model, fusions, output_layer
+from asyncengine.models.loading import load_model
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.model_runner import ModelRunner
+
+FORMS = ("panels", "no-spans", "onednn", "int8", "int4")
+CONTEXT, PAGE = 64, 16
+BUFFER = 2**29
+
+
+def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRunner:
+    config = EngineConfig(
+        dtype="bfloat16", device="cpu", num_threads=options.threads, max_num_seqs=max(options.rows), page_size=PAGE,
+        max_model_len=CONTEXT + 4 * options.steps, load_format="dummy", show_progress=False,
+        kv_cache_memory=f"{2 * max(options.rows) * (CONTEXT + 4 * options.steps) // 8}MiB",
+        quantization=form if form.startswith("int") else None,
+    )  # fmt: skip
+    with ExitStack() as changed:
+        if form in ("no-spans", "onednn"):
+            changed.enter_context(patch.object(fused_model, "short_steps", lambda *_: None))
+        if form == "onednn":
+            for module in (fusions, output_layer):
+                changed.enter_context(patch.object(module, "panels_serve", lambda _: False))
+        return build_runner(load_model(folder, config), config)
+
+
+class Requests:
+    """So many rows over one runner, a token further with each step."""
+
+    def __init__(self, runner: ModelRunner, rows: int, length: int) -> None:
+        self._runner = runner
+        self._specs = [RowSpec(row, GREEDY, row, length, ()) for row in range(rows)]
+        pages = -(-length // PAGE)
+        self._pages = [list(range(1 + pages * row, 1 + pages * (row + 1))) for row in range(rows)]
+        self._tokens = [5] * length
+        self._step = self._at = 0
+        for row in range(rows):
+            self._run([self._row(row, 0, CONTEXT)])
+        self._at = CONTEXT
+
+    def _row(self, row: int, start: int, count: int) -> Row:
+        return Row(self._specs[row], row, start, count, self._tokens, False, self._pages[row], True)
+
+    def _run(self, rows: list[Row]) -> None:
+        self._step += 1
+        self._runner.launch(Batch(self._step, tuple(rows))).wait()
+
+    def advance(self) -> float:
+        """Milliseconds of the second of two steps: the first finds its caches full of another runner's memory."""
+        for _ in range(2):
+            began = time.perf_counter()
+            self._run([self._row(row, self._at, 1) for row in range(len(self._specs))])
+            self._at += 1
+        return 1e3 * (time.perf_counter() - began)
+
+
+def compare(runners: dict[str, ModelRunner], rows: int, options: argparse.Namespace, buffer: Any) -> None:
+    requests = {form: Requests(runner, rows, CONTEXT + 4 * options.steps) for form, runner in runners.items()}
+    times: dict[str, list[float]] = {form: [] for form in runners}
+    reads: list[float] = []
+    for _ in range(options.steps):
+        began = time.perf_counter()
+        buffer.sum()
+        reads.append(1e3 * (time.perf_counter() - began))
+        for form, asked in requests.items():
+            times[form].append(asked.advance())
+    first, *others = times
+    cells = [f"{first} {statistics.median(times[first]):.2f}"]
+    for form in others:
+        ratio = statistics.median(left / right for left, right in zip(times[first], times[form], strict=True))
+        cells.append(f"{form} {statistics.median(times[form]):.2f} ({ratio:.2f})")
+    least = [read * runners[first].weights_bytes / BUFFER for read in reads]
+    share = statistics.median(need / took for need, took in zip(least, times[first], strict=True))
+    bandwidth = BUFFER / statistics.median(reads) / 1e6
+    print(f"{rows} rows: {', '.join(cells)}; read {bandwidth:.1f} GB/s, {first} reaches {share:.0%}", flush=True)
+
+
+def main() -> None:
+    from transformers import Qwen3Config
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    buffer = torch.zeros(BUFFER // 8, dtype=torch.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3Config(**SHAPES["qwen3-0.6b"]).save_pretrained(folder)
+        runners = {form: make_runner(form, folder, options) for form in options.forms}
+    for rows in options.rows:
+        compare(runners, rows, options, buffer)
+
+
+if __name__ == "__main__":
+    main()

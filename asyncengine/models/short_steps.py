@@ -34,11 +34,13 @@ _INNER = 3
 class ShortSteps:
     """The layers of one model, from its embedding to its output layer."""
 
-    def __init__(self, layers: Sequence[FusedLayer], spans: Sequence[Span], parts: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], spans: Sequence[Span], parts: Sequence[Any], size: int) -> None:
+        """`parts`: whatever is passed by, and may be hooked onto; `size`: bytes of a number."""
         self._layers = layers
         self._spans = spans
         self._parts = parts
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        needed = max(span.scratch_bytes(MOST_TOKENS, size) for span in spans)
+        self._scratch = torch.empty(needed, dtype=torch.uint8)
 
     def serve(self, tokens: int) -> bool:
         """True if a step of so many tokens, all of them wanted, can be run here now."""
@@ -49,9 +51,6 @@ class ShortSteps:
     def __call__(self, h: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
         """What the output layer reads, of embedded tokens `h` [1, T, width]; `contexts` are those of the layers."""
         residual = h[0].clone()  # each span adds to it, and `h` may be anybody's
-        size = max(span.scratch_bytes(len(residual), residual.element_size()) for span in self._spans)
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
         first = self._layers[0]
         assert first.first is not None
         assert first.attention.qkv is not None
@@ -67,10 +66,10 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
     `norm` is the model's last; `like` [1, T, width] is what it reads, by type.
     """
     known = [layer for layer in layers if layer is not None and layer.attention.merged and layer.common]
-    if len(known) != len(layers) or compiler_missing(like.dtype, like.device) is not None:
+    if not known or len(known) != len(layers) or compiler_missing(like.dtype, like.device) is not None:
         return None
     spans: list[Span] = []
-    parts: list[Any] = []
+    parts: list[Any] = [known[0].first, known[0].attention.qkv]
     try:
         for layer, following in zip(known, [*known[1:], None], strict=True):
             after = norm if following is None else following.first
@@ -80,11 +79,11 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
             if span is None or not _equal(span, layer, products, after, like):
                 return None
             spans.append(span)
-            parts += [layer.first, layer.attention.qkv, layer.mlp, layer.middle, after, *products]
+            parts += [layer.mlp, layer.middle, after, *products]
     except Exception as error:  # a part that is called in another way, or a kernel that cannot be compiled
         logger.debug("short steps are run layer by layer: %s: %s", type(error).__name__, error)
         return None
-    return ShortSteps(known, spans, parts)
+    return ShortSteps(known, spans, parts, like.element_size())
 
 
 def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None:

@@ -11,14 +11,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from asyncengine.cpu.calls import call, spread
 from asyncengine.cpu.jit import (
     array,
     inline,
     kind_of,
     narrow,
-    parallel_in_order,
     pointer,
-    prange,
     serial_in_order,
     use_threads,
     widen,
@@ -98,7 +97,8 @@ def _gelu(x: np.float32) -> np.float32:
 
 
 @serial_in_order
-def _gate_rows(both: int, out: int, first: int, last: int, width: int, form: int, kind: np.generic) -> None:
+def _gate_part(part: int, parts: int, both: int, out: int, rows: int, width: int, form: int, kind: np.generic) -> None:
+    first, last = rows * part // parts, rows * (part + 1) // parts
     halves = array(pointer(both, kind), (last, 2, width))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
@@ -116,17 +116,10 @@ def _gate_rows(both: int, out: int, first: int, last: int, width: int, form: int
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
 
 
-@parallel_in_order
-def _gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        _gate_rows(both, out, first, last, width, form, kind)
-
-
 @serial_in_order
 def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
     """One of the gated activations above, by address."""
     if rows * width <= _ALONE:
-        _gate_rows(both, out, 0, rows, width, form, kind)
+        call(_gate_part, (0, 1, both, out, rows, width, form, kind))
     else:
-        _gate(both, out, rows, width, form, kind, threads)
+        spread(_gate_part, threads, (both, out, rows, width, form, kind))

@@ -49,15 +49,16 @@ from asyncengine.cpu.attention_fields import (
     partial_floats,
     scratch_places,
 )  # fmt: skip
-from asyncengine.cpu.attention_softmax import LOG2E
+from asyncengine.cpu.attention_softmax import LOG2E, give
 from asyncengine.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
-from asyncengine.cpu.jit import array, narrow, parallel_in_order, pointer, prange, serial_in_order
+from asyncengine.cpu.calls import call, spread
+from asyncengine.cpu.jit import array, narrow, pointer, serial_in_order
 from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
 
-@parallel_in_order
+@serial_in_order
 def attend(
     query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, form: Any,
     threads: int,
@@ -66,21 +67,19 @@ def attend(
 
     If there are results to be joined, `join` must follow.
     """
-    for thread in prange(threads):
-        _attend_units(thread, query, token_size, head_size, out, layer, step, kind, lanes, form)
+    spread(_attend_units, threads, (query, token_size, head_size, out, layer, step, kind, lanes, form))
 
 
-@parallel_in_order
+@serial_in_order
 def join(out: int, layer: int, step: int, kind: Any, threads: int) -> None:
     """Make the results of long rows of those of their splits."""
-    for thread in prange(threads):
-        _join_units(thread, threads, out, layer, step, kind)
+    spread(_join_units, threads, (out, layer, step, kind))
 
 
 @serial_in_order
 def _attend_units(
-    thread: int, query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any,
-    form: Any,
+    thread: int, threads: int, query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
+    lanes: Any, form: Any,
 ) -> None:  # fmt: skip
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
     bounds = array(pointer(steps[BOUNDS], _WHOLE), (thread + 2,))
@@ -127,8 +126,9 @@ def _attend_unit(
         _look_ahead(item, head, following, after, first, last, layer, step, keys, values, kind)
         for block in range(first // BLOCK * BLOCK, last, BLOCK):
             at = (max(block, first) // known[LANES] - first // known[LANES]) * 8
-            attend_block(
-                item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, form
+            call(
+                attend_block,
+                (item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, form),
             )
         if end - begin > 1:
             _join(total, joined, state, sums, rows, value_dim)
@@ -208,8 +208,11 @@ def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, l
             most = max(sink, numbers[0, row])
             shrink = np.exp2(numbers[0, row] - most)
             factor = shrink / (numbers[1, row] * shrink + np.exp2(sink - most))
-        for index in range(dim):
-            results[index] = narrow(values[row, index] * factor, kind)
+        if dim % 16 == 0:
+            give(sums + row * width * 4, factor, out + place * dim * size_of(kind), dim, kind)
+        else:
+            for index in range(dim):
+                results[index] = narrow(values[row, index] * factor, kind)
 
 
 @serial_in_order

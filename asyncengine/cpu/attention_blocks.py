@@ -45,8 +45,12 @@ def gather(
     for row in range(rows):
         place = query + row // group * token_size + row % group * head_size
         values = array(pointer(place, kind), (dim,))
-        for index in range(dim):
-            held[row, index] = narrow(widen(values[index]), form)
+        if size_of(form) == size_of(kind):
+            for index in range(dim):
+                held[row, index] = values[index]
+        else:
+            for index in range(dim):
+                held[row, index] = narrow(widen(values[index]), form)
         if width > dim:
             held[row, dim] = form
 

@@ -51,14 +51,16 @@ def _write_weights(
     builder: Any, form: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, most: Any, total: Any, decay: Any
 ) -> None:
     factor = vectors.splat(builder, scale)
-    bounds = [vectors.splat(builder, builder.trunc(bound, WORD)) for bound in (low, high)]
-    hidden = vectors.constant(FLOATS, float("-inf"))
-    blocks = []
+    scaled = []
     for first in range(0, BLOCK, LANES):
-        index = ir.Constant(WORDS, list(range(first, first + LANES)))
-        seen = builder.and_(builder.icmp_signed(">=", index, bounds[0]), builder.icmp_signed("<", index, bounds[1]))
         block = load(builder, builder.add(scores, LONG(4 * first)), FLOATS)
-        blocks.append(builder.select(seen, builder.fmul(block, factor), hidden))
+        scaled.append(cgutils.alloca_once_value(builder, builder.fmul(block, factor)))
+    all_seen = builder.and_(
+        builder.icmp_signed("<=", low, LONG(0)), builder.icmp_signed(">=", high, LONG(BLOCK))
+    )  # most blocks, but for a query's last
+    with builder.if_then(builder.not_(all_seen)):
+        _hide(builder, scaled, low, high)
+    blocks = [builder.load(block) for block in scaled]
     before = load(builder, most, FLOAT)
     now = _greater(builder, _reduce(builder, blocks, _greater), before)
     shrink = _exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
@@ -66,7 +68,7 @@ def _write_weights(
     weights = [_exp2(builder, builder.fsub(block, shift)) for block in blocks]
     for place, part in enumerate(weights):
         if form == _HALF:
-            store(builder, _narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
+            store(builder, vectors.narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
         else:
             store(builder, part, builder.add(out, LONG(4 * LANES * place)))
     shrink = builder.extract_element(shrink, WORD(0))
@@ -74,6 +76,32 @@ def _write_weights(
     store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
     store(builder, now, most)
     store(builder, shrink, decay)
+
+
+def _give(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, factor, out, count = arguments[:4]
+        by = vectors.splat(builder, factor)
+        with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
+            own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
+            found = builder.fmul(own, by)
+            narrow = kind == _HALF
+            to = builder.add(out, builder.mul(loop.index, LONG((2 if narrow else 4) * LANES)))
+            store(builder, vectors.narrow(builder, found) if narrow else found, to)
+        return context.get_dummy_value()
+
+    whole = numba.types.int64
+    return numba.types.void(whole, numba.types.float32, whole, whole, kind), generate
+
+
+def _hide(builder: Any, scaled: list[Any], low: Any, high: Any) -> None:
+    """Minus infinity for all keys but [low, high)."""
+    bounds = [vectors.splat(builder, builder.trunc(bound, WORD)) for bound in (low, high)]
+    hidden = vectors.constant(FLOATS, float("-inf"))
+    for part, block in enumerate(scaled):
+        index = ir.Constant(WORDS, list(range(part * LANES, (part + 1) * LANES)))
+        seen = builder.and_(builder.icmp_signed(">=", index, bounds[0]), builder.icmp_signed("<", index, bounds[1]))
+        builder.store(builder.select(seen, builder.load(block), hidden), block)
 
 
 def _greater(builder: Any, left: Any, right: Any) -> Any:
@@ -96,28 +124,26 @@ def _reduce(builder: Any, blocks: list[Any], join: Any) -> Any:
     return builder.extract_element(found, WORD(0))
 
 
-def _narrow(builder: Any, floats: Any) -> Any:
-    """bfloat16, rounded to nearest even."""
-    bits = builder.bitcast(floats, WORDS)
-    odd = builder.and_(builder.lshr(bits, vectors.constant(WORDS, 16)), vectors.constant(WORDS, 1))
-    rounded = builder.add(bits, builder.add(odd, vectors.constant(WORDS, 0x7FFF)))
-    number = builder.fcmp_ordered("ord", floats, floats)
-    rounded = builder.select(number, rounded, vectors.constant(WORDS, 0x7FC00000))
-    return builder.trunc(builder.lshr(rounded, vectors.constant(WORDS, 16)), ir.VectorType(ir.IntType(16), LANES))
-
-
 def _exp2(builder: Any, x: Any) -> Any:
-    """2 ** x within 2e-7 of itself for x in [-126, 126], 0 below, NaN of NaN."""
+    """2 ** x within 2e-7 of itself for x in [-126, 126], 0 below -150, NaN of NaN."""
+    if vectors.WIDE:
+        bounded = _greater(builder, vectors.constant(FLOATS, -200.0), x)
+        whole = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [bounded])
+        return vectors.scale_by_power(builder, _power(builder, builder.fsub(bounded, whole)), whole)
     magic = vectors.constant(FLOATS, 12582912.0)  # 1.5 * 2 ** 23: adding it leaves the rounded number in the low bits
     shifted = builder.fadd(x, magic)
-    rest = builder.fsub(x, builder.fsub(shifted, magic))
-    found = vectors.constant(FLOATS, _POWERS[-1])
-    for power in reversed(_POWERS[:-1]):
-        found = vectors.multiply_add(builder, found, rest, vectors.constant(FLOATS, power))
+    found = _power(builder, builder.fsub(x, builder.fsub(shifted, magic)))
     exponent = builder.shl(builder.bitcast(shifted, WORDS), vectors.constant(WORDS, 23))
     exponent = builder.bitcast(builder.add(exponent, vectors.constant(WORDS, 0x3F800000)), FLOATS)
     tiny = builder.fcmp_ordered("<", x, vectors.constant(FLOATS, -126.0))
     return builder.select(tiny, vectors.constant(FLOATS, 0.0), builder.fmul(found, exponent))
+
+
+def _power(builder: Any, x: Any) -> Any:
+    found = vectors.constant(FLOATS, _POWERS[-1])
+    for power in reversed(_POWERS[:-1]):
+        found = vectors.multiply_add(builder, found, x, vectors.constant(FLOATS, power))
+    return found
 
 
 def _tanh(builder: Any, x: Any) -> Any:
@@ -148,3 +174,5 @@ Turn a block of scores into weights 2 ** (score * scale - maximum), 0 outside ke
 `most`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
 to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `form`.
 """
+give: Any = intrinsic(_give)
+"""give(values, factor, out, count, kind), inside kernels: `count` float32, a multiple of sixteen, times a float32."""

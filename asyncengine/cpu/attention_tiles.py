@@ -29,7 +29,7 @@ from numba.extending import intrinsic
 from asyncengine.cpu import vectors
 from asyncengine.cpu.vectors import FLOAT, FLOATS, LONG, WORD, load, store
 
-BLOCK = 64
+BLOCK = 128
 """Keys between two corrections of the softmax; a multiple of any tile."""
 LANES = {1: np.int8(0), 2: np.int16(0), 4: np.int32(0), 8: np.uint8(0), 16: np.uint16(0)}
 """By the number of keys in a tile: the zero by whose type a kernel knows it."""

@@ -6,12 +6,15 @@ takes tensors and hands over addresses. numba compiles the pair in under a secon
 OpenMP pool of torch where both load the same runtime (on Linux they do), so that two pools never fight for the cores.
 
 Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
-bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even.
+bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;
+numbers below 1e-38 may become 0.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import llvmlite.ir
@@ -19,6 +22,8 @@ import numba
 import numpy as np
 import torch
 from numba.extending import intrinsic
+
+from asyncengine.cpu.vectors import BFLOAT, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,13 +34,35 @@ prange: Any = numba.prange
 array: Any = numba.carray
 
 
+def _stamp() -> str:
+    """Of all kernels' source: numba keeps a compiled function for as long as its own file stays the same, but the code
+    of the functions it calls is in it."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+_STAMP = _stamp()
+
+
 def _compiled(function: Function, **options: Any) -> Function:
+    function.__qualname__ = f"{function.__name__}-{_STAMP}"  # what numba calls the file after
     options |= {"nogil": True, "error_model": "numpy"}
     try:
         compiled: Function = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to keep it in: a read-only installation, a user without a home
         compiled = numba.njit(**options)(function)
     return compiled
+
+
+def compiled_for(function: Any, signature: str) -> Any:
+    """A compiled function's code for these types, as C would call it: "void(int64, uint16)". `address` says where."""
+    options = {name: value for name, value in function.targetoptions.items() if name != "nopython"}
+    try:
+        return numba.cfunc(signature, cache=True, **options)(function.py_func)
+    except RuntimeError:
+        return numba.cfunc(signature, **options)(function.py_func)
 
 
 def serial(function: Function) -> Function:
@@ -100,6 +127,8 @@ def _narrow(_: Any, value: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if kind != numba.types.uint16:
             return arguments[0]
+        if PAIRS:  # one instruction, for as many numbers as a loop's vectors hold
+            return builder.bitcast(builder.fptrunc(arguments[0], BFLOAT), llvmlite.ir.IntType(16))
         bits = builder.bitcast(arguments[0], _WORD)
         odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))

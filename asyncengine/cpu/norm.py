@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from asyncengine.cpu.calls import call, spread
 from asyncengine.cpu.jit import (
     array,
     kind_of,
     narrow,
-    parallel_in_order,
     pointer,
-    prange,
     serial_in_order,
     use_threads,
     widen,
@@ -64,13 +63,18 @@ def _norm_rows(
             results[row, index] = narrow(widen(values[row, index]) * scale * widen(weights[index]), kind)
 
 
-@parallel_in_order
+@serial_in_order
 def _norm(
     x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, threads: int
 ) -> None:
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        _norm_rows(x, weight, out, first, last, width, epsilon, kind)
+    spread(_norm_part, threads, (x, weight, out, rows, width, epsilon, kind))
+
+
+@serial_in_order
+def _norm_part(
+    part: int, parts: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
+) -> None:
+    _norm_rows(x, weight, out, rows * part // parts, rows * (part + 1) // parts, width, epsilon, kind)
 
 
 @serial_in_order
@@ -97,23 +101,13 @@ def _add_norm_rows(
     _norm_rows(total, weight, out, first, last, width, epsilon, kind)
 
 
-@parallel_in_order
-def _add_norm(
-    residual: int,
-    branch: int,
-    weight: int,
-    total: int,
-    out: int,
-    rows: int,
-    width: int,
-    factor: np.float32,
-    epsilon: np.float32,
-    kind: np.generic,
-    threads: int,
-) -> None:
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
+@serial_in_order
+def _add_norm_part(
+    part: int, parts: int, residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
+    factor: np.float32, epsilon: np.float32, kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = rows * part // parts, rows * (part + 1) // parts
+    _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
 
 
 @serial_in_order
@@ -131,7 +125,8 @@ def add_norm(
     threads: int,
 ) -> None:
     """`add_rms_norm` by address; `total` may be `residual`."""
+    arguments = (residual, branch, weight, total, out, rows, width, factor, epsilon, kind)
     if rows * width <= _ALONE:
-        _add_norm_rows(residual, branch, weight, total, out, 0, rows, width, factor, epsilon, kind)
+        call(_add_norm_part, (0, 1, *arguments))
     else:
-        _add_norm(residual, branch, weight, total, out, rows, width, factor, epsilon, kind, threads)
+        spread(_add_norm_part, threads, arguments)

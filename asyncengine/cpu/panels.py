@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -22,14 +23,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
+from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
     array,
     inline,
     kind_of,
-    parallel,
-    parallel_in_order,
     pointer,
-    prange,
     serial,
     serial_in_order,
     use_threads,
@@ -42,6 +41,8 @@ WIDTH = _VECTORS * LANES
 _STEPS = {torch.bfloat16: 2, torch.float32: 1}
 _SIZES = (1, 2, 3, 4, 6, 8, 12)
 """Rows of x in the tiles there are. Others are made of tiles that overlap."""
+_SLICE = 128 * WIDTH
+"""Outputs that are put in panels at once."""
 _AHEAD = 8192
 """Bytes that a panel is asked for before it is read, where no other panel is read meanwhile."""
 _BLOCK = 2**19
@@ -67,13 +68,26 @@ def panels_fit(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
 
 
-def to_panels(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [outputs, inputs] in panels, in new memory."""
-    outputs, inputs = weight.shape
-    step = _STEPS[weight.dtype]
-    words = weight.contiguous().view(torch.int32).reshape(outputs // WIDTH, _VECTORS, LANES, inputs // step)
-    made = words.permute(0, 3, 1, 2).contiguous()
-    return made.view(weight.dtype).view(*made.shape, step)
+def to_panels(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
+    """Weights [outputs, inputs], one below the other, in panels, in new memory.
+
+    `read` is told of each part of them that is done with: what can be read again need not be held twice.
+    """
+    if any(weight.shape[0] % WIDTH for weight in weights):
+        weights = (torch.cat(weights),)
+    dtype, inputs = weights[0].dtype, weights[0].shape[1]
+    step, count = _STEPS[dtype], sum(weight.shape[0] for weight in weights) // WIDTH
+    made = torch.empty((count, inputs // step, _VECTORS, LANES), dtype=torch.int32)
+    done = 0
+    for weight in weights:
+        for first in range(0, len(weight), _SLICE):
+            part = weight[first : first + _SLICE]
+            words = part.contiguous().view(torch.int32).reshape(-1, _VECTORS, LANES, inputs // step)
+            made[done : done + len(words)] = words.permute(0, 3, 1, 2)
+            done += len(words)
+            if read is not None:
+                read(part)
+    return made.view(dtype).view(*made.shape, step)
 
 
 def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -122,25 +136,25 @@ def panel_block(rows: int, size: int) -> int:
     return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
 
 
-@parallel_in_order
+@serial_in_order
 def multiply(
     x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
     kind: np.generic, out_kind: np.generic, out_size: int, threads: int,
 ) -> None:  # fmt: skip
     """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`cut`)."""
-    for thread in prange(threads):
-        first, last = count * thread // threads, count * (thread + 1) // threads
-        multiply_panels(
-            x, panels, bias, out, rows, size, count, tile, tiles, block, first, last, kind, out_kind, out_size
-        )
+    spread(
+        _multiply_part, threads,
+        (x, panels, bias, out, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
+    )  # fmt: skip
 
 
 @serial_in_order
-def multiply_panels(
-    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
-    first: int, last: int, kind: np.generic, out_kind: np.generic, out_size: int,
+def _multiply_part(
+    part: int, parts: int, x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int,
+    tiles: int, block: int, kind: np.generic, out_kind: np.generic, out_size: int,
 ) -> None:  # fmt: skip
-    """Panels [first, last) of `count`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
+    """The panels of one of `parts`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
+    first, last = count * part // parts, count * (part + 1) // parts
     lines = size * WIDTH // (_VECTORS * LINE)
     across = count * WIDTH * out_size
     for begin in range(first, last, block):
@@ -225,19 +239,18 @@ def _write_tile(
 _tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, _SIZES)
 
 
-@parallel
+@serial
 def _read_rows(
     ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, threads: int
 ) -> None:
-    for thread in prange(threads):
-        first, last = count * thread // threads, count * (thread + 1) // threads
-        _read_some_rows(ids, panels, out, first, last, steps, step, kind)
+    spread(_read_part, threads, (ids, panels, out, count, steps, step, kind))
 
 
 @serial
-def _read_some_rows(
-    ids: int, panels: int, out: int, first: int, last: int, steps: int, step: int, kind: np.generic
+def _read_part(
+    part: int, parts: int, ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic
 ) -> None:
+    first, last = count * part // parts, count * (part + 1) // parts
     wanted = array(pointer(ids, np.int64(0)), (last,))
     for place in range(first, last):
         row = wanted[place]
@@ -245,5 +258,5 @@ def _read_some_rows(
         panel = array(pointer(panels + row // WIDTH * size, kind), (steps, WIDTH, step))
         result = array(pointer(out + place * size // WIDTH, kind), (steps, step))
         for index in range(steps):
-            for part in range(step):
-                result[index, part] = panel[index, row % WIDTH, part]
+            for place_in_step in range(step):
+                result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]

@@ -20,7 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
-from asyncengine.cpu.jit import kind_of, parallel_in_order, prange, serial_in_order, use_threads
+from asyncengine.cpu.calls import spread
+from asyncengine.cpu.jit import kind_of, serial_in_order, use_threads
 from asyncengine.cpu.vectors import FLOATS, LINE, LONG, PAIRS, WORDS, at, cpu_has, load
 
 COLUMNS = 4
@@ -53,27 +54,26 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     _product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, size, kind_of(x.dtype), use_threads())
 
 
-@parallel_in_order
+@serial_in_order
 def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic, threads: int) -> None:
-    tiles = -(-outputs // COLUMNS)
-    for thread in prange(threads):
-        first, last = tiles * thread // threads * COLUMNS, tiles * (thread + 1) // threads * COLUMNS
-        _product_columns(x, weight, out, rows, first, last, outputs, size, kind)
+    spread(_product_part, threads, (x, weight, out, rows, outputs, size, kind))
 
 
 @serial_in_order
-def _product_columns(
-    x: int, weight: int, out: int, rows: int, first: int, last: int, outputs: int, size: int, kind: np.generic
+def _product_part(
+    part: int, parts: int, x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic
 ) -> None:
     """`size` is the bytes of a row. The last tile is moved back to end with the weight."""
-    parts = -(-rows // _MOST)
+    tiles = -(-outputs // COLUMNS)
+    first, last = tiles * part // parts * COLUMNS, tiles * (part + 1) // parts * COLUMNS
+    turns = -(-rows // _MOST)
     for begin in range(first, last, _BLOCK):
-        for part in range(parts):
-            row, end = rows * part // parts, rows * (part + 1) // parts
+        for turn in range(turns):
+            row, end = rows * turn // turns, rows * (turn + 1) // turns
             for place in range(begin, min(begin + _BLOCK, last), COLUMNS):
                 column = min(place, outputs - COLUMNS)
                 own = weight + column * size
-                ahead = own + _BLOCK * size if place // COLUMNS % parts == part else own
+                ahead = own + _BLOCK * size if place // COLUMNS % turns == turn else own
                 _tile(
                     end - row, x + row * size, own, ahead, size, out + (row * outputs + column) * 4, outputs * 4, kind
                 )

@@ -24,13 +24,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
+from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
     array,
     kind_of,
     narrow,
-    parallel_in_order,
     pointer,
-    prange,
     serial_in_order,
     use_threads,
     widen,
@@ -64,40 +63,35 @@ def product(
     inputs, outputs = x.shape[-1], out.shape[-1]
     rows = x.numel() // inputs
     scratch = torch.empty(scratch_bytes(rows, inputs), dtype=torch.uint8)
-    threads = use_threads()
     multiply_rounded(
         x.data_ptr(), weights.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         scratch.data_ptr(), rows, inputs, outputs, np.uint8(bits) if bits == 8 else np.int8(bits),
-        kind_of(x.dtype), kind_of(out.dtype), x.element_size(), threads, threads,
+        kind_of(x.dtype), kind_of(out.dtype), x.element_size(), use_threads(),
     )  # fmt: skip
 
 
-@parallel_in_order
+@serial_in_order
 def multiply_rounded(
     x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
-    bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, threads: int, parts: int,
+    bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, threads: int,
 ) -> None:  # fmt: skip
-    """`threads` and `parts` are the same number: numba would make one loop of two over the same range."""
+    """`product` by address. `size` is the bytes of a number of x."""
     groups = -(-inputs // GROUP)
     offset = 128 if bits == 8 else 8
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        round_rows(x, scratch, first, last, rows, inputs, offset, kind, size)
-    pairs = -(-outputs // (_PANELS * PANEL))
-    for part in prange(parts):
-        first, last = pairs * part // parts, pairs * (part + 1) // parts
-        product_pairs(weights, scales, bias, out, scratch, rows, groups, outputs, first, last, bits, out_kind)
+    spread(_round_part, threads, (x, scratch, rows, inputs, offset, kind, size))
+    spread(_product_part, threads, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
 
 
 @serial_in_order
-def round_rows(
-    x: int, scratch: int, first: int, last: int, rows: int, inputs: int, offset: int, kind: np.generic, size: int
+def _round_part(
+    part: int, parts: int, x: int, scratch: int, rows: int, inputs: int, offset: int, kind: np.generic, size: int
 ) -> None:
-    """Rows [first, last) of x as int8 [rows, groups * 64], then scales float32 [rows, groups], then int32 alike: what
-    a sum begins with, so that the offset of the weights falls out of it. `size` is the bytes of a number of x.
+    """Rows of x, those of one of `parts`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then int32
+    alike: what a sum begins with, so that the offset of the weights falls out of it. `size`: bytes of a number of x.
 
     NaN and infinities make the scale of their group, and so every result of their row, NaN or infinite.
     """
+    first, last = rows * part // parts, rows * (part + 1) // parts
     groups = -(-inputs // GROUP)
     rounded = array(pointer(scratch, np.int8(0)), (rows, groups, GROUP))
     scales = array(pointer(scratch + rows * groups * GROUP, np.float32(0)), (rows, groups))
@@ -125,11 +119,13 @@ def round_rows(
 
 
 @serial_in_order
-def product_pairs(
-    weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int, outputs: int, first: int,
-    last: int, bits: np.generic, kind: np.generic,
+def _product_part(
+    part: int, parts: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int,
+    outputs: int, bits: np.generic, kind: np.generic,
 ) -> None:  # fmt: skip
-    """Outputs of the pairs of panels [first, last), for all rows."""
+    """Outputs of the pairs of panels of one of `parts`, for all rows."""
+    pairs = -(-outputs // (_PANELS * PANEL))
+    first, last = pairs * part // parts, pairs * (part + 1) // parts
     panel = groups * GROUP * PANEL // 8 * (8 if bits == 8 else 4)
     numbers, x_scales = scratch, scratch + rows * groups * GROUP
     starts = x_scales + rows * groups * 4

@@ -14,11 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.cpu.activation import exponential
-from asyncengine.cpu.jit import inline, parallel, prange, serial, use_threads
+from asyncengine.cpu.calls import spread
+from asyncengine.cpu.jit import array, inline, pointer, serial, use_threads
 from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
 
 _LANES = 16
 _BLOCK_FLAG = 1 << 31
+_WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
 
 class Chooser:
@@ -46,25 +48,32 @@ class Chooser:
         if len(self._scratch) < threads:
             self._scratch = np.empty((threads, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
         tokens, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        _choose(logits.numpy(), params, keys, self._scratch, tokens.numpy(), best.numpy(), threads)
+        _choose(
+            logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.data_ptr(),
+            best.data_ptr(), rows, self._vocab_size, self._scratch.shape[1], threads,
+        )  # fmt: skip
         return tokens, best
 
 
-@parallel
+@serial
 def _choose(
-    logits: NDArray[np.float32],
-    params: NDArray[np.float32],
-    keys: NDArray[np.int64],
-    scratch: NDArray[np.float32],
-    tokens: NDArray[np.int64],
-    best: NDArray[np.float32],
+    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
     threads: int,
-) -> None:
-    rows = len(logits)
-    for thread in prange(threads):
-        first, last = rows * thread // threads, rows * (thread + 1) // threads
-        for row in range(first, last):
-            tokens[row], best[row] = _choose_row(logits[row], params[row], keys[row], scratch[thread])
+) -> None:  # fmt: skip
+    spread(_choose_part, threads, (logits, params, keys, scratch, tokens, best, rows, vocab, width))
+
+
+@serial
+def _choose_part(
+    part: int, parts: int, logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int,
+    vocab: int, width: int,
+) -> None:  # fmt: skip
+    """The rows of one of `parts`; `width` is the numbers that `scratch` has for a part."""
+    values, own = array(pointer(logits, _SINGLE), (rows, vocab)), array(pointer(scratch, _SINGLE), (parts, width))
+    settings, wanted = array(pointer(params, _SINGLE), (rows, 3)), array(pointer(keys, _WHOLE), (rows, 4))
+    chosen, largest = array(pointer(tokens, _WHOLE), (rows,)), array(pointer(best, _SINGLE), (rows,))
+    for row in range(rows * part // parts, rows * (part + 1) // parts):
+        chosen[row], largest[row] = _choose_row(values[row], settings[row], wanted[row], own[part])
 
 
 @serial

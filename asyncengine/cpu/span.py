@@ -136,7 +136,6 @@ def _rounded_span(
         target = both if step == 1 else out if step == 3 else branch
         multiply_rounded(
             source, own[0], own[1], own[2], target, rounded, rows, own[3], own[4], bits, kind, kind, size, threads,
-            threads,
         )  # fmt: skip
         if step == 0:
             add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, threads)

@@ -18,6 +18,16 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
+
+
+class _BFloat(ir.types.Type):  # type: ignore[misc]
+    """LLVM's own bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = _BFloat()
 LINE = 64
 """Bytes of a vector, and of a line of cache on the CPUs that have such vectors."""
 
@@ -98,6 +108,8 @@ def cpu_has(*features: str) -> bool:
     return all(host.get(name, False) for name in features)
 
 
+WIDE = cpu_has("avx512f")
+"""The CPU has vectors of sixteen, and what there is for them only."""
 PAIRS = cpu_has("avx512bf16")
 """The CPU has an instruction for products of pairs of bfloat16."""
 
@@ -147,6 +159,12 @@ def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return call(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
 
 
+def scale_by_power(builder: Any, number: Any, power: Any) -> Any:
+    """number * 2 ** power on sixteen float32, for whole powers, down to 0. Only where there is `WIDE`."""
+    everywhere, as_set = ir.Constant(ir.IntType(16), -1), WORD(4)
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", FLOATS, [number, power, number, everywhere, as_set])
+
+
 def sum_lanes(builder: Any, four: list[Any]) -> Any:
     """The sums over the lanes of four vectors, as one vector of four."""
     found = _fold(builder, _fold(builder, four[0], four[1], LANES), _fold(builder, four[2], four[3], LANES), LANES // 2)
@@ -166,7 +184,12 @@ def _fold(builder: Any, left: Any, right: Any, block: int) -> Any:
 
 
 def narrow(builder: Any, floats: Any) -> Any:
-    """Sixteen float32 as bfloat16, rounded to nearest even: a vector of sixteen int16."""
+    """Sixteen float32 as bfloat16, rounded to nearest even: a vector of sixteen int16.
+
+    Numbers below 1e-38 may become 0.
+    """
+    if PAIRS:
+        return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(ir.IntType(16), LANES), [floats])
     bits = builder.bitcast(floats, WORDS)
     odd = builder.and_(builder.lshr(bits, constant(WORDS, 16)), constant(WORDS, 1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(WORDS, 0x7FFF))), constant(WORDS, 16))

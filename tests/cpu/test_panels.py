@@ -225,6 +225,19 @@ def test_layout(outputs: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize("outputs", [(64, 32, 32), (96,), (48, 16), (33, 31), (2**13 + 32, 64)])
+def test_several_weights_are_one(outputs: tuple[int, ...], dtype: torch.dtype) -> None:
+    """And every row of them is told of once when it was read, in parts that need not be held twice."""
+    weights = [random(count, 6, dtype=dtype) for count in outputs]
+    read: list[torch.Tensor] = []
+    assert torch.equal(panels.to_panels(*weights, read=read.append), panels.to_panels(torch.cat(weights)))
+    assert torch.equal(torch.cat(read), torch.cat(weights))
+    assert max(map(len, read)) <= 2**12
+    if all(count % 32 == 0 for count in outputs):
+        assert read[0].data_ptr() == weights[0].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_rows_are_read_back(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, what is not finite as well."""

@@ -4,7 +4,7 @@ Makes a Qwen3-0.6B-shaped bfloat16 checkpoint in a temporary folder, decodes it 
 medians of output tokens per second, the share of transformers' tokens that agree (a random model has many near ties,
 which bfloat16 rounds either way), and peak memory against what weights and KV cache take. Ours goes through the public
 API: one `generate` call for each prompt, all at once. Greedy, end-of-sequence ignored, token ids in and out. Read
-ratios, not absolutes, on a machine with company.
+ratios, not absolutes, on a machine with company. `--memory` measures nothing but memory.
 
     python benchmarks/execution_vs_transformers.py [--batch 16 --input 128 --output 64 --rounds 3 --threads 2 --json]
 """
@@ -39,6 +39,11 @@ SHAPES = {
         "max_position_embeddings": 4096,
     },
 }  # fmt: skip
+NEXT_TO_NOTHING = {
+    "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 64,
+}  # fmt: skip
+"""What makes a shape's model so small that the rest of a process shows: interpreter, libraries, compiled kernels."""
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, ignore_eos=True)
 
 
@@ -49,14 +54,14 @@ def main() -> None:
         return
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(options, folder)
-        memory = json.loads(subprocess.run(
-            [sys.executable, __file__, "--memory-of", folder, *forwarded(options)],
-            check=True, capture_output=True, text=True,
-        ).stdout)  # fmt: skip
-        report = asyncio.run(compare(options, folder))
-    report["memory"] = memory
-    print(json.dumps(report) if options.json else table(report))
+        make_checkpoint(SHAPES[options.shape], options.dtype, folder)
+        report = {} if options.memory else asyncio.run(compare(options, folder))
+        report["memory"] = memory_in_own_process(options, folder)
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(SHAPES[options.shape] | NEXT_TO_NOTHING, options.dtype, folder)
+        report["memory"]["without_model_mib"] = memory_in_own_process(options, folder)["peak_mib"]
+    lines = [] if options.memory else [table(report)]
+    print(json.dumps(report) if options.json else "\n".join([*lines, memory_table(report["memory"])]))
 
 
 def parse() -> argparse.Namespace:
@@ -69,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="memory only")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -78,17 +84,24 @@ def forwarded(options: argparse.Namespace) -> list[str]:
     return [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
 
 
-def make_checkpoint(options: argparse.Namespace, folder: str) -> None:
+def make_checkpoint(shape: dict[str, Any], dtype: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPES[options.shape])
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).save_pretrained(folder)
+    config = Qwen3Config(**shape)
+    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
+
+
+def memory_in_own_process(options: argparse.Namespace, folder: str) -> dict[str, float]:
+    """`measure_memory` of a process that has done nothing else."""
+    command = [sys.executable, __file__, "--memory-of", folder, *forwarded(options)]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
 
 
 def make_prompts(options: argparse.Namespace) -> list[list[int]]:
     generator = random.Random(0)
-    vocab = int(SHAPES[options.shape]["vocab_size"])
+    vocab = NEXT_TO_NOTHING["vocab_size"]
     return [[generator.randrange(vocab) for _ in range(options.input)] for _ in range(options.batch)]
 
 
@@ -174,14 +187,19 @@ def table(report: dict[str, Any]) -> str:
     for name, row in report["tokens_per_second"].items():
         ours, theirs = row["asyncengine"], row["transformers"]
         lines.append(f"{name:<16} {ours:>12.1f} {theirs:>13.1f} {ours / theirs:>6.2f} {row['same_tokens']:>12.0%}")
-    memory = report["memory"]
-    allowed = (memory["weights_mib"] + memory["kv_mib"]) * 1.25
-    lines.append(
-        f"memory MiB: weights {memory['weights_mib']:.0f} + KV {memory['kv_mib']:.0f}, plus a quarter {allowed:.0f}; "
-        f"peak {memory['peak_mib']:.0f}, of which the interpreter and torch took {memory['interpreter_mib']:.0f} before"
-    )
     lines.append("fused: " + ", ".join(report["fused"]))
     return "\n".join(lines)
+
+
+def memory_table(memory: dict[str, float]) -> str:
+    held = memory["weights_mib"] + memory["kv_mib"]
+    added = memory["peak_mib"] - memory["without_model_mib"]
+    return (
+        f"memory MiB: weights {memory['weights_mib']:.0f} + KV {memory['kv_mib']:.0f} = {held:.0f}; "
+        f"peak {memory['peak_mib']:.0f} ({memory['peak_mib'] / held:.2f} times that), "
+        f"after loading {memory['peak_after_loading_mib']:.0f}; a process with a model of next to nothing peaks at "
+        f"{memory['without_model_mib']:.0f}, so this one adds {added:.0f} ({added / held:.2f} times)"
+    )
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ class _Fuser:
             for name, child in list(parent.named_children()):
                 if type(child) is not nn.Linear or child.weight.data_ptr() in self._shared:
                     continue
-                packed = self._packed(child.weight.data, None if child.bias is None else child.bias.data)
+                packed = self._packed([child.weight.data], None if child.bias is None else child.bias.data)
                 if packed is not None:
                     setattr(parent, name, packed)
                     self._drop([child])
@@ -239,17 +239,19 @@ class _Fuser:
         if any((bias is None) != (biases[0] is None) for bias in biases):
             return None
         bias = None if biases[0] is None else torch.cat([part.bias.data for part in parts])
-        weight = torch.cat([part.weight.data for part in parts])
-        return self._packed(weight, bias) or FastLinear(weight, bias, pack=False)
+        weights = [part.weight.data for part in parts]
+        return self._packed(weights, bias) or FastLinear(torch.cat(weights), bias, pack=False)
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> FastLinear | None:
+    def _packed(self, weights: list[torch.Tensor], bias: torch.Tensor | None) -> FastLinear | None:
+        """One linear with these weights side by side, in its fastest form; None: there is none but torch's own."""
         if not (self._panels or self._pack):
             return None
-        x = self._random(weight.shape[1])
-        expected = nn.functional.linear(x, weight, bias)
-        if self._panels and panels_serve(weight):
+        x = self._random(weights[0].shape[1])
+        expected = torch.cat([nn.functional.linear(x, weight) for weight in weights], dim=-1)
+        expected = expected if bias is None else expected + bias
+        if self._panels and panels_serve(*weights):
             try:
-                panels = PanelLinear(weight, bias)
+                panels = PanelLinear(weights, bias, read=self._files.release)
                 found = panels(x)
             except Exception as error:  # a compiler that does not know this CPU: oneDNN's form does
                 logger.warning("products are oneDNN's: %s: %s", type(error).__name__, error)
@@ -258,8 +260,11 @@ class _Fuser:
                 if same(expected, found):
                     self.done["panel_linear"] += 1
                     return panels
-        packed = FastLinear(weight, None if bias is None else bias.clone(), pack=True) if self._pack else None
-        if packed is None or not same(expected, packed(x)):
+        if not self._pack:
+            return None
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        packed = FastLinear(weight, None if bias is None else bias.clone(), pack=True)
+        if not same(expected, packed(x)):
             return None
         self.done["packed_linear"] += 1
         return packed

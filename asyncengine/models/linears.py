@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,20 +52,28 @@ class FastLinear(nn.Module):
 
 
 class PanelLinear(FastLinear):
-    """The same with a weight in the panels of `cpu.panels`; `memory`, if given, is where float32 results go.
+    """The same with a weight, or several side by side, in the panels of `cpu.panels`.
 
+    `memory`, if given, is where float32 results go; `read` is told of what was read of the weights, part by part.
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        memory: ReusedMemory | None = None,
+        read: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
         from asyncengine.cpu import panels
 
         nn.Module.__init__(self)  # there is no weight to keep as it is
-        self.out_features, self.in_features = weight.shape
+        weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
+        self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
         self.packed = True
         self._product = panels.product
         self._read_rows = panels.read_rows
-        self._weight = panels.to_panels(weight)
+        self._weight = panels.to_panels(*weights, read=read)
         self._bias = None if bias is None else bias.detach().float().clone()
         self._memory = memory
 
@@ -89,13 +97,14 @@ class PanelLinear(FastLinear):
         self._read_rows(ids, self._weight, out)
 
 
-def panels_serve(weight: torch.Tensor) -> bool:
-    """True if `PanelLinear` takes this weight, and is the fastest form of it here."""
-    if compiler_missing(weight.dtype, weight.device) is not None:
+def panels_serve(*weights: torch.Tensor) -> bool:
+    """True if `PanelLinear` takes these weights side by side, and is the fastest form of them here."""
+    dtype, outputs = weights[0].dtype, sum(weight.shape[0] for weight in weights)
+    if compiler_missing(dtype, weights[0].device) is not None:
         return False
     from asyncengine.cpu import panels
 
-    return panels.panels_pay(weight.dtype) and panels.panels_fit(weight.dtype, *weight.shape)
+    return panels.panels_pay(dtype) and panels.panels_fit(dtype, outputs, weights[0].shape[1])
 
 
 class MergedQKV(nn.Module):

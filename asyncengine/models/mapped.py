@@ -41,13 +41,14 @@ class MappedFiles:
     def release(self, tensor: torch.Tensor) -> None:
         """Let the system take back the whole pages under `tensor`; they are read from the file again if touched.
 
-        Only for tensors of a mapped file that nobody has written to: for those this is invisible but for its speed.
+        Nothing happens to memory that is not a mapped file's, or not contiguous. Nobody may have written to it: then
+        this is invisible but for its speed.
         """
-        if not self.holds(tensor):
+        if not self.holds(tensor) or not tensor.is_contiguous():
             return
         page = mmap.PAGESIZE
-        first = -(-tensor.untyped_storage().data_ptr() // page) * page
-        last = (tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes()) // page * page
+        first = -(-tensor.data_ptr() // page) * page
+        last = (tensor.data_ptr() + tensor.nbytes) // page * page
         if last > first:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 

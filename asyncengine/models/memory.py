@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -40,9 +42,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give back what torch's allocator keeps for later."""
+    """Give back what allocators keep for later: torch's on an accelerator, the C library's (glibc) elsewhere."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: str) -> _Made:

@@ -70,8 +70,10 @@ class SharedEmbedding(nn.Module):
         return out
 
 
-def replace_output_layer(module: Any, dtype: torch.dtype, drop: Callable[[torch.Tensor], None]) -> bool:
-    """Give `module` a faster output layer; `drop` is told of a weight that is not needed any more. False: none is.
+def replace_output_layer(module: Any, dtype: torch.dtype, release: Callable[[torch.Tensor], None]) -> bool:
+    """Give `module` a faster output layer. False: there is none.
+
+    `release` is told of what was read of a weight that is then kept in another form, part by part.
 
     A weight that is the embedding as well is put in panels only if embeddings can be looked up there.
     """
@@ -81,24 +83,27 @@ def replace_output_layer(module: Any, dtype: torch.dtype, drop: Callable[[torch.
     tied = head.weight is table.weight
     readers = sum(any(own is head.weight for own in part._parameters.values()) for part in module.modules())
     alone = readers == 1 + tied and (not tied or (type(table) is nn.Embedding and table.max_norm is None))
-    faster = _equal_form(head, dtype, alone)
+    faster = _equal_form(head, dtype, release if alone else None)
     if faster is None:
         return False
     module.set_output_embeddings(faster)
-    if isinstance(faster, PanelLinear):
-        if tied:
-            module.set_input_embeddings(SharedEmbedding(faster, dtype))
-        drop(head.weight.data)
+    if isinstance(faster, PanelLinear) and tied:
+        module.set_input_embeddings(SharedEmbedding(faster, dtype))
     return True
 
 
-def _equal_form(head: nn.Linear, dtype: torch.dtype, panels: bool) -> OutputLayer | PanelLinear | None:
-    """The same as `head` by a compiled kernel that gives the same numbers, if there is one for it."""
+def _equal_form(
+    head: nn.Linear, dtype: torch.dtype, release: Callable[[torch.Tensor], None] | None
+) -> OutputLayer | PanelLinear | None:
+    """The same as `head` by a compiled kernel that gives the same numbers, if there is one for it.
+
+    `release` None: not in panels, somebody else reads the weight.
+    """
     from asyncengine.cpu.products import product_fits
 
     forms: list[Callable[[], OutputLayer | PanelLinear]] = []
-    if panels and panels_serve(head.weight):
-        forms.append(lambda: PanelLinear(head.weight.data, head.bias, ReusedMemory()))
+    if release is not None and panels_serve(head.weight):
+        forms.append(lambda: PanelLinear(head.weight.data, head.bias, ReusedMemory(), release))
     if product_fits(dtype, head.in_features, head.out_features):
         forms.append(lambda: OutputLayer(head.weight, head.bias))
     x = torch.randn((1, _PROBE_ROWS, head.in_features), generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -55,6 +55,7 @@ def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None) ->
     )
     if backend.name == "compiled":
         _compile_kernels(runner, config)
+        release_cached(device)
     if device.type == "cuda" and config.cuda_graphs and backend.graphs:
         _capture_graphs(runner, config, device, adapted=lora is not None and lora.nbytes > 0)
     return runner

@@ -12,12 +12,13 @@ from asyncengine.models import fusions, output_layer
 def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models loaded from now on keep weights in panels wherever they fit, or nowhere."""
 
-    def serve(weight: torch.Tensor) -> bool:
-        if not wanted or compiler_missing(weight.dtype, weight.device) is not None:
+    def serve(*weights: torch.Tensor) -> bool:
+        first = weights[0]
+        if not wanted or compiler_missing(first.dtype, first.device) is not None:
             return False
         from asyncengine.cpu.panels import panels_fit
 
-        return panels_fit(weight.dtype, *weight.shape)
+        return panels_fit(first.dtype, sum(weight.shape[0] for weight in weights), first.shape[1])
 
     for module in (fusions, output_layer):
         monkeypatch.setattr(module, "panels_serve", serve)

@@ -163,7 +163,6 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(panels: bool, monkeypatch: p
     assert not model.replace()
     assert model.lm_head is head
     assert model.table is table
-    assert not model.dropped
 
 
 def test_panels_that_give_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +174,6 @@ def test_panels_that_give_other_numbers_are_not_used(monkeypatch: pytest.MonkeyP
     assert model.replace()
     assert type(model.lm_head) is OutputLayer
     assert type(model.table) is nn.Embedding
-    assert not model.dropped
 
 
 def check_kept(model: Model) -> None:

@@ -1,9 +1,9 @@
 """What every compiled kernel is made of: memory by address, bfloat16 as bits, and a split over threads.
 
-A kernel is three things: a `serial` function that does a part of the work; a small `parallel` function that gives each
-thread its part, split by row or by head so that no result depends on the number of threads; and a Python function that
-takes tensors and hands over addresses. numba compiles the pair in under a second. Its loops over threads run in the
-OpenMP pool of torch where both load the same runtime (on Linux they do), so that two pools never fight for the cores.
+A kernel is three things: a `serial` function that does one of several parts of the work, split by row or by head so
+that no result depends on the number of threads; a small one that spreads the parts over the threads (`calls.spread`);
+and a Python function that takes tensors and hands over addresses. numba's loop over threads runs in the OpenMP pool of
+torch where both load the same runtime (on Linux they do), so that two pools never fight for the cores.
 
 Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
 bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;
@@ -75,18 +75,13 @@ def inline(function: Function) -> Function:
     return _compiled(function, inline="always", **_REORDER)
 
 
-def parallel(function: Function) -> Function:
-    """Compile a function whose `prange` loop runs on all threads."""
-    return _compiled(function, parallel=True, **_REORDER)
-
-
 def serial_in_order(function: Function) -> Function:
     """As `serial`, but sums stay in the order they are written in: one that does not depend on a tile's size."""
     return _compiled(function)
 
 
 def parallel_in_order(function: Function) -> Function:
-    """As `parallel`, but sums stay in the order they are written in."""
+    """Compile a function whose `prange` loop runs on all threads. Each costs half a second: `calls` has one for all."""
     return _compiled(function, parallel=True)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.cpu.jit import array, inline, kind_of, narrow, parallel, pointer, prange, serial, use_threads, widen
+from asyncengine.cpu.calls import spread
+from asyncengine.cpu.jit import array, inline, kind_of, narrow, pointer, serial, use_threads, widen
 from asyncengine.cpu.quantized import GROUP, PANEL
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
@@ -44,21 +45,19 @@ def read_rows(ids: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, ou
     )  # fmt: skip
 
 
-@parallel
+@serial
 def _to_bytes(
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, threads: int
 ) -> None:
-    panels = -(-outputs // PANEL)
-    for thread in prange(threads):
-        _panels_to_bytes(
-            weight, numbers, scales, outputs, inputs, panels * thread // threads, panels * (thread + 1) // threads, kind
-        )
+    spread(_part_to_bytes, threads, (weight, numbers, scales, outputs, inputs, kind))
 
 
 @serial
-def _panels_to_bytes(
-    weight: int, numbers: int, scales: int, outputs: int, inputs: int, first: int, last: int, kind: np.generic
+def _part_to_bytes(
+    part: int, parts: int, weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic
 ) -> None:
+    panels = -(-outputs // PANEL)
+    first, last = panels * part // parts, panels * (part + 1) // parts
     lines = -(-inputs // GROUP) * GROUP // 4
     values = array(pointer(weight, kind), (outputs, inputs))
     results = array(pointer(numbers, np.uint8(0)), (last, lines, PANEL, 4))
@@ -77,22 +76,21 @@ def _panels_to_bytes(
                 results[panel, index // 4, lane, index % 4] = number + 128
 
 
-@parallel
+@serial
 def _to_halves(
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int, choices: int, kind: np.generic,
     threads: int,
 ) -> None:  # fmt: skip
-    panels = -(-outputs // PANEL)
-    for thread in prange(threads):
-        first, last = panels * thread // threads, panels * (thread + 1) // threads
-        _panels_to_halves(weight, numbers, scales, outputs, inputs, shrink, choices, first, last, kind)
+    spread(_part_to_halves, threads, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
 
 
 @serial
-def _panels_to_halves(
-    weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int, choices: int, first: int, last: int,
-    kind: np.generic,
+def _part_to_halves(
+    part: int, parts: int, weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,
+    choices: int, kind: np.generic,
 ) -> None:  # fmt: skip
+    panels = -(-outputs // PANEL)
+    first, last = panels * part // parts, panels * (part + 1) // parts
     groups = -(-inputs // GROUP)
     values = array(pointer(weight, kind), (outputs, inputs))
     results = array(pointer(numbers, np.uint8(0)), (last, groups * GROUP // 8, PANEL, 4))
@@ -149,19 +147,19 @@ def _best_scale(values: np.ndarray, factors: np.ndarray) -> np.float32:
     return best
 
 
-@parallel
+@serial
 def _read_rows(
     ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int, kind: np.generic, threads: int
 ) -> None:
-    for thread in prange(threads):
-        first, last = count * thread // threads, count * (thread + 1) // threads
-        _read_some_rows(ids, numbers, scales, out, first, last, inputs, lines, kind)
+    spread(_read_part, threads, (ids, numbers, scales, out, count, inputs, lines, kind))
 
 
 @serial
-def _read_some_rows(
-    ids: int, numbers: int, scales: int, out: int, first: int, last: int, inputs: int, lines: int, kind: np.generic
-) -> None:
+def _read_part(
+    part: int, parts: int, ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int,
+    kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = count * part // parts, count * (part + 1) // parts
     wanted = array(pointer(ids, np.int64(0)), (last,))
     results = array(pointer(out, kind), (last, inputs))
     for place in range(first, last):

@@ -45,7 +45,7 @@ def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRun
             changed.enter_context(patch.object(fused_model, "short_steps", lambda *_: None))
         if form == "onednn":
             for module in (fusions, output_layer):
-                changed.enter_context(patch.object(module, "panels_serve", lambda _: False))
+                changed.enter_context(patch.object(module, "panels_serve", lambda *_: False))
         return build_runner(load_model(folder, config), config)
 
 

@@ -34,16 +34,16 @@ prange: Any = numba.prange
 array: Any = numba.carray
 
 
-def _stamp() -> str:
-    """Of all kernels' source: numba keeps a compiled function for as long as its own file stays the same, but the code
-    of the functions it calls is in it."""
+def stamp_of(folder: Path) -> str:
+    """Of all source in it: numba keeps a compiled function for as long as its own file stays the same, but the code of
+    the functions it calls is in it."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
 
 
-_STAMP = _stamp()
+_STAMP = stamp_of(Path(__file__).parent)
 
 
 def _compiled(function: Function, **options: Any) -> Function:

@@ -21,6 +21,7 @@ from asyncengine.lora.admission import AdapterSlots
 from asyncengine.protocols import Clock, Executor, GrammarCompiler
 from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
+from asyncengine.stats import ThreadStats
 from asyncengine.submit import Acceptance, ModelInfo
 from asyncengine.text import TextTokenizer
 from asyncengine.waiting import on_own_thread
@@ -80,11 +81,14 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
     from asyncengine.models.loading import load_model
     from asyncengine.models.memory import in_words
     from asyncengine.runner.building import build_runner
+    from asyncengine.runner.cores import Cores
     from asyncengine.runner.lora import install_lora
     from asyncengine.text import load_tokenizer
 
+    cores = Cores(config.num_threads)
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
-    loaded = in_words(lambda: load_model(path, config), device, "the model", smaller)
+    with cores.step():
+        loaded = in_words(lambda: load_model(path, config), device, "the model", smaller)
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
@@ -96,7 +100,7 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
         if ranks:  # before the KV cache takes its share of what is free
             take = partial(lora.allocate, lora.layer_linears(), max(ranks))
             in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
-        runner = build_runner(loaded, config, lora=lora)
+        runner = build_runner(loaded, config, lora=lora, cores=cores)
         return _assemble(path, loaded, tokenizer, runner, adapters, config)
     except BaseException:
         adapters.close()
@@ -226,7 +230,7 @@ def wire(
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
-        DeviceThread(executor),
+        DeviceThread(executor, switch_interval=config.switch_interval),
         clock,
         grammars=grammars,
         adapters=adapters,
@@ -242,7 +246,8 @@ def wire(
         form = planner.tool_format
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
     acceptance = Acceptance(config, info, clock, tokenizer, grammars, adapters)
-    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters)
+    threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
+    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters, threads)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -28,7 +28,12 @@ class EngineConfig:
     cuda_graphs: bool = True
     """On a GPU, run decode steps as CUDA graphs where the attention backend allows it."""
     num_threads: int | None = None
-    """Threads torch uses inside one operator on CPU; None leaves torch's own choice."""
+    """Threads that compute a step on a CPU, while nothing else wants the cores; None: as many as torch uses in this
+    program. A model of less than 32 MiB is computed by one."""
+    switch_interval: float | None = 0.0005
+    """Seconds after which a Python thread of the program gives the interpreter's lock to one that waits for it, while
+    the engine serves (`sys.setswitchinterval`; Python's own 5 ms are longer than many a step). A shorter one, and one
+    that the program sets later, stands. None: it is left alone."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits, on a CPU: faster and smaller, less accurate. None: in the model's type."""
     load_format: str = "auto"
@@ -193,12 +198,13 @@ class EngineConfig:
 
 
 _OPTIONAL = {
-    "num_threads", "long_prefill_token_threshold", "max_model_len", "max_queued_requests", "max_queued_tokens",
-    "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout", "request_timeout", "inter_token_timeout",
+    "num_threads", "switch_interval", "long_prefill_token_threshold", "max_model_len", "max_queued_requests",
+    "max_queued_tokens", "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout",
+    "request_timeout", "inter_token_timeout",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
-    "grammar_timeout",
+    "grammar_timeout", "switch_interval",
 )  # fmt: skip
 _SWITCHES = (
     "fuse", "cuda_graphs", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward",

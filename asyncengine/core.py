@@ -19,7 +19,7 @@ from asyncengine.messages import Abort, Drain
 from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.snapshot import snapshot
-from asyncengine.stats import EngineStats
+from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.submit import Acceptance, Accepted, ModelInfo
 from asyncengine.text import TextTokenizer
 
@@ -45,6 +45,7 @@ class EngineCore:
         info: ModelInfo,
         planner: ChatPlanner | None = None,
         adapters: AdapterRegistry | None = None,
+        threads: Callable[[], ThreadStats] = ThreadStats,
     ) -> None:
         self.loop = loop
         self.acceptance = acceptance
@@ -52,6 +53,7 @@ class EngineCore:
         self.info = info
         self.planner = planner
         self.adapters = adapters
+        self._threads = threads
         self.started_at = loop.clock.now()
         self.closing = False
         self._labels: dict[str, list[int]] = {}
@@ -270,7 +272,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
-        return snapshot(self.loop, {} if self.adapters is None else self.adapters.counts(), self.started_at)
+        adapters = {} if self.adapters is None else self.adapters.counts()
+        return snapshot(self.loop, adapters, self._threads(), self.started_at)
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncengine.engine import EngineLoop
-from asyncengine.stats import EngineStats, Summary
+from asyncengine.stats import EngineStats, Summary, ThreadStats
 
 
-def snapshot(loop: EngineLoop, adapters: dict[str, int], started_at: float) -> EngineStats:
+def snapshot(loop: EngineLoop, adapters: dict[str, int], threads: ThreadStats, started_at: float) -> EngineStats:
     """From any thread: nothing is locked, so counts may be a step apart from each other."""
     scheduler, meter = loop.scheduler, loop.meter
     running = list(scheduler.running.values())
@@ -33,4 +33,5 @@ def snapshot(loop: EngineLoop, adapters: dict[str, int], started_at: float) -> E
         loop_lag=Summary.of(list(meter.loop_lag)),
         uptime=loop.clock.now() - started_at,
         adapters=adapters,
+        threads=threads,
     )

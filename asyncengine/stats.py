@@ -38,6 +38,20 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
+class ThreadStats:
+    """The threads that compute an engine's steps on a CPU."""
+
+    now: int = 1
+    """Of the last step. Fewer than `most` while the machine is busy with something else or another engine of the
+    process runs steps, and always for a model too small to share its loops."""
+    most: int = 1
+    """While nothing else wants the cores: `num_threads`."""
+    efficiency: float = 1.0
+    """Of the last steps' loops: what one thread would have taken, over `now` times what they took. 1: all threads
+    computed all the time."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Counts since the start; distributions over the last 4096 samples."""
 
@@ -64,6 +78,7 @@ class EngineStats:
     uptime: float
     adapters: dict[str, int] = field(default_factory=dict)
     """Adapters with a name (loaded), of those in host memory (in_memory), and their bytes (nbytes)."""
+    threads: ThreadStats = ThreadStats()
 
     @property
     def hit_rate(self) -> float:

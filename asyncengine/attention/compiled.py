@@ -20,13 +20,16 @@ from asyncengine.cpu import attention as kernels
 from asyncengine.cpu import attention_fields as fields
 from asyncengine.cpu.attention_tiles import LANES
 from asyncengine.cpu.attention_write import prepare, prepare_and_write, write
-from asyncengine.cpu.jit import kind_of, use_threads
+from asyncengine.cpu.jit import kind_of
+from asyncengine.cpu.team import PER_THREAD, team_threads, use_team
 from asyncengine.cpu.vectors import cpu_has
 
 _ROWS = 64
 """Queries times the query heads of a kv head in a piece of a prompt chunk: as many as share a load of the keys."""
 _LOAD, _START = 20, 1000
-"""Cost of loading a key, of starting a piece of work; 1: one query head and one key that is there."""
+"""Cost of loading a key, of starting an item; 1: one query head and one key that is there, about a nanosecond."""
+_BYTES = 26
+"""That could be read for a cost of 1."""
 _EVEN = 8
 """Long decode rows are split while one unit of work is more than a thread's share of the whole divided by this."""
 
@@ -71,7 +74,7 @@ class CompiledBackend:
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _Plan] = {}
         self._planned: list[_Plan] = []
-        self._threads = 1
+        self._threads, self._piece, self._team = 1, 1, 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
         self._query = torch.empty(0, dtype=dtype)
@@ -80,7 +83,7 @@ class CompiledBackend:
         raise RuntimeError("the compiled backend runs on the CPU: no graphs")
 
     def plan(self, step: StepView) -> None:
-        self._threads = use_threads()
+        (self._threads, self._piece), self._team = team_threads(), use_team()
         size = max(_scratch_bytes(spec) for spec in self._layers)
         if self._scratch.numel() < self._threads * size:
             self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
@@ -92,7 +95,7 @@ class CompiledBackend:
         steps = [stride * key.element_size() for stride in (*key.stride()[:2], *value.stride()[:2])]
         write(
             key.data_ptr(), steps[0], steps[1], value.data_ptr(), steps[2], steps[3],
-            self._pools[layer].address, self._planned[layer].step, self._kind, self._threads,
+            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
         )  # fmt: skip
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
@@ -121,7 +124,7 @@ class CompiledBackend:
         query = self._query.data_ptr()
         prepare_and_write(
             qkv.data_ptr(), query, q_norm, k_norm, heads.epsilon, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
-            self._pools[layer].address, self._planned[layer].step, self._kind, self._threads,
+            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
         )  # fmt: skip
         head_size = spec.key_dim * qkv.element_size()
         self._attend(layer, query, spec.num_heads * head_size, head_size, out)
@@ -131,14 +134,24 @@ class CompiledBackend:
         plan, known = self._planned[layer], self._pools[layer].address
         kernels.attend(
             query, token_size, head_size, out.data_ptr(), known, plan.step, self._kind, self._lanes, self._form,
-            self._threads,
+            self._team,
         )  # fmt: skip
         if plan.joins:
-            kernels.join(out.data_ptr(), known, plan.step, self._kind, self._threads)
+            kernels.join(out.data_ptr(), known, plan.step, self._kind, plan.joins, self._team)
+
+    @property
+    def forms(self) -> tuple[Any, Any]:
+        """The types of keys' lanes and of queries in `cpu.attention.attend`."""
+        return self._lanes, self._form
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """(address of the layer's pool, address of its plan for this step, how many results are to be joined)."""
+        plan = self._planned[layer]
+        return self._pools[layer].address, plan.step, plan.joins
 
     def warm_up(self) -> None:
-        """Compile what only steps with long contexts call: on no threads, a kernel does nothing else."""
-        kernels.join(0, self._pools[0].address, 0, self._kind, 0)
+        """Compile what only steps with long contexts call: of no pieces, a kernel does nothing else."""
+        kernels.join(0, self._pools[0].address, 0, self._kind, 0, 0)
 
     def close(self) -> None:
         self._pools, self._plans, self._planned = [], {}, []
@@ -156,11 +169,11 @@ class CompiledBackend:
         need = partials * spec.num_kv_heads * fields.partial_floats(group, widest)
         if self._partials.numel() < need:
             self._partials = torch.empty(need)
-        bounds = _even_parts(cost, spec.num_kv_heads, self._threads)
+        bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, self._piece // _BYTES)
         table = np.ascontiguousarray(step.page_tables, dtype=np.int32)
         known = np.zeros(fields.STEP_FIELDS, dtype=np.int64)
         known[fields.ITEMS], known[fields.NUM_ITEMS] = _address(items), len(items)
-        known[fields.BOUNDS] = _address(bounds)
+        known[fields.BOUNDS], known[fields.PIECES] = _address(bounds), len(bounds) - 1
         known[fields.TABLE], known[fields.WIDTH] = _address(table), table.shape[1]
         known[fields.SLOTS], known[fields.TOKENS] = step.kv_slots.data_ptr(), step.kv_slots.numel()
         known[fields.JOINS], known[fields.NUM_JOINS] = _address(joins), len(joins)
@@ -237,7 +250,7 @@ def prepare_merged(
         qkv.data_ptr(), query.data_ptr(), key.data_ptr(), tokens, heads.num_heads, heads.num_kv_heads, heads.key_dim,
         qkv.shape[1] * size, 0 if heads.q_norm is None else heads.q_norm.data_ptr(),
         0 if heads.k_norm is None else heads.k_norm.data_ptr(), heads.epsilon, cos.data_ptr(), sin.data_ptr(),
-        cos.shape[-1], kind_of(qkv.dtype), use_threads(),
+        cos.shape[-1], kind_of(qkv.dtype), use_team(),
     )  # fmt: skip
     value = qkv[:, (heads.num_heads + heads.num_kv_heads) * heads.key_dim :]
     return query, key, value.view(tokens, heads.num_kv_heads, -1)
@@ -260,10 +273,12 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     return items
 
 
-def _even_parts(cost: Int64Array, heads: int, threads: int) -> Int64Array:
-    """[threads + 1] bounds of the threads' units, which go head by head over all items."""
+def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int64Array:
+    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; `least` costs in a piece."""
     ends = np.cumsum(cost)
-    wanted = np.arange(threads + 1) * int(ends[-1]) * heads // threads
+    total = int(ends[-1]) * heads
+    pieces = 1 if threads == 1 else max(1, min(threads * PER_THREAD, total // max(1, least), len(cost) * heads))
+    wanted = np.arange(pieces + 1) * total // pieces
     head, rest = np.divmod(wanted, int(ends[-1]))
     return head * len(cost) + np.searchsorted(ends, rest, side="right")
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncengine.cpu.calls import call, spread
+from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
     array,
     inline,
@@ -19,13 +19,13 @@ from asyncengine.cpu.jit import (
     narrow,
     pointer,
     serial_in_order,
-    use_threads,
     widen,
 )
+from asyncengine.cpu.team import pieces_of, use_team
 from asyncengine.cpu.vectors import number_of
 
-_ALONE = 2**13
-"""Elements up to which one thread is done sooner than two have met."""
+_WORK = 16
+"""Bytes that could be read while an element is computed."""
 _SILU, _GELU_TANH, _GELU = range(3)
 
 
@@ -35,7 +35,7 @@ def _gated(form: int, both: torch.Tensor) -> torch.Tensor:
     width //= 2
     out = torch.empty((*outer, width), dtype=both.dtype)
     rows = out.numel() // width
-    gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_threads())
+    gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_team())
     return out
 
 
@@ -97,8 +97,11 @@ def _gelu(x: np.float32) -> np.float32:
 
 
 @serial_in_order
-def _gate_part(part: int, parts: int, both: int, out: int, rows: int, width: int, form: int, kind: np.generic) -> None:
-    first, last = rows * part // parts, rows * (part + 1) // parts
+def _gate_part(
+    piece: int, pieces: int, worker: int,
+    both: int, out: int, rows: int, width: int, form: int, kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
     halves = array(pointer(both, kind), (last, 2, width))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
@@ -117,9 +120,6 @@ def _gate_part(part: int, parts: int, both: int, out: int, rows: int, width: int
 
 
 @serial_in_order
-def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, threads: int) -> None:
+def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, team: int) -> None:
     """One of the gated activations above, by address."""
-    if rows * width <= _ALONE:
-        call(_gate_part, (0, 1, both, out, rows, width, form, kind))
-    else:
-        spread(_gate_part, threads, (both, out, rows, width, form, kind))
+    spread(_gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, form, kind))

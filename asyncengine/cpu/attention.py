@@ -36,6 +36,7 @@ from asyncengine.cpu.attention_fields import (
     NUM_JOINS,
     PARTIAL,
     PARTIALS,
+    PIECES,
     ROW,
     SCRATCH,
     SCRATCH_SIZE,
@@ -61,31 +62,33 @@ _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 @serial_in_order
 def attend(
     query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, form: Any,
-    threads: int,
+    team: int,
 ) -> None:  # fmt: skip
     """out [tokens, heads, value dim] of query [tokens, heads, key dim], whose steps are given in bytes. Addresses.
 
     If there are results to be joined, `join` must follow.
     """
-    spread(_attend_units, threads, (query, token_size, head_size, out, layer, step, kind, lanes, form))
+    pieces = array(pointer(step, _WHOLE), (STEP_FIELDS,))[PIECES]
+    spread(_attend_units, team, pieces, (query, token_size, head_size, out, layer, step, kind, lanes, form))
 
 
 @serial_in_order
-def join(out: int, layer: int, step: int, kind: Any, threads: int) -> None:
-    """Make the results of long rows of those of their splits."""
-    spread(_join_units, threads, (out, layer, step, kind))
+def join(out: int, layer: int, step: int, kind: Any, pieces: int, team: int) -> None:
+    """Make the results of long rows of those of their splits. No pieces: do nothing."""
+    spread(_join_units, team, pieces, (out, layer, step, kind))
 
 
 @serial_in_order
 def _attend_units(
-    thread: int, threads: int, query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
+    piece: int, pieces: int, worker: int,
+    query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
     lanes: Any, form: Any,
 ) -> None:  # fmt: skip
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    bounds = array(pointer(steps[BOUNDS], _WHOLE), (thread + 2,))
+    bounds = array(pointer(steps[BOUNDS], _WHOLE), (piece + 2,))
     items, heads = steps[NUM_ITEMS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
-    scratch = steps[SCRATCH] + thread * steps[SCRATCH_SIZE]
-    for unit in range(bounds[thread], bounds[thread + 1]):
+    scratch = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    for unit in range(bounds[piece], bounds[piece + 1]):
         head, place = unit // items, unit % items
         item, following = steps[ITEMS] + place * (ITEM_FIELDS * 8), steps[ITEMS]
         if place + 1 < items:
@@ -216,7 +219,10 @@ def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, l
 
 
 @serial_in_order
-def _join_units(thread: int, threads: int, out: int, layer: int, step: int, kind: Any) -> None:
+def _join_units(
+    piece: int, pieces: int, worker: int,
+    out: int, layer: int, step: int, kind: Any,
+) -> None:  # fmt: skip
     known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
     heads, dim = known[KV_HEADS], known[VALUE_DIM]
@@ -224,7 +230,7 @@ def _join_units(thread: int, threads: int, out: int, layer: int, step: int, kind
     joins = array(pointer(steps[JOINS], _WHOLE), (steps[NUM_JOINS], 3))
     units = steps[NUM_JOINS] * heads
     size = partial_floats(group, dim) * 4
-    for unit in range(units * thread // threads, units * (thread + 1) // threads):
+    for unit in range(units * piece // pieces, units * (piece + 1) // pieces):
         place, head = unit // heads, unit % heads
         first = steps[PARTIALS] + (joins[place, 1] * heads + head) * size
         for index in range(1, joins[place, 2]):

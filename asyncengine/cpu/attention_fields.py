@@ -18,11 +18,13 @@ SLACK = 512
 # address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none.
 POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW = range(12)
 LAYER_FIELDS = 12
-# What is known of a step. ITEMS: address of [items, ITEM_FIELDS]; BOUNDS: [threads + 1] units of each thread, head by
+# What is known of a step. ITEMS: address of [items, ITEM_FIELDS]; BOUNDS: [PIECES + 1] units of each piece, head by
 # head; TABLE: int32 [rows, WIDTH] pages; SLOTS: [TOKENS] where new keys go; JOINS: [joins, 3] token, first and number
-# of partial results; PARTIALS: their memory; SCRATCH: SCRATCH_SIZE bytes for each thread.
-ITEMS, NUM_ITEMS, BOUNDS, TABLE, WIDTH, SLOTS, TOKENS, JOINS, NUM_JOINS, PARTIALS, SCRATCH, SCRATCH_SIZE = range(12)
-STEP_FIELDS = 12
+# of partial results; PARTIALS: their memory; SCRATCH: SCRATCH_SIZE bytes for each worker.
+ITEMS, NUM_ITEMS, BOUNDS, TABLE, WIDTH, SLOTS, TOKENS, JOINS, NUM_JOINS, PARTIALS, SCRATCH, SCRATCH_SIZE, PIECES = (
+    range(13)
+)
+STEP_FIELDS = 13
 # An item: its first token in the batch, how many, the first one's position, its row of the table, the keys
 # [BEGIN, END), and the partial result it makes (-1: the result itself).
 TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL = range(7)

@@ -26,28 +26,33 @@ from asyncengine.cpu.attention_fields import (
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.heads import prepare_head
 from asyncengine.cpu.jit import array, pointer, serial
+from asyncengine.cpu.team import pieces_of
 from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _WORD, _HALF = np.int64(0), np.uint32(0), np.uint16(0)
 _MANY = 16
-"""Tokens for each thread from which on they are shared out by tokens, not by heads."""
+"""Tokens of a piece from which on they are shared out by tokens, not by heads."""
+_WORK = 16
+"""Bytes that could be read while a number is normalised, rotated and put in its place."""
 
 
 @serial
 def write(
     key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int, layer: int, step: int,
-    kind: Any, threads: int,
+    kind: Any, team: int,
 ) -> None:  # fmt: skip
     """Put key [tokens, kv heads, key dim] and value alike where they belong; their steps are given in bytes."""
-    spread(_write_units, threads, (key, key_token, key_head, value, value_token, value_head, layer, step, kind))
+    pieces = _pieces(layer, step, team)
+    spread(_write_units, team, pieces, (key, key_token, key_head, value, value_token, value_head, layer, step, kind))
 
 
 @serial
 def _write_units(
-    thread: int, threads: int, key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int,
+    piece: int, pieces: int, worker: int,
+    key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int,
     layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
-    first, last, begin, end = share(thread, threads, layer, step)
+    first, last, begin, end = share(piece, pieces, layer, step)
     for token in range(first, last):
         for head in range(begin, end):
             own, other = key + token * key_token + head * key_head, value + token * value_token + head * value_head
@@ -55,21 +60,29 @@ def _write_units(
 
 
 @serial
-def share(thread: int, threads: int, layer: int, step: int) -> Any:
-    """Which new keys a thread puts in their places: (first token, last token, first kv head, last kv head).
+def _pieces(layer: int, step: int, team: int) -> int:
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    tokens, heads = array(pointer(step, _WHOLE), (STEP_FIELDS,))[TOKENS], known[KV_HEADS]
+    work = tokens * (known[HEADS] + heads) * known[KEY_DIM] * _WORK
+    return pieces_of(work, max(heads, tokens // _MANY), team)
 
-    Many tokens are shared out by tokens, so that a thread reads whole rows. Never between two keys whose values share
+
+@serial
+def share(piece: int, pieces: int, layer: int, step: int) -> Any:
+    """Which new keys a piece puts in their places: (first token, last token, first kv head, last kv head).
+
+    Many tokens are shared out by tokens, so that one reads whole rows. Never between two keys whose values share
     words: writing the first of them clears its neighbour.
     """
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
     tokens, heads = steps[TOKENS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
-    if tokens < threads * _MANY:
-        return 0, tokens, heads * thread // threads, heads * (thread + 1) // threads
+    if tokens < pieces * _MANY:
+        return 0, tokens, heads * piece // pieces, heads * (piece + 1) // pieces
     slots = array(pointer(steps[SLOTS], _WHOLE), (tokens,))
-    first, last = tokens * thread // threads, tokens * (thread + 1) // threads
-    if thread > 0:
+    first, last = tokens * piece // pieces, tokens * (piece + 1) // pieces
+    if piece > 0:
         first += slots[first] % 2
-    if thread + 1 < threads:
+    if piece + 1 < pieces:
         last += slots[last] % 2
     return first, last, 0, heads
 
@@ -109,16 +122,18 @@ def store(key: int, value: int, token: int, head: int, layer: int, step: int, ki
 @serial
 def prepare_and_write(
     qkv: int, query: int, q_norm: int, k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, layer: int,
-    step: int, kind: Any, threads: int,
+    step: int, kind: Any, team: int,
 ) -> None:  # fmt: skip
     """Norms and rotation of a merged projection; queries to `query` [tokens, heads, key dim], the rest to the pool."""
     small = np.float32(epsilon)
-    spread(_prepare_units, threads, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
+    pieces = _pieces(layer, step, team)
+    spread(_prepare_units, team, pieces, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
 
 
 @serial
 def _prepare_units(
-    thread: int, threads: int, qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
+    piece: int, pieces: int, worker: int,
+    qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
     rotary: int, layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
     known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
@@ -127,8 +142,8 @@ def _prepare_units(
     group, size = heads // kv_heads, size_of(kind)
     key_size, value_size = known[KEY_DIM] * size, known[VALUE_DIM] * size
     row = (heads + kv_heads) * key_size + kv_heads * value_size
-    key = steps[SCRATCH] + thread * steps[SCRATCH_SIZE]
-    first, last, begin, end = share(thread, threads, layer, step)
+    key = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    first, last, begin, end = share(piece, pieces, layer, step)
     for token in range(first, last):
         turn, lift = cos + token * rotary * size, sin + token * rotary * size
         for head in range(begin, end):
@@ -144,23 +159,24 @@ def _prepare_units(
 @serial
 def prepare(
     qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int, row: int, q_norm: int,
-    k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, kind: Any, threads: int,
+    k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, kind: Any, team: int,
 ) -> None:  # fmt: skip
     """query [tokens, heads, dim] and key [tokens, kv heads, dim] of qkv, whose rows have `row` bytes."""
     small = np.float32(epsilon)
     spread(
-        _prepare_tokens, threads,
+        _prepare_tokens, team, pieces_of(tokens * (heads + kv_heads) * dim * _WORK, tokens, team),
         (qkv, query, key, tokens, heads, kv_heads, dim, row, q_norm, k_norm, small, cos, sin, rotary, kind),
     )  # fmt: skip
 
 
 @serial
 def _prepare_tokens(
-    thread: int, threads: int, qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int,
+    piece: int, pieces: int, worker: int,
+    qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int,
     row: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int, rotary: int, kind: Any,
 ) -> None:  # fmt: skip
     size = dim * size_of(kind)
-    for token in range(tokens * thread // threads, tokens * (thread + 1) // threads):
+    for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
         turn, lift = cos + token * rotary * size_of(kind), sin + token * rotary * size_of(kind)
         for head in range(heads + kv_heads):
             own = qkv + token * row + head * size

@@ -3,7 +3,7 @@
 numba puts the code of a function into that of every caller, and LLVM optimises it there again: a function three levels
 down is compiled four times, and a `prange` loop adds four levels of its own. Here the caller holds an address instead.
 It is asked for by name at the first call, since code from the disk cache outlives the process that compiled it, and a
-function in that cache is found there too. The one `prange` loop there is serves all kernels.
+function in that cache is found there too. One loop over a team's threads (`team`) serves all kernels.
 
 A call costs a few nanoseconds. Results cannot differ: what is called is the same code at every place.
 """
@@ -22,7 +22,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from asyncengine.cpu.jit import compiled_for, parallel_in_order, prange
+from asyncengine.cpu.jit import compiled_for, serial_in_order
+from asyncengine.cpu.team import call_piece, run_together
 from asyncengine.cpu.vectors import LONG
 
 _SYMBOL = "asyncengine_kernel_address"
@@ -87,56 +88,51 @@ def _call(_: Any, function: Any, arguments: Any) -> Any:
     return numba.types.void(function, numba.types.BaseTuple.from_types(types)), generate
 
 
-def _spread(_: Any, function: Any, parts: Any, arguments: Any) -> Any:
+def _spread(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
     whole = numba.types.int64
-    types = (whole, whole, *map(numba.types.unliteral, arguments.types))
-    name, run = _name_of(function, types), _name_of(numba.typeof(_run), (whole, whole, whole))
+    types = (whole, whole, whole, *map(numba.types.unliteral, arguments.types))
+    name, run = _name_of(function, types), _name_of(numba.typeof(_run), (whole,) * 4)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        values = [_emit_address(context, builder, name), *cgutils.unpack_tuple(builder, given[2])]
+        values = [_emit_address(context, builder, name), *cgutils.unpack_tuple(builder, given[3])]
         record = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in values]))
         for place, value in enumerate(values):
             builder.store(value, cgutils.gep_inbounds(builder, record, 0, place))
-        part = builder.ptrtoint(_emit_part(builder.module, name, record.type), LONG)
+        piece = builder.ptrtoint(_emit_part(builder.module, name, record.type), LONG)
         runner = _emit_address(context, builder, run)
-        _emit_call(builder, runner, [part, builder.ptrtoint(record, LONG), given[1]])
+        _emit_call(builder, runner, [piece, builder.ptrtoint(record, LONG), given[2], given[1]])
         return context.get_dummy_value()
 
-    return numba.types.void(function, whole, numba.types.BaseTuple.from_types(types[2:])), generate
+    return numba.types.void(function, whole, whole, numba.types.BaseTuple.from_types(types[3:])), generate
 
 
 def _emit_part(module: Any, name: str, record: Any) -> Any:
-    """What a thread calls: (part, parts, record) -> the function in the record, with what else it holds."""
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 3), module.get_unique_name(f".part.{name}"))
+    """What a thread calls: (piece, pieces, worker, record) -> the function in the record, with what else it holds."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 4), module.get_unique_name(f".part.{name}"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
-    part, parts, place = function.args
+    *which, place = function.args
     held = builder.inttoptr(place, record)
     values = [
         builder.load(cgutils.gep_inbounds(builder, held, 0, index)) for index in range(len(record.pointee.elements))
     ]
-    _emit_call(builder, values[0], [part, parts, *values[1:]])
+    _emit_call(builder, values[0], [*which, *values[1:]])
     builder.ret_void()
     return function
-
-
-def _call_part(_: Any, address: Any, part: Any, parts: Any, record: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit_call(builder, arguments[0], arguments[1:])
-        return context.get_dummy_value()
-
-    return numba.types.void(*[numba.types.int64] * 4), generate
 
 
 call: Any = intrinsic(_call)
 """call(function, (arguments...)), inside kernels: of a compiled function that returns nothing."""
 spread: Any = intrinsic(_spread)
-"""spread(function, parts, (arguments...)), inside kernels: function(part, parts, arguments...) for every part, on all
-threads."""
-call_part: Any = intrinsic(_call_part)
+"""spread(function, team, pieces, (arguments...)), inside kernels: function(piece, pieces, worker, arguments...) for all
+pieces, by the threads of a team (`team.use_team`; 0: by the caller alone), in any order and side by side. Pieces of one
+`worker` come one after the other: what it needs to work in may be its own."""
 
 
-@parallel_in_order
-def _run(address: int, record: int, parts: int) -> None:
-    for part in prange(parts):
-        call_part(address, part, parts, record)
+@serial_in_order
+def _run(function: int, record: int, pieces: int, team: int) -> None:
+    if team == 0 or pieces < 2:
+        for piece in range(pieces):
+            call_piece(function, piece, pieces, 0, record)
+    else:
+        run_together(function, record, pieces, team)

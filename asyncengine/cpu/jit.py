@@ -1,9 +1,8 @@
 """What every compiled kernel is made of: memory by address, bfloat16 as bits, and a split over threads.
 
-A kernel is three things: a `serial` function that does one of several parts of the work, split by row or by head so
-that no result depends on the number of threads; a small one that spreads the parts over the threads (`calls.spread`);
-and a Python function that takes tensors and hands over addresses. numba's loop over threads runs in the OpenMP pool of
-torch where both load the same runtime (on Linux they do), so that two pools never fight for the cores.
+A kernel is three things: a `serial` function that does one of several pieces of the work, split by row or by head so
+that no result depends on the number of pieces; a small one that spreads the pieces over a team of threads
+(`calls.spread`, `team`); and a Python function that takes tensors and hands over addresses.
 
 Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
 bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;
@@ -15,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar
 
 import llvmlite.ir
@@ -27,10 +27,11 @@ from asyncengine.cpu.vectors import BFLOAT, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+FEW = 64
+"""Rows up to which it takes microseconds to look them up."""
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
 _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
-prange: Any = numba.prange
 array: Any = numba.carray
 
 
@@ -80,20 +81,19 @@ def serial_in_order(function: Function) -> Function:
     return _compiled(function)
 
 
-def parallel_in_order(function: Function) -> Function:
-    """Compile a function whose `prange` loop runs on all threads. Each costs half a second: `calls` has one for all."""
-    return _compiled(function, parallel=True)
+def held(function: Any) -> Any:
+    """A compiled function for calls of some microseconds: it keeps the interpreter's lock.
 
-
-def use_threads() -> int:
-    """How many parts a kernel called on this thread is split into: as many threads as torch uses.
-
-    A team of another size would make the runtime dismiss and hire threads at every change between torch and us.
+    Whoever lets go of it may wait for the switch interval (5 ms) until a thread of the program gives it back.
     """
-    threads: int = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    if numba.get_num_threads() != threads:
-        numba.set_num_threads(threads)
-    return threads
+    options = {name: value for name, value in function.targetoptions.items() if name not in ("nopython", "nogil")}
+    known = function.py_func
+    copy = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
+    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-held"  # a file of its own
+    try:
+        return numba.njit(cache=True, **options)(copy)
+    except RuntimeError:
+        return numba.njit(**options)(copy)
 
 
 def kind_of(dtype: torch.dtype) -> Any:

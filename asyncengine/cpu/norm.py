@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.cpu.calls import call, spread
+from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
     array,
     kind_of,
     narrow,
     pointer,
     serial_in_order,
-    use_threads,
     widen,
 )
+from asyncengine.cpu.team import pieces_of, use_team
 from asyncengine.cpu.vectors import size_of, square_sum
 
-_ALONE = 2**14
-"""Elements up to which one thread is done sooner than two have met."""
+_WORK = 8
+"""Bytes that could be read while an element is computed."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -28,10 +28,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     width = weight.shape[0]
     rows = x.numel() // width
     where = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    if x.numel() <= _ALONE:
-        _norm_rows(*where, 0, rows, width, np.float32(epsilon), kind_of(x.dtype))
-    else:
-        _norm(*where, rows, width, np.float32(epsilon), kind_of(x.dtype), use_threads())
+    norm(*where, rows, width, np.float32(epsilon), kind_of(x.dtype), use_team())
     return out
 
 
@@ -45,7 +42,7 @@ def add_rms_norm(
     rows = residual.numel() // width
     where = (residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
     numbers = (np.float32(scale), np.float32(epsilon), kind_of(residual.dtype))
-    add_norm(*where, rows, width, *numbers, use_threads())
+    add_norm(*where, rows, width, *numbers, use_team())
     return total, out
 
 
@@ -64,17 +61,26 @@ def _norm_rows(
 
 
 @serial_in_order
-def _norm(
-    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, threads: int
+def norm(
+    x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, team: int
 ) -> None:
-    spread(_norm_part, threads, (x, weight, out, rows, width, epsilon, kind))
+    spread(_norm_part, team, pieces_of(rows * width * _WORK, rows, team), (x, weight, out, rows, width, epsilon, kind))
 
 
 @serial_in_order
 def _norm_part(
-    part: int, parts: int, x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic
+    piece: int,
+    pieces: int,
+    worker: int,
+    x: int,
+    weight: int,
+    out: int,
+    rows: int,
+    width: int,
+    epsilon: np.float32,
+    kind: np.generic,
 ) -> None:
-    _norm_rows(x, weight, out, rows * part // parts, rows * (part + 1) // parts, width, epsilon, kind)
+    _norm_rows(x, weight, out, rows * piece // pieces, rows * (piece + 1) // pieces, width, epsilon, kind)
 
 
 @serial_in_order
@@ -103,10 +109,11 @@ def _add_norm_rows(
 
 @serial_in_order
 def _add_norm_part(
-    part: int, parts: int, residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
+    piece: int, pieces: int, worker: int,
+    residual: int, branch: int, weight: int, total: int, out: int, rows: int, width: int,
     factor: np.float32, epsilon: np.float32, kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = rows * part // parts, rows * (part + 1) // parts
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
     _add_norm_rows(residual, branch, weight, total, out, first, last, width, factor, epsilon, kind)
 
 
@@ -122,11 +129,8 @@ def add_norm(
     factor: np.float32,
     epsilon: np.float32,
     kind: np.generic,
-    threads: int,
+    team: int,
 ) -> None:
     """`add_rms_norm` by address; `total` may be `residual`."""
-    arguments = (residual, branch, weight, total, out, rows, width, factor, epsilon, kind)
-    if rows * width <= _ALONE:
-        call(_add_norm_part, (0, 1, *arguments))
-    else:
-        spread(_add_norm_part, threads, arguments)
+    pieces = pieces_of(rows * width * _WORK, rows, team)
+    spread(_add_norm_part, team, pieces, (residual, branch, weight, total, out, rows, width, factor, epsilon, kind))

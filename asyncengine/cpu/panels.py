@@ -25,14 +25,16 @@ from numba.extending import intrinsic
 from asyncengine.cpu import vectors
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
+    FEW,
     array,
+    held,
     inline,
     kind_of,
     pointer,
     serial,
     serial_in_order,
-    use_threads,
 )
+from asyncengine.cpu.team import pieces_of, reads_worth, use_team
 from asyncengine.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WORD, WORDS, at, cpu_has, load
 
 _VECTORS = 2
@@ -48,6 +50,8 @@ _AHEAD = 8192
 _BLOCK = 2**19
 """Bytes of panels that are done for all rows before the next, if there are many: what stays in the second-level cache.
 """
+_EVEN = 16
+"""Rows whose arithmetic takes as long as reading a panel."""
 _NEAR = 2**18
 """Bytes of x up to which one panel at a time is done for all rows: both stay in that cache."""
 
@@ -108,16 +112,15 @@ def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torc
     multiply(
         x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size,
         outputs // WIDTH, *cut(rows), panel_block(rows, size), kind_of(x.dtype), kind_of(out.dtype),
-        out.element_size(), use_threads(),
+        out.element_size(), use_team(),
     )  # fmt: skip
 
 
 def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
     """out [..., inputs] = rows `ids` (int64, contiguous, in range) of the weight."""
     steps, step = panels.shape[1], panels.shape[-1]
-    _read_rows(
-        ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), use_threads()
-    )
+    read = _read_few_rows if ids.numel() <= FEW else _read_rows
+    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), use_team())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,22 +142,24 @@ def panel_block(rows: int, size: int) -> int:
 @serial_in_order
 def multiply(
     x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
-    kind: np.generic, out_kind: np.generic, out_size: int, threads: int,
+    kind: np.generic, out_kind: np.generic, out_size: int, team: int,
 ) -> None:  # fmt: skip
     """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`cut`)."""
+    most = -(-count // block)
     spread(
-        _multiply_part, threads,
+        _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
         (x, panels, bias, out, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
     )  # fmt: skip
 
 
 @serial_in_order
 def _multiply_part(
-    part: int, parts: int, x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int,
+    piece: int, pieces: int, worker: int,
+    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int,
     tiles: int, block: int, kind: np.generic, out_kind: np.generic, out_size: int,
 ) -> None:  # fmt: skip
-    """The panels of one of `parts`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
-    first, last = count * part // parts, count * (part + 1) // parts
+    """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
     lines = size * WIDTH // (_VECTORS * LINE)
     across = count * WIDTH * out_size
     for begin in range(first, last, block):
@@ -240,17 +245,28 @@ _tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, _SIZES
 
 
 @serial
-def _read_rows(
-    ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, threads: int
-) -> None:
-    spread(_read_part, threads, (ids, panels, out, count, steps, step, kind))
+def _read_rows(ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, team: int) -> None:
+    pieces = pieces_of(count * steps * LINE, count, team)
+    spread(_read_part, team, pieces, (ids, panels, out, count, steps, step, kind))
+
+
+_read_few_rows = held(_read_rows)
 
 
 @serial
 def _read_part(
-    part: int, parts: int, ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic
+    piece: int,
+    pieces: int,
+    worker: int,
+    ids: int,
+    panels: int,
+    out: int,
+    count: int,
+    steps: int,
+    step: int,
+    kind: np.generic,
 ) -> None:
-    first, last = count * part // parts, count * (part + 1) // parts
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
     wanted = array(pointer(ids, np.int64(0)), (last,))
     for place in range(first, last):
         row = wanted[place]

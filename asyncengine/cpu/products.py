@@ -21,13 +21,16 @@ from numba.extending import intrinsic
 
 from asyncengine.cpu import vectors
 from asyncengine.cpu.calls import spread
-from asyncengine.cpu.jit import kind_of, serial_in_order, use_threads
+from asyncengine.cpu.jit import kind_of, serial_in_order
+from asyncengine.cpu.team import pieces_of, reads_worth, use_team
 from asyncengine.cpu.vectors import FLOATS, LINE, LONG, PAIRS, WORDS, at, cpu_has, load
 
 COLUMNS = 4
 """Rows of the weight, so columns of the result, in a tile."""
 _BLOCK = 3 * COLUMNS
 """Columns that are done for all rows of x before the next: their weights must fit in the first-level cache."""
+_EVEN = 16
+"""Rows whose arithmetic takes as long as reading the weight."""
 _FEW = 8
 _MOST = 6 if cpu_has("avx512f") else 2
 """Rows of x in the largest tile whose sums fit in the registers."""
@@ -51,21 +54,32 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     x = x.contiguous()
     outputs, features = weight.shape
     rows, size = x.numel() // features, features * x.element_size()
-    _product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, size, kind_of(x.dtype), use_threads())
+    _product(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, outputs, size, kind_of(x.dtype), use_team())
 
 
 @serial_in_order
-def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic, threads: int) -> None:
-    spread(_product_part, threads, (x, weight, out, rows, outputs, size, kind))
+def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic, team: int) -> None:
+    tiles = -(-outputs // COLUMNS)
+    pieces = pieces_of(outputs * size * reads_worth(rows, _EVEN), -(-tiles * COLUMNS // _BLOCK), team)
+    spread(_product_part, team, pieces, (x, weight, out, rows, outputs, size, kind))
 
 
 @serial_in_order
 def _product_part(
-    part: int, parts: int, x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic
+    piece: int,
+    pieces: int,
+    worker: int,
+    x: int,
+    weight: int,
+    out: int,
+    rows: int,
+    outputs: int,
+    size: int,
+    kind: np.generic,
 ) -> None:
     """`size` is the bytes of a row. The last tile is moved back to end with the weight."""
     tiles = -(-outputs // COLUMNS)
-    first, last = tiles * part // parts * COLUMNS, tiles * (part + 1) // parts * COLUMNS
+    first, last = tiles * piece // pieces * COLUMNS, tiles * (piece + 1) // pieces * COLUMNS
     turns = -(-rows // _MOST)
     for begin in range(first, last, _BLOCK):
         for turn in range(turns):

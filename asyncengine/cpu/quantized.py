@@ -31,9 +31,9 @@ from asyncengine.cpu.jit import (
     narrow,
     pointer,
     serial_in_order,
-    use_threads,
     widen,
 )
+from asyncengine.cpu.team import pieces_of, reads_worth, use_team
 from asyncengine.cpu.vectors import FLOATS, LANES, LINE, LONG, WORD, WORDS, at, bits_of, cpu_has, load, number_of
 
 GROUP = 64
@@ -43,6 +43,10 @@ _PANELS = 2
 _MOST = 6 if cpu_has("avx512f") else 1
 """Rows of x in the largest tile whose sums fit in the registers."""
 _UNROLL = 4
+_EVEN = 6
+"""Rows whose arithmetic takes as long as reading a panel."""
+_ROUNDING = 16
+"""Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
 _BYTE_DOTS = cpu_has("avx512vnni")
@@ -66,32 +70,49 @@ def product(
     multiply_rounded(
         x.data_ptr(), weights.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
         scratch.data_ptr(), rows, inputs, outputs, np.uint8(bits) if bits == 8 else np.int8(bits),
-        kind_of(x.dtype), kind_of(out.dtype), x.element_size(), use_threads(),
+        kind_of(x.dtype), kind_of(out.dtype), x.element_size(), use_team(),
     )  # fmt: skip
 
 
 @serial_in_order
 def multiply_rounded(
     x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
-    bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, threads: int,
+    bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
     """`product` by address. `size` is the bytes of a number of x."""
     groups = -(-inputs // GROUP)
     offset = 128 if bits == 8 else 8
-    spread(_round_part, threads, (x, scratch, rows, inputs, offset, kind, size))
-    spread(_product_part, threads, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
+    spread(
+        _round_part,
+        team,
+        pieces_of(rows * inputs * _ROUNDING, rows, team),
+        (x, scratch, rows, inputs, offset, kind, size),
+    )
+    size_of_weights = groups * GROUP * outputs // 8 * (8 if bits == 8 else 4)
+    pairs = -(-outputs // (_PANELS * PANEL))
+    pieces = pieces_of(size_of_weights * reads_worth(rows, _EVEN), pairs, team)
+    spread(_product_part, team, pieces, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
 
 
 @serial_in_order
 def _round_part(
-    part: int, parts: int, x: int, scratch: int, rows: int, inputs: int, offset: int, kind: np.generic, size: int
+    piece: int,
+    pieces: int,
+    worker: int,
+    x: int,
+    scratch: int,
+    rows: int,
+    inputs: int,
+    offset: int,
+    kind: np.generic,
+    size: int,
 ) -> None:
-    """Rows of x, those of one of `parts`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then int32
+    """Rows of x, those of one of `pieces`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then int32
     alike: what a sum begins with, so that the offset of the weights falls out of it. `size`: bytes of a number of x.
 
     NaN and infinities make the scale of their group, and so every result of their row, NaN or infinite.
     """
-    first, last = rows * part // parts, rows * (part + 1) // parts
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
     groups = -(-inputs // GROUP)
     rounded = array(pointer(scratch, np.int8(0)), (rows, groups, GROUP))
     scales = array(pointer(scratch + rows * groups * GROUP, np.float32(0)), (rows, groups))
@@ -120,12 +141,13 @@ def _round_part(
 
 @serial_in_order
 def _product_part(
-    part: int, parts: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int,
+    piece: int, pieces: int, worker: int,
+    weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int,
     outputs: int, bits: np.generic, kind: np.generic,
 ) -> None:  # fmt: skip
-    """Outputs of the pairs of panels of one of `parts`, for all rows."""
+    """Outputs of the pairs of panels of one of `pieces`, for all rows."""
     pairs = -(-outputs // (_PANELS * PANEL))
-    first, last = pairs * part // parts, pairs * (part + 1) // parts
+    first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
     panel = groups * GROUP * PANEL // 8 * (8 if bits == 8 else 4)
     numbers, x_scales = scratch, scratch + rows * groups * GROUP
     starts = x_scales + rows * groups * 4

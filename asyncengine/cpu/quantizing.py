@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from asyncengine.cpu.calls import spread
-from asyncengine.cpu.jit import array, inline, kind_of, narrow, pointer, serial, use_threads, widen
+from asyncengine.cpu.jit import array, inline, kind_of, narrow, pointer, serial, widen
 from asyncengine.cpu.quantized import GROUP, PANEL
+from asyncengine.cpu.team import pieces_of, use_team
 
+_WORK = 64
+"""Bytes that could be read while a weight is rounded."""
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
 """Of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
 
@@ -23,16 +26,16 @@ def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     outputs, inputs = weight.shape
     groups, panels = -(-inputs // GROUP), -(-outputs // PANEL)
     numbers = torch.empty((panels, groups * GROUP * bits // 32, PANEL, 4), dtype=torch.uint8)
-    kind, threads = kind_of(weight.dtype), use_threads()
+    kind, team = kind_of(weight.dtype), use_team()
     if bits == 8:
         scales = torch.empty(outputs, dtype=torch.float32)
-        _to_bytes(weight.data_ptr(), numbers.data_ptr(), scales.data_ptr(), outputs, inputs, kind, threads)
+        _to_bytes(weight.data_ptr(), numbers.data_ptr(), scales.data_ptr(), outputs, inputs, kind, team)
     else:
         scales = torch.empty((panels, groups, PANEL), dtype=torch.bfloat16)
         shrink = torch.tensor(_SHRINK, dtype=torch.float32)
         _to_halves(
             weight.data_ptr(), numbers.data_ptr(), scales.data_ptr(), outputs, inputs, shrink.data_ptr(), len(_SHRINK),
-            kind, threads,
+            kind, team,
         )  # fmt: skip
     return numbers, scales
 
@@ -41,23 +44,30 @@ def read_rows(ids: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, ou
     """out [n, inputs] = rows `ids` (int64 [n], in range) of a weight in 8 bits."""
     _read_rows(
         ids.data_ptr(), numbers.data_ptr(), scales.data_ptr(), out.data_ptr(), ids.numel(), out.shape[-1],
-        numbers.shape[1], kind_of(out.dtype), use_threads(),
+        numbers.shape[1], kind_of(out.dtype), use_team(),
     )  # fmt: skip
 
 
 @serial
-def _to_bytes(
-    weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, threads: int
-) -> None:
-    spread(_part_to_bytes, threads, (weight, numbers, scales, outputs, inputs, kind))
+def _to_bytes(weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, team: int) -> None:
+    pieces = pieces_of(outputs * inputs * _WORK, -(-outputs // PANEL), team)
+    spread(_part_to_bytes, team, pieces, (weight, numbers, scales, outputs, inputs, kind))
 
 
 @serial
 def _part_to_bytes(
-    part: int, parts: int, weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic
+    piece: int,
+    pieces: int,
+    worker: int,
+    weight: int,
+    numbers: int,
+    scales: int,
+    outputs: int,
+    inputs: int,
+    kind: np.generic,
 ) -> None:
     panels = -(-outputs // PANEL)
-    first, last = panels * part // parts, panels * (part + 1) // parts
+    first, last = panels * piece // pieces, panels * (piece + 1) // pieces
     lines = -(-inputs // GROUP) * GROUP // 4
     values = array(pointer(weight, kind), (outputs, inputs))
     results = array(pointer(numbers, np.uint8(0)), (last, lines, PANEL, 4))
@@ -79,18 +89,20 @@ def _part_to_bytes(
 @serial
 def _to_halves(
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int, choices: int, kind: np.generic,
-    threads: int,
+    team: int,
 ) -> None:  # fmt: skip
-    spread(_part_to_halves, threads, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
+    pieces = pieces_of(outputs * inputs * _WORK, -(-outputs // PANEL), team)
+    spread(_part_to_halves, team, pieces, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
 
 
 @serial
 def _part_to_halves(
-    part: int, parts: int, weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,
+    piece: int, pieces: int, worker: int,
+    weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,
     choices: int, kind: np.generic,
 ) -> None:  # fmt: skip
     panels = -(-outputs // PANEL)
-    first, last = panels * part // parts, panels * (part + 1) // parts
+    first, last = panels * piece // pieces, panels * (piece + 1) // pieces
     groups = -(-inputs // GROUP)
     values = array(pointer(weight, kind), (outputs, inputs))
     results = array(pointer(numbers, np.uint8(0)), (last, groups * GROUP // 8, PANEL, 4))
@@ -149,17 +161,23 @@ def _best_scale(values: np.ndarray, factors: np.ndarray) -> np.float32:
 
 @serial
 def _read_rows(
-    ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int, kind: np.generic, threads: int
+    ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int, kind: np.generic, team: int
 ) -> None:
-    spread(_read_part, threads, (ids, numbers, scales, out, count, inputs, lines, kind))
+    spread(
+        _read_part,
+        team,
+        pieces_of(count * lines * PANEL * 4, count, team),
+        (ids, numbers, scales, out, count, inputs, lines, kind),
+    )
 
 
 @serial
 def _read_part(
-    part: int, parts: int, ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int,
+    piece: int, pieces: int, worker: int,
+    ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int,
     kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = count * part // parts, count * (part + 1) // parts
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
     wanted = array(pointer(ids, np.int64(0)), (last,))
     results = array(pointer(out, kind), (last, inputs))
     for place in range(first, last):

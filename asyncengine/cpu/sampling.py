@@ -15,10 +15,15 @@ from numpy.typing import NDArray
 
 from asyncengine.cpu.activation import exponential
 from asyncengine.cpu.calls import spread
-from asyncengine.cpu.jit import array, inline, pointer, serial, use_threads
+from asyncengine.cpu.jit import array, held, inline, pointer, serial
+from asyncengine.cpu.team import pieces_of, team_threads, use_team
 from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
 
 _LANES = 16
+_WORK = 8
+"""Bytes that could be read while a logit is looked at."""
+_AT_ONCE = 2**20
+"""Logits up to which no thread is kept waiting for the interpreter's lock: it takes half a millisecond."""
 _BLOCK_FLAG = 1 << 31
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
@@ -44,36 +49,47 @@ class Chooser:
         """
         logits = logits.float().contiguous()
         rows = logits.shape[0]
-        threads = min(use_threads(), rows)
-        if len(self._scratch) < threads:
-            self._scratch = np.empty((threads, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
-        tokens, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        _choose(
-            logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.data_ptr(),
-            best.data_ptr(), rows, self._vocab_size, self._scratch.shape[1], threads,
+        workers, _ = team_threads()
+        if len(self._scratch) < workers:
+            self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
+        # not torch.empty, which lets go of the interpreter's lock
+        tokens, best = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float32)
+        choose = _choose_at_once if logits.numel() <= _AT_ONCE else _choose
+        choose(
+            logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.ctypes.data,
+            best.ctypes.data, rows, self._vocab_size, self._scratch.shape[1], use_team(),
         )  # fmt: skip
-        return tokens, best
+        return torch.from_numpy(tokens), torch.from_numpy(best)
 
 
 @serial
 def _choose(
     logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
-    threads: int,
+    team: int,
 ) -> None:  # fmt: skip
-    spread(_choose_part, threads, (logits, params, keys, scratch, tokens, best, rows, vocab, width))
+    spread(
+        _choose_part,
+        team,
+        pieces_of(rows * vocab * _WORK, rows, team),
+        (logits, params, keys, scratch, tokens, best, rows, vocab, width),
+    )
+
+
+_choose_at_once = held(_choose)
 
 
 @serial
 def _choose_part(
-    part: int, parts: int, logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int,
+    piece: int, pieces: int, worker: int,
+    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int,
     vocab: int, width: int,
 ) -> None:  # fmt: skip
-    """The rows of one of `parts`; `width` is the numbers that `scratch` has for a part."""
-    values, own = array(pointer(logits, _SINGLE), (rows, vocab)), array(pointer(scratch, _SINGLE), (parts, width))
+    """The rows of one of `pieces`; `width` is the numbers that `scratch` has for a worker."""
+    values, own = array(pointer(logits, _SINGLE), (rows, vocab)), array(pointer(scratch, _SINGLE), (worker + 1, width))
     settings, wanted = array(pointer(params, _SINGLE), (rows, 3)), array(pointer(keys, _WHOLE), (rows, 4))
     chosen, largest = array(pointer(tokens, _WHOLE), (rows,)), array(pointer(best, _SINGLE), (rows,))
-    for row in range(rows * part // parts, rows * (part + 1) // parts):
-        chosen[row], largest[row] = _choose_row(values[row], settings[row], wanted[row], own[part])
+    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+        chosen[row], largest[row] = _choose_row(values[row], settings[row], wanted[row], own[worker])
 
 
 @serial

@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncengine.cpu import panels, quantized
 from asyncengine.cpu.activation import gate
-from asyncengine.cpu.jit import array, kind_of, pointer, serial_in_order, use_threads
+from asyncengine.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.cpu.norm import add_norm
 from asyncengine.cpu.panels import multiply, panel_block
 from asyncengine.cpu.quantized import multiply_rounded
+from asyncengine.cpu.team import use_team
 
 _FIELDS = 5
 _PRODUCTS = 4
@@ -51,14 +53,17 @@ class Span:
         self, products: Sequence[Product], norms: Sequence[tuple[torch.Tensor, float]], form: int, factor: float
     ) -> None:
         self._held = (products, norms)  # an address keeps nothing where it is
-        self._bits = products[0].bits
-        self._settings = (
+        bits = products[0].bits
+        self.bits = None if bits == 0 else np.uint8(8) if bits == 8 else np.int8(4)
+        """As `run_span` takes it."""
+        self.settings = (
             np.float32(factor),
             np.float32(norms[0][1]),
             np.float32(norms[1][1]),
             form,
             len(products) == _PRODUCTS,
         )
+        """(factor, both epsilons, form, whether there is a projection at the end)"""
         self._outputs = products[-1].outputs if len(products) == _PRODUCTS else products[0].outputs
         out, both, down = products[:3]
         self._row = 2 * out.outputs + both.outputs + down.inputs
@@ -66,11 +71,11 @@ class Span:
         fields = [number for product in products for number in product.fields()]
         fields += [0] * _FIELDS * (_PRODUCTS - len(products))
         self._record = np.array([*fields, *(weight.data_ptr() for weight, _ in norms)], dtype=np.int64)
-        self._address = self._record.ctypes.data
+        self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, rows: int, size: int) -> int:
         """What a call needs of `scratch`, for numbers of `size` bytes."""
-        rounded = quantized.scratch_bytes(rows, self._inputs) if self._bits else 0
+        rounded = quantized.scratch_bytes(rows, self._inputs) if self.bits is not None else 0
         return rows * self._row * size + rounded
 
     def __call__(self, attended: torch.Tensor, residual: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -80,50 +85,21 @@ class Span:
         """
         rows, size = residual.shape[0], residual.element_size()
         out = residual.new_empty((rows, self._outputs))
-        threads = use_threads()
-        where = (self._address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr())
-        if self._bits:
-            bits = np.uint8(8) if self._bits == 8 else np.int8(4)
-            _rounded_span(*where, rows, *self._settings, bits, kind_of(residual.dtype), size, threads)
-        else:
-            tile, tiles = panels.cut(rows)
-            _panel_span(*where, rows, *self._settings, tile, tiles, kind_of(residual.dtype), size, threads)
+        run_span(
+            self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
+            *self.settings, *panels.cut(rows), self.bits, kind_of(residual.dtype), size, use_team(),
+        )  # fmt: skip
         return out
 
 
 @serial_in_order
-def _panel_span(
+def run_span(
     record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
     first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, tile: int, tiles: int,
-    kind: np.generic, size: int, threads: int,
+    bits: np.generic | None, kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
-    width, both_width = fields[4], fields[9]
-    branch, normed = scratch, scratch + rows * width * size
-    both = normed + rows * width * size
-    inner = both + rows * both_width * size
-    for step in range(_PRODUCTS if projects else _PRODUCTS - 1):
-        own = fields[step * _FIELDS : (step + 1) * _FIELDS]
-        source = attended if step == 0 else inner if step == 2 else normed
-        target = both if step == 1 else out if step == 3 else branch
-        row, count = own[3] * size, own[4] // panels.WIDTH
-        block = panel_block(rows, row)
-        multiply(source, own[0], own[2], target, rows, row, count, tile, tiles, block, kind, kind, size, threads)
-        if step == 0:
-            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, threads)
-        elif step == 1:
-            gate(both, inner, rows, both_width // 2, form, kind, threads)
-        elif step == 2:
-            after = normed if projects else out
-            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, threads)
-
-
-@serial_in_order
-def _rounded_span(
-    record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
-    first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, bits: np.generic,
-    kind: np.generic, size: int, threads: int,
-) -> None:  # fmt: skip
+    """A `Span` by address. `bits` says by its type what weights are rounded to; None: they are not (and no code for
+    rounded ones is compiled)."""
     fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
     width, both_width = fields[4], fields[9]
     branch, normed = scratch, scratch + rows * width * size
@@ -134,13 +110,28 @@ def _rounded_span(
         own = fields[step * _FIELDS : (step + 1) * _FIELDS]
         source = attended if step == 0 else inner if step == 2 else normed
         target = both if step == 1 else out if step == 3 else branch
-        multiply_rounded(
-            source, own[0], own[1], own[2], target, rounded, rows, own[3], own[4], bits, kind, kind, size, threads,
-        )  # fmt: skip
+        multiply_any(source, own, target, rounded, rows, tile, tiles, bits, kind, size, team)
         if step == 0:
-            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, threads)
+            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, team)
         elif step == 1:
-            gate(both, inner, rows, both_width // 2, form, kind, threads)
+            gate(both, inner, rows, both_width // 2, form, kind, team)
         elif step == 2:
             after = normed if projects else out
-            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, threads)
+            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, team)
+
+
+@serial_in_order
+def multiply_any(
+    x: int, product: NDArray[np.int64], out: int, rounded: int, rows: int, tile: int, tiles: int,
+    bits: np.generic | None, kind: np.generic, size: int, team: int,
+) -> None:  # fmt: skip
+    """The product whose `Product.fields` are given. `rounded` is where x goes when it is rounded."""
+    if bits is None:
+        row, count = product[3] * size, product[4] // panels.WIDTH
+        block = panel_block(rows, row)
+        multiply(x, product[0], product[2], out, rows, row, count, tile, tiles, block, kind, kind, size, team)
+    else:
+        multiply_rounded(
+            x, product[0], product[1], product[2], out, rounded, rows, product[3], product[4], bits, kind, kind, size,
+            team,
+        )  # fmt: skip

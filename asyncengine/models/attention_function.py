@@ -58,30 +58,35 @@ def attach(module: Any, handler: AttentionHandler | None) -> None:
         module.__dict__[_ATTRIBUTE] = handler
 
 
+def attached(module: Any) -> Any:
+    """What `attach` gave `module`; None: nothing."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
 def merged_handler(module: Any) -> Merged | None:
     """The merged entry of `module`'s handler, if that has one."""
-    return getattr(module.__dict__.get(_ATTRIBUTE), "merged", None)
+    return getattr(attached(module), "merged", None)
 
 
 class LayerAttention:
     """Handler of one layer during execution: hands the flat tokens to the backend."""
 
-    __slots__ = ("_attend_merged", "_backend", "_layer", "merged")
+    __slots__ = ("_attend_merged", "backend", "layer", "merged")
 
     def __init__(self, layer: int, backend: AttentionBackend) -> None:
-        self._layer = layer
-        self._backend = backend
+        self.layer = layer
+        self.backend = backend
         self._attend_merged: Any = getattr(backend, "attend_merged", None)
         self.merged: Merged | None = None if self._attend_merged is None else self._merged
 
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
     ) -> torch.Tensor:
-        self._backend.write(self._layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-        return self._backend.attend(self._layer, query[0].transpose(0, 1))[None]
+        self.backend.write(self.layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return self.backend.attend(self.layer, query[0].transpose(0, 1))[None]
 
     def _merged(self, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._attend_merged(self._layer, qkv[0], heads, cos, sin)
+        out: torch.Tensor = self._attend_merged(self.layer, qkv[0], heads, cos, sin)
         return out[None]
 
 

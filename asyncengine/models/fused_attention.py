@@ -36,7 +36,7 @@ class FusedAttention:
     def __init__(self, module: Any, heads: MergedHeads | None = None, rotated: bool = True) -> None:
         self.merged = heads is not None
         self.module = module
-        self._heads = heads
+        self.heads = heads
         self._rotated = rotated
         self.qkv = None if heads is None else _merged_product(module)
         self.out = None if heads is None else module.o_proj
@@ -53,11 +53,13 @@ class FusedAttention:
         """[1, T, heads * value dim] of the merged product [1, T, all], by the handler's merged entry."""
         handler = merged_handler(self.module)
         assert handler is not None
-        assert self._heads is not None
+        assert self.heads is not None
+        return handler(qkv, self.heads, *self.angles(context))
+
+    def angles(self, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [1, T, rotary dim] of what this layer rotates, which may be nothing."""
         cos, sin = context["position_embeddings"]
-        if not self._rotated:
-            cos = sin = cos[..., :0]
-        return handler(qkv, self._heads, cos, sin)
+        return (cos, sin) if self._rotated else (cos[..., :0], cos[..., :0])
 
 
 def fuse_attention(module: Any, spec: LayerSpec, contexts: Sequence[Context], x: torch.Tensor) -> FusedAttention:

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from asyncengine.cpu import compiler_missing
 from asyncengine.models.linears import PanelLinear, panels_serve
-from asyncengine.models.reused_memory import ReusedMemory
+from asyncengine.models.reused_memory import ReusedMemory, new_tensor
 
 logger = logging.getLogger("asyncengine")
 
@@ -63,8 +63,9 @@ class SharedEmbedding(nn.Module):
         return torch.empty((self.num_embeddings, self.embedding_dim), dtype=self._dtype, device="meta")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((*ids.shape, self.embedding_dim), dtype=self._dtype)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+        out = new_tensor((*ids.shape, self.embedding_dim), self._dtype)
+        known = ids.numpy()  # torch's operators let go of the interpreter's lock
+        if known.size and not 0 <= known.min() <= known.max() < self.num_embeddings:
             raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
         self._read_rows(ids.long().contiguous(), out)
         return out

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the CPU, made without letting go of the interpreter's lock as `torch.empty` does."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class ReusedMemory:

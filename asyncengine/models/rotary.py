@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from asyncengine.cpu import compiler_missing
 from asyncengine.models.kernels import Kernels, Rotation
+from asyncengine.models.reused_memory import new_tensor
 
+MOST_LOOKED_UP = 64
+"""Positions up to which rows are copied without letting go of the interpreter's lock."""
 _FUNCTION = "apply_rotary_pos_emb"
 Same = Callable[[torch.Tensor, torch.Tensor], bool]
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -50,15 +54,26 @@ class RotaryTable:
         self._rotary = rotary
         self._arguments, self._keywords = arguments, keywords
         self._table: tuple[torch.Tensor, ...] = ()
+        self._copy_rows: Any = None
 
     def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> Any:
         """What the rotary embedding gives for positions [1, T] and states of the type of `like`."""
-        if self.most == 0 or like.device.type != "cpu" or int(positions.max()) >= self.most:
+        if self.most == 0 or like.device.type != "cpu" or positions.numpy().max() >= self.most:
             return self._rotary(like, positions, *self._arguments, **self._keywords)
         if not self._table:
             every = torch.arange(self.most)[None]
-            self._table = tuple(part[0] for part in self._rotary(like, every, *self._arguments, **self._keywords))
-        return tuple(part.index_select(0, positions[0])[None] for part in self._table)
+            made = self._rotary(like, every, *self._arguments, **self._keywords)
+            self._table = tuple(part[0].contiguous() for part in made)
+            if compiler_missing(like.dtype, like.device) is None:
+                from asyncengine.cpu.rows import copy_rows
+
+                self._copy_rows = copy_rows
+        if positions.shape[1] > MOST_LOOKED_UP or self._copy_rows is None:
+            return tuple(part.index_select(0, positions[0])[None] for part in self._table)
+        found = tuple(new_tensor((1, positions.shape[1], part.shape[1]), part.dtype) for part in self._table)
+        for part, out in zip(self._table, found, strict=True):
+            self._copy_rows(positions, part, out)
+        return found
 
 
 def _changes(kind: str) -> bool:

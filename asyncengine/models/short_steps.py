@@ -10,16 +10,19 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from asyncengine.cpu import compiler_missing
-from asyncengine.models.attention_function import merged_handler
+from asyncengine.models.attention_function import attached, merged_handler
 from asyncengine.models.fused_layer import FusedLayer
 from asyncengine.models.linears import GatedMLP, PanelLinear, RMSNorm
 from asyncengine.models.probing import Context, random_like, same
 from asyncengine.models.quantized import QuantizedLinear
+from asyncengine.models.reused_memory import new_tensor
 
 if TYPE_CHECKING:
+    from asyncengine.cpu.chain import Chain
     from asyncengine.cpu.span import Product, Span
 
 logger = logging.getLogger("asyncengine")
@@ -39,7 +42,9 @@ class ShortSteps:
         self._layers = layers
         self._spans = spans
         self._parts = parts
+        self._chain = _chain(layers, spans)
         needed = max(span.scratch_bytes(MOST_TOKENS, size) for span in spans)
+        needed += 0 if self._chain is None else self._chain.scratch_bytes(MOST_TOKENS)
         self._scratch = torch.empty(needed, dtype=torch.uint8)
 
     def serve(self, tokens: int) -> bool:
@@ -49,8 +54,22 @@ class ShortSteps:
         return all(merged_handler(layer.attention.module) is not None for layer in self._layers)
 
     def __call__(self, h: torch.Tensor, contexts: Sequence[Context]) -> torch.Tensor:
-        """What the output layer reads, of embedded tokens `h` [1, T, width]; `contexts` are those of the layers."""
-        residual = h[0].clone()  # each span adds to it, and `h` may be anybody's
+        """What the output layer reads, of embedded tokens `h` [1, T, width], which are overwritten.
+
+        `contexts` are those of the layers.
+        """
+        residual = h[0]
+        handlers = [attached(layer.attention.module) for layer in self._layers]
+        if self._chain is not None and all(hasattr(handler.backend, "place") for handler in handlers):
+            places = []
+            for layer, handler, context in zip(self._layers, handlers, contexts, strict=True):
+                cos, sin = layer.attention.angles(context)
+                angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
+                places.append((*handler.backend.place(handler.layer), *angles))
+            out = new_tensor((1, *residual.shape), h.dtype)
+            forms = handlers[0].backend.forms
+            self._chain(residual, out, np.array(places, dtype=np.int64), forms, self._scratch)
+            return out
         first = self._layers[0]
         assert first.first is not None
         assert first.attention.qkv is not None
@@ -58,6 +77,24 @@ class ShortSteps:
         for layer, span, context in zip(self._layers, self._spans, contexts, strict=True):
             x = span(layer.attention.attend(x, context)[0], residual, self._scratch)[None]
         return x
+
+
+def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span]) -> Chain | None:
+    """All of it in one call, where weights are of the same bits throughout."""
+    from asyncengine.cpu.chain import Chain
+
+    first: Any = layers[0].first
+    product = _product(layers[0].attention.qkv)
+    heads = [layer.attention.heads for layer in layers]
+    if product is None or not isinstance(first, RMSNorm):
+        return None
+    try:
+        return Chain(
+            (first.weight.detach(), first.epsilon), product, spans, [own for own in heads if own is not None],
+            first.weight.dtype,
+        )  # fmt: skip
+    except ValueError:
+        return None
 
 
 def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tensor) -> ShortSteps | None:

@@ -13,6 +13,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes, in_words, release_cached
 from asyncengine.models.progress import LoadProgress
+from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.model_runner import ModelRunner
@@ -25,7 +26,9 @@ logger = logging.getLogger("asyncengine")
 _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
 
 
-def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None) -> ModelRunner:
+def build_runner(
+    model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None, cores: Cores | None = None
+) -> ModelRunner:
     """Size the KV pool and make the runner.
 
     Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.
@@ -34,14 +37,12 @@ def build_runner(model: LoadedModel, config: EngineConfig, *, lora: LoraLayers |
 
     The only torch-wide setting touched is the number of threads, and only when `num_threads` is given.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     with on_device(model.device):
-        work = partial(_build, model, config, lora)
+        work = partial(_build, model, config, lora, cores or Cores(config.num_threads))
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
-def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None) -> ModelRunner:
+def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores) -> ModelRunner:
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
     working = 0
@@ -51,7 +52,13 @@ def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None) ->
     pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, device, free)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
     runner = ModelRunner(
-        model, backend, config.page_size, config.max_num_seqs, jump_forward=config.jump_forward is not False, lora=lora
+        model,
+        backend,
+        config.page_size,
+        config.max_num_seqs,
+        jump_forward=config.jump_forward is not False,
+        lora=lora,
+        cores=cores,
     )
     if backend.name == "compiled":
         _compile_kernels(runner, config)

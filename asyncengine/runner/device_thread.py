@@ -12,6 +12,7 @@ import anyio
 
 from asyncengine.batch import Batch, StepResult
 from asyncengine.protocols import Executor, StepHandle
+from asyncengine.runner.switching import INTERPRETER
 
 
 class _Job(NamedTuple):
@@ -34,8 +35,12 @@ class DeviceThread:
     The threads are daemons: a forward pass that never returns must not keep the program from ending.
     """
 
-    def __init__(self, executor: Executor, name: str = "asyncengine-device") -> None:
+    def __init__(
+        self, executor: Executor, name: str = "asyncengine-device", switch_interval: float | None = None
+    ) -> None:
+        """`switch_interval`: seconds, of the interpreter while the thread lives (`runner.switching`)."""
         self.executor = executor
+        self._switch_interval = switch_interval
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closing = False
         self._ended: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
@@ -56,6 +61,14 @@ class DeviceThread:
             self._thread.start()
 
     def _work(self) -> None:
+        with INTERPRETER.shortened(self._switch_interval):
+            self._serve()
+        if self._ended is not None:
+            loop, ended = self._ended
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_set, ended)
+
+    def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 handle = self.executor.launch(job.batch)
@@ -71,10 +84,6 @@ class DeviceThread:
             self._launched.put(None)
             self._waiter.join()
         self.executor.close()
-        if self._ended is not None:
-            loop, ended = self._ended
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_set, ended)
 
     def _finish(self, launched: _Launched) -> bool:
         """See to it that the step's result is told. False: its loop is closed."""

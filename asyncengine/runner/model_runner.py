@@ -16,6 +16,7 @@ from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import is_out_of_memory, release_cached
 from asyncengine.protocols import StepHandle
+from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
@@ -24,9 +25,12 @@ from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.stats import ThreadStats
 
 logger = logging.getLogger("asyncengine")
 
+SMALL = 2**25
+"""Bytes of weights up to which the loops of a step are too short to be shared among threads."""
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
 _HELD = ("_attention_modules", "_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited")
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
@@ -44,6 +48,7 @@ class ModelRunner:
         *,
         jump_forward: bool = True,
         lora: LoraLayers | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self.num_pages = backend.num_pages
         self.page_size = page_size
@@ -59,6 +64,9 @@ class ModelRunner:
         self._copies = copy_stream(model.device)
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
+        self.cores = Cores() if cores is None else cores
+        self._small = model.weights_bytes <= SMALL
+        self._compiled = f"span x {len(model.attention_modules)}" in model.fused
         self._graphs: DecodeGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
@@ -92,13 +100,18 @@ class ModelRunner:
         first = self.launch(Batch(batch.step, batch.rows[:half]))
         return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
 
+    def threads(self) -> ThreadStats:
+        """What computes steps, from any thread."""
+        return self.cores.stats
+
     def rehearse(self, batch: Batch) -> StepResult:
         """One whole step. Raises `torch.OutOfMemoryError` if it does not fit."""
         return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
-        with torch.inference_mode(), on_device(self._device):
+        alone = self._compiled and all(not row.adapter_slot for row in batch.rows)
+        with torch.inference_mode(), on_device(self._device), self.cores.step(torch_alone=alone, small=self._small):
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
@@ -146,6 +159,7 @@ class ModelRunner:
         if self._module is None:
             return
         self._let_go()
+        self.cores.close()
         if self._device.type != "cpu":  # Python does not know when memory is short there
             gc.collect()  # fused modules refer to themselves
             release_cached(self._device)
@@ -188,7 +202,10 @@ class ModelRunner:
         there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
         # what a matcher puts in the place of a token is not here: rows launched for this one are void then
-        self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
+        if self._device.type == "cpu":
+            self._last_token.numpy()[slots] = tokens.numpy()
+        else:
+            self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
         for place in pending.filled.void:  # tokens that were not to be have been counted
             self._sampler.forget(slots[place])
         for place in pending.filled.places:

@@ -50,7 +50,7 @@ class Sampled:
     @property
     def errors(self) -> dict[int, str]:
         """For host tensors: row -> why it has no token."""
-        if bool(torch.isfinite(self.best).all()):
+        if bool(np.isfinite(self.best.float().numpy()).all()):
             return {}
         return {
             row: NOTHING_ALLOWED if row in self.edited and value == float("-inf") else NON_FINITE

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.teams import team_of
 
 from asyncengine.attention import factory
 from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
@@ -142,34 +142,30 @@ class Lengths:
         return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
 
 
-@pytest.fixture
-def threads() -> Any:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("shape", ["group of 3, 80 dimensions", "window", "all"])
-def test_bit_for_bit_in_any_company(shape: str, threads: Any) -> None:
+def test_bit_for_bit_in_any_company(shape: str) -> None:
     """Alone, among 64, on one or two threads, in chunks of any size: long rows too, which are split when alone."""
     lengths = [1300, 17, 600, *[20 + row for row in range(61)]]
     rows = Lengths(SHAPES[shape], lengths)
-    threads(1)
     whole = rows.attend([(row, 0, length) for row, length in enumerate(lengths)])
-    for count in (1, 2):
-        threads(count)
-        together = rows.attend([(row, length - 1, length) for row, length in enumerate(lengths)])
-        for row in (0, 1, 2, 63):
-            assert torch.equal(together[row][-1], whole[row][-1])
-            alone = rows.attend([(row, lengths[row] - 1, lengths[row])])[0]
-            assert torch.equal(alone[-1], whole[row][-1])
-        for first, last in ((0, 7), (7, 600), (600, 1299), (1299, 1300)):
-            chunk = rows.attend([(0, first, last), (1, 16, 17)])[0]
-            assert torch.equal(chunk, whole[0][first:last])
+    for count in (1, 2, 3):
+        with team_of(count):
+            together = rows.attend([(row, length - 1, length) for row, length in enumerate(lengths)])
+            for row in (0, 1, 2, 63):
+                assert torch.equal(together[row][-1], whole[row][-1])
+                alone = rows.attend([(row, lengths[row] - 1, lengths[row])])[0]
+                assert torch.equal(alone[-1], whole[row][-1])
+            for first, last in ((0, 7), (7, 600), (600, 1299), (1299, 1300)):
+                chunk = rows.attend([(0, first, last), (1, 16, 17)])[0]
+                assert torch.equal(chunk, whole[0][first:last])
 
 
-def test_a_long_row_alone_is_split(threads: Any) -> None:
-    threads(2)
+def test_a_long_row_alone_is_split() -> None:
+    with team_of(2):
+        split_rows()
+
+
+def split_rows() -> None:
     rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
     rows.attend([(0, 0, 1300)])
     rows.attend([(0, 1299, 1300)])

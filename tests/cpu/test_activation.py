@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.teams import team_of
 from torch.nn.functional import gelu, silu
 
 from asyncengine.cpu import compiler_missing
@@ -64,12 +65,10 @@ def test_what_is_not_finite_shows(gated: Function) -> None:
 def test_a_row_s_result_is_its_own(gated: Function) -> None:
     """Bit for bit, alone and among others, by one thread and by two."""
     both = torch.randn(33, 1030)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            whole = gated(both)
+    expected = gated(both)
+    for count in (1, 2, 3):
+        with team_of(count) as team:
+            assert torch.equal(gated(both), expected)
+            assert (team.account.pieces > 1) == (count > 1)
             for row in (0, 16, 32):
-                assert torch.equal(whole[row : row + 1], gated(both[row : row + 1]))
-    finally:
-        torch.set_num_threads(threads)
+                assert torch.equal(expected[row : row + 1], gated(both[row : row + 1]))

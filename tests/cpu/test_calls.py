@@ -17,26 +17,26 @@ from asyncengine.cpu.jit import array, pointer, serial_in_order, stamp_of
 
 
 @serial_in_order
-def _fill(part: int, parts: int, out: int, count: int, step: np.float32) -> None:
+def _fill(piece: int, pieces: int, worker: int, out: int, count: int, step: np.float32) -> None:
     results = array(pointer(out, np.float32(0)), (count,))
-    for index in range(count * part // parts, count * (part + 1) // parts):
+    for index in range(count * piece // pieces, count * (piece + 1) // pieces):
         results[index] += index * step
 
 
 @serial_in_order
-def _fill_in_parts(out: int, count: int, step: np.float32, parts: int) -> None:
-    spread(_fill, parts, (out, count, step))
+def _fill_in_pieces(out: int, count: int, step: np.float32, pieces: int) -> None:
+    spread(_fill, 0, pieces, (out, count, step))
 
 
 @serial_in_order
 def _fill_alone(out: int, count: int, step: np.float32) -> None:
-    call(_fill, (0, 1, out, count, step))
+    call(_fill, (0, 1, 0, out, count, step))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 7])
-def test_every_part_once(parts: int) -> None:
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+def test_every_piece_once(pieces: int) -> None:
     out = np.zeros(100, np.float32)
-    _fill_in_parts(out.ctypes.data, 100, np.float32(0.5), parts)
+    _fill_in_pieces(out.ctypes.data, 100, np.float32(0.5), pieces)
     assert np.array_equal(out, np.arange(100, dtype=np.float32) * np.float32(0.5))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.teams import team_of
 
 from asyncengine.cpu import compiler_missing
 
@@ -61,19 +62,16 @@ def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
     """Bit for bit, alone and among others, by one thread and by two."""
     x, branch = torch.randn(2, 65, 512).to(dtype)
     weight = torch.randn(512).to(dtype)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with team_of(count) as team:
             whole, (total, normed) = rms_norm(x, weight, 1e-6), add_rms_norm(x, branch, 1.0, weight, 1e-6)
+            assert (team.account.pieces > 2) == (count > 1)
             for row in (0, 31, 64):
                 alone = slice(row, row + 1)
                 assert torch.equal(whole[alone], rms_norm(x[alone], weight, 1e-6))
                 found = add_rms_norm(x[alone], branch[alone], 1.0, weight, 1e-6)
                 assert torch.equal(total[alone], found[0])
                 assert torch.equal(normed[alone], found[1])
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.teams import team_of
 
 pytest.importorskip("numba")
 
@@ -125,31 +126,15 @@ def test_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype, result: torc
 
 @forms
 @pytest.mark.parametrize("count", [1, 2, 7])
-def test_rows_do_not_depend_on_threads(
-    count: int, dtype: torch.dtype, result: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_do_not_depend_on_threads(count: int, dtype: torch.dtype, result: torch.dtype) -> None:
     """Nor is anything left out where there are fewer panels than threads."""
     x, weight = random(13, 98, dtype=dtype), random(32 * count, 98, dtype=dtype)
-    monkeypatch.setattr(panels, "use_threads", lambda: 1)
     alone = product(x, weight, result)
     check(alone, x, weight, None)
     for threads in (2, 3, 5, 16):
-        monkeypatch.setattr(panels, "use_threads", lambda threads=threads: threads)
-        assert torch.equal(product(x, weight, result), alone)
-
-
-def test_torchs_threads_are_used() -> None:
-    x, weight = random(7, 64), random(224, 64)
-    before = torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(product(x, weight))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        with team_of(threads) as team:
+            assert torch.equal(product(x, weight, result), alone)
+            assert team.account.pieces == (count if count > 1 else 0)
 
 
 @forms
@@ -239,9 +224,13 @@ def test_several_weights_are_one(outputs: tuple[int, ...], dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_rows_are_read_back(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_back(dtype: torch.dtype, threads: int) -> None:
     """Bit for bit, what is not finite as well."""
-    monkeypatch.setattr(panels, "use_threads", lambda: threads)
+    with team_of(threads):
+        read_back(dtype)
+
+
+def read_back(dtype: torch.dtype) -> None:
     for outputs, inputs in SHAPES:
         weight = random(outputs, inputs, dtype=dtype)
         weight[3, 1] = float("inf")

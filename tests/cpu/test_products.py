@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.teams import team_of
 
 pytest.importorskip("numba")
 
@@ -53,14 +54,11 @@ def test_plain_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype) -> Non
 
 def test_plain_rows_do_not_depend_on_threads() -> None:
     x, weight = random(7, 64), random(201, 64)
-    before = torch.get_num_threads()
     found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        with team_of(threads) as team:
             found.append(plain(x, weight))
-    finally:
-        torch.set_num_threads(before)
+            assert (team.account.pieces > 1) == (threads > 1)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

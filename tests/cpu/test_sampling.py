@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.teams import team_of
 
 from asyncengine.cpu.sampling import Chooser
 from asyncengine.runner.noise import noise_keys
@@ -87,6 +88,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
     together = chooser.choose(logits, params, keys)[0].tolist()
     alone = [int(chooser.choose(*(part[row : row + 1] for part in (logits, params, keys)))[0]) for row in range(40)]
     assert together == alone
+    with team_of(3) as team:
+        assert chooser.choose(logits, params, keys)[0].tolist() == alone
+        assert team.account.pieces > 1
 
 
 def test_masked_tokens_are_never_drawn() -> None:

@@ -107,7 +107,7 @@ def test_what_fails_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise RuntimeError("unknown CPU")
 
-    monkeypatch.setattr(span, "_panel_span", fail)
+    monkeypatch.setattr(span, "run_span", fail)
     model = load(checkpoint("qwen3"))
     assert "layer x 3" in model.fused
     assert not any(entry.startswith("span") for entry in model.fused)

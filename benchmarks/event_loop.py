@@ -1,9 +1,10 @@
 """How responsive is the caller's event loop while a hosted engine serves 64 streams, and what sharing a prefix saves.
 
-    python benchmarks/event_loop.py [--model demo] [--streams 64] [--seconds 20] [--json]
+    python benchmarks/event_loop.py [--model demo] [--streams 64] [--seconds 20] [--beside 0] [--json]
 
 Loop lag: a task on the caller's loop sleeps 1 ms again and again; what a sleep takes beyond that is the time during
-which the loop could not run. Measured idle first (the machine's own noise), then under load, in one run.
+which the loop could not run. Measured idle first (the machine's own noise), then under load, in one run; `--beside`:
+beside so many processes that only count.
 
 Shared prefix: 32 requests with a common prefix of 1,024 tokens and 32 tokens of their own, with the prefix cache on
 and off, interleaved; the ratio of the medians is what to read, and the number of positions computed.
@@ -18,6 +19,8 @@ import random
 import statistics
 import time
 from typing import Any
+
+from neighbours import Neighbours
 
 from asyncengine import AsyncEngine, SamplingParams
 
@@ -109,7 +112,8 @@ async def shared_prefix(model: str, repeat: int) -> dict[str, Any]:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    lag = await loop_lag(args.model, args.streams, args.seconds)
+    with Neighbours(args.beside):
+        lag = await loop_lag(args.model, args.streams, args.seconds)
     return {"loop_lag": lag, "shared_prefix": await shared_prefix(args.model, args.repeat)}
 
 
@@ -118,6 +122,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--beside", type=int, default=0, help="busy processes beside it")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

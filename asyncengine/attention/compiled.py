@@ -274,7 +274,7 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
 
 
 def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int64Array:
-    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; `least` costs in a piece."""
+    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; a piece costs `least`."""
     ends = np.cumsum(cost)
     total = int(ends[-1]) * heads
     pieces = 1 if threads == 1 else max(1, min(threads * PER_THREAD, total // max(1, least), len(cost) * heads))

@@ -77,6 +77,7 @@ def parse() -> argparse.Namespace:
     add("--patience", type=float, default=60.0, help="what takes more seconds is measured once, and marked so")
     add("--company", type=float, default=0.2, metavar="CORES",
         help="a turn beside which others took more is tried again, twice at most; the best try counts")  # fmt: skip
+    add("--beside", type=int, default=0, metavar="N", help="busy processes beside every turn: a machine with company")
     add("--limit", type=float, default=600.0, help="seconds after which a system has failed")
     add("--lock", metavar="FILE", help="measure only while holding an exclusive lock on this file (flock)")
     add("--json", metavar="FILE")
@@ -120,7 +121,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Run:
         shape, settings_of(options, cache, folder, places), places, [], Results(options.repeats), logs, {},
         MachineLock(options.lock), options.limit, options.patience,
     )  # fmt: skip
-    run.company = options.company
+    run.company, run.beside = options.company, options.beside
     run.room = int(1.5 * weight_bytes(cache)) + run.settings.kv_bytes + 2 * 2**30
     for system in choose_systems(options):
         version, reason = look_for(system, places)

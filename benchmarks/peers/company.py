@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from benchmarks.neighbours import Neighbours
 from benchmarks.peers.memory import session_members
 
 _BUSY = (0, 1, 2, 5, 6, 7)
@@ -31,16 +32,20 @@ def own(leader: int) -> float:
 
 
 class Company:
-    """After the block, `share`: how many cores all but the session of `leader` took in it, on average."""
+    """Within, `beside` neighbours are busy; after it, `share`: how many cores all but the session of `leader` took in
+    it on average, beyond what neighbours could have."""
 
-    def __init__(self, leader: int) -> None:
+    def __init__(self, leader: int, beside: int = 0) -> None:
         self.share = 0.0
-        self._leader = leader
+        self._leader, self._beside = leader, beside
+        self._neighbours = Neighbours(beside)
 
     def __enter__(self) -> Company:
+        self._neighbours.__enter__()
         self._began, self._busy, self._own = time.monotonic(), busy(), own(self._leader)
         return self
 
     def __exit__(self, *_: object) -> None:
         others = busy() - self._busy - (own(self._leader) - self._own)
-        self.share = max(0.0, others) / max(1e-9, time.monotonic() - self._began)
+        self._neighbours.__exit__(None, None, None)
+        self.share = max(0.0, others / max(1e-9, time.monotonic() - self._began) - self._beside)

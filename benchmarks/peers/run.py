@@ -61,6 +61,8 @@ class Run:
     """Seconds: what took longer is measured once."""
     company: float = 0.2
     """Cores: with more taken by others a turn is tried again, and the least disturbed try counts."""
+    beside: int = 0
+    """Busy processes beside every turn."""
     room: int = 0
     """Bytes that must be free before a worker is started."""
     absent: dict[str, str] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class Run:
         if workload.alone and not streams:
             (same,) = workload.make(self.shape.vocab, repetition + _ALONE)
             alone = worker.run([replace(same, output=1)], way)[0].end
-        with Company(worker.leader) as company:
+        with Company(worker.leader, self.beside) as company:
             traces = worker.run(requests, way)
         return Attempt(
             measure(workload, requests, traces, alone), max(trace.end for trace in traces), company.share,

@@ -21,7 +21,8 @@ from asyncengine.cpu import attention_fields as fields
 from asyncengine.cpu.attention_tiles import LANES
 from asyncengine.cpu.attention_write import prepare, prepare_and_write, write
 from asyncengine.cpu.jit import kind_of
-from asyncengine.cpu.team import PER_THREAD, team_threads, use_team
+from asyncengine.cpu.team import team_threads, use_team
+from asyncengine.cpu.team_loops import PER_THREAD
 from asyncengine.cpu.vectors import cpu_has
 
 _ROWS = 64
@@ -69,6 +70,8 @@ class CompiledBackend:
         self._kind = kind_of(dtype)
         pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
         self._form = np.uint16(0) if pairs else np.float32(0)
+        self.forms = self._lanes, self._form
+        """As `cpu.attention.attend` takes them."""
         self._pools = [_LayerPool(spec, num_pages, page_size, lanes, dtype) for spec in layers]
         self.kv_bytes = sum(pool.bytes for pool in self._pools)
         self._groups = {_group_of(spec): spec for spec in layers}
@@ -138,11 +141,6 @@ class CompiledBackend:
         )  # fmt: skip
         if plan.joins:
             kernels.join(out.data_ptr(), known, plan.step, self._kind, plan.joins, self._team)
-
-    @property
-    def forms(self) -> tuple[Any, Any]:
-        """The types of keys' lanes and of queries in `cpu.attention.attend`."""
-        return self._lanes, self._form
 
     def place(self, layer: int) -> tuple[int, int, int]:
         """(address of the layer's pool, address of its plan for this step, how many results are to be joined)."""

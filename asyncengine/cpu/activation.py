@@ -21,7 +21,8 @@ from asyncengine.cpu.jit import (
     serial_in_order,
     widen,
 )
-from asyncengine.cpu.team import pieces_of, use_team
+from asyncengine.cpu.team import use_team
+from asyncengine.cpu.team_loops import pieces_of
 from asyncengine.cpu.vectors import number_of
 
 _WORK = 16

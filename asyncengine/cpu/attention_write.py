@@ -26,7 +26,7 @@ from asyncengine.cpu.attention_fields import (
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.heads import prepare_head
 from asyncengine.cpu.jit import array, pointer, serial
-from asyncengine.cpu.team import pieces_of
+from asyncengine.cpu.team_loops import pieces_of
 from asyncengine.cpu.vectors import size_of
 
 _WHOLE, _WORD, _HALF = np.int64(0), np.uint32(0), np.uint16(0)

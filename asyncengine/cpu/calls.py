@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.cpu.jit import compiled_for, serial_in_order
-from asyncengine.cpu.team import call_piece, run_together
+from asyncengine.cpu.team_loops import call_piece, run_together
 from asyncengine.cpu.vectors import LONG
 
 _SYMBOL = "asyncengine_kernel_address"

@@ -7,13 +7,12 @@ Python: whoever comes back from a kernel waits for the interpreter's lock, up to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.attention.base import MergedHeads
 from asyncengine.cpu import panels
 from asyncengine.cpu.attention import attend, join
 from asyncengine.cpu.attention_write import prepare_and_write
@@ -33,6 +32,17 @@ _PRODUCT = 5
 """Fields of a product."""
 
 
+class Heads(NamedTuple):
+    """A layer's attention heads, and the RMS norms of queries and keys, if it has any."""
+
+    number: int
+    key_dim: int
+    value_dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    epsilon: float
+
+
 class Chain:
     """The layers of one model, from the first norm to what the output layer reads.
 
@@ -45,7 +55,7 @@ class Chain:
         first: tuple[torch.Tensor, float],
         projection: Product,
         spans: Sequence[Span],
-        heads: Sequence[MergedHeads],
+        heads: Sequence[Heads],
         dtype: torch.dtype,
     ) -> None:
         if projection.bits != (0 if spans[0].bits is None else int(spans[0].bits)):
@@ -63,12 +73,12 @@ class Chain:
             factor, *epsilons, form, projects = span.settings
             norms = [0 if weight is None else weight.data_ptr() for weight in (own.q_norm, own.k_norm)]
             self._table[place, :POOL] = (
-                span.address, form, projects, *norms, own.num_heads, own.key_dim * self._size
+                span.address, form, projects, *norms, own.number, own.key_dim * self._size
             )  # fmt: skip
             self._numbers[place] = np.array([factor, *epsilons, own.epsilon], dtype=np.float32)
         self._width, self._outputs = projection.inputs, projection.outputs
-        self._query = max(own.num_heads * own.key_dim for own in heads)
-        self._attended = max(own.num_heads * own.value_dim for own in heads)
+        self._query = max(own.number * own.key_dim for own in heads)
+        self._attended = max(own.number * own.value_dim for own in heads)
 
     def scratch_bytes(self, rows: int) -> int:
         """What a call needs of `scratch` for itself, before that of the spans."""

@@ -34,7 +34,8 @@ from asyncengine.cpu.jit import (
     serial,
     serial_in_order,
 )
-from asyncengine.cpu.team import pieces_of, reads_worth, use_team
+from asyncengine.cpu.team import use_team
+from asyncengine.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WORD, WORDS, at, cpu_has, load
 
 _VECTORS = 2

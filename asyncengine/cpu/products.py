@@ -22,7 +22,8 @@ from numba.extending import intrinsic
 from asyncengine.cpu import vectors
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import kind_of, serial_in_order
-from asyncengine.cpu.team import pieces_of, reads_worth, use_team
+from asyncengine.cpu.team import use_team
+from asyncengine.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.cpu.vectors import FLOATS, LINE, LONG, PAIRS, WORDS, at, cpu_has, load
 
 COLUMNS = 4

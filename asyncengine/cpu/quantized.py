@@ -14,16 +14,9 @@ others in the upper ones; scales bfloat16 [panels, inputs / 64, 16]
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from asyncengine.cpu import vectors
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
     array,
@@ -33,23 +26,28 @@ from asyncengine.cpu.jit import (
     serial_in_order,
     widen,
 )
-from asyncengine.cpu.team import pieces_of, reads_worth, use_team
-from asyncengine.cpu.vectors import FLOATS, LANES, LINE, LONG, WORD, WORDS, at, bits_of, cpu_has, load, number_of
+from asyncengine.cpu.quantized_tiles import (
+    GROUP,
+    MOST,
+    PANEL,
+    PANELS,
+    tile1,
+    tile2,
+    tile3,
+    tile4,
+    tile5,
+    tile6,
+)
+from asyncengine.cpu.team import use_team
+from asyncengine.cpu.team_loops import pieces_of, reads_worth
+from asyncengine.cpu.vectors import bits_of, number_of
 
-GROUP = 64
-PANEL = LANES
-_PANELS = 2
-"""Panels of a tile."""
-_MOST = 6 if cpu_has("avx512f") else 1
-"""Rows of x in the largest tile whose sums fit in the registers."""
-_UNROLL = 4
 _EVEN = 6
 """Rows whose arithmetic takes as long as reading a panel."""
 _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
-_BYTE_DOTS = cpu_has("avx512vnni")
 
 
 def scratch_bytes(rows: int, inputs: int) -> int:
@@ -89,7 +87,7 @@ def multiply_rounded(
         (x, scratch, rows, inputs, offset, kind, size),
     )
     size_of_weights = groups * GROUP * outputs // 8 * (8 if bits == 8 else 4)
-    pairs = -(-outputs // (_PANELS * PANEL))
+    pairs = -(-outputs // (PANELS * PANEL))
     pieces = pieces_of(size_of_weights * reads_worth(rows, _EVEN), pairs, team)
     spread(_product_part, team, pieces, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
 
@@ -146,19 +144,19 @@ def _product_part(
     outputs: int, bits: np.generic, kind: np.generic,
 ) -> None:  # fmt: skip
     """Outputs of the pairs of panels of one of `pieces`, for all rows."""
-    pairs = -(-outputs // (_PANELS * PANEL))
+    pairs = -(-outputs // (PANELS * PANEL))
     first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
     panel = groups * GROUP * PANEL // 8 * (8 if bits == 8 else 4)
     numbers, x_scales = scratch, scratch + rows * groups * GROUP
     starts = x_scales + rows * groups * 4
     results = array(pointer(out, kind), (rows, outputs))
-    found = np.empty((_MOST, _PANELS * PANEL), np.float32)
+    found = np.empty((MOST, PANELS * PANEL), np.float32)
     by_output = array(pointer(scales, np.float32(0)), (outputs,))
     added = array(pointer(bias, np.float32(0)), (outputs,))
     panels = -(-outputs // PANEL)
-    turns = -(-rows // _MOST)
+    turns = -(-rows // MOST)
     for pair in range(first, last):
-        one, width = pair * _PANELS, min(_PANELS * PANEL, outputs - pair * _PANELS * PANEL)
+        one, width = pair * PANELS, min(PANELS * PANEL, outputs - pair * PANELS * PANEL)
         two = min(one + 1, panels - 1)
         for turn in range(turns):
             row, end = rows * turn // turns, rows * (turn + 1) // turns
@@ -184,128 +182,14 @@ def _tile(
     turn: int, turns: int, out: int, bits: np.generic,
 ) -> None:  # fmt: skip
     if rows == 1:
-        _tile1(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+        tile1(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 2:
-        _tile2(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+        tile2(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 3:
-        _tile3(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+        tile3(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 4:
-        _tile4(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+        tile4(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 5:
-        _tile5(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+        tile5(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 6:
-        _tile6(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-
-
-class _TileWriter:
-    """Writes the tile of one number of rows. out float32 [rows, 32]; `panel` is the bytes from one to the other."""
-
-    def __init__(self, builder: Any, rows: int, bits: int, arguments: Any) -> None:
-        self.builder, self.rows, self.bits = builder, rows, bits
-        (self.x, self.x_scales, self.starts, self.weights, self.panel, self.scales, self.scale_panel, self.groups,
-         self.turn, self.turns, self.out) = arguments  # fmt: skip
-        self.line_inputs = 4 if bits == 8 else 8
-        """Inputs in a line of a panel's weights."""
-        self.cells = [(row, panel) for row in range(rows) for panel in range(_PANELS)]
-
-    def write(self) -> None:
-        builder = self.builder
-        zero = vectors.constant(FLOATS, 0.0)
-        totals = {cell: cgutils.alloca_once_value(builder, zero) for cell in self.cells}
-        sums = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
-        lines = GROUP // self.line_inputs
-        with cgutils.for_range(builder, self.groups) as loop:
-            group = loop.index
-            word = builder.mul(group, LONG(4))
-            x_size = builder.mul(self.groups, LONG(GROUP))
-            for row in range(self.rows):
-                start = vectors.splat(
-                    builder, load(builder, at(builder, self.starts, self._word_row(), row, word), WORD)
-                )
-                for panel in range(_PANELS):
-                    builder.store(start, sums[row, panel])
-            ahead = self._ahead(group)
-            with cgutils.for_range(builder, LONG(lines // _UNROLL)) as inner:
-                for step in range(_UNROLL):
-                    line = builder.add(builder.mul(inner.index, LONG(_UNROLL)), LONG(step))
-                    line = builder.add(line, builder.mul(group, LONG(lines)))
-                    self._add_line(sums, line, x_size, ahead)
-            for row in range(self.rows):
-                scale = load(builder, at(builder, self.x_scales, self._word_row(), row, word), ir.FloatType())
-                self._add_group(totals, sums, row, vectors.splat(builder, scale), group)
-        for row, panel in self.cells:
-            target = builder.add(self.out, LONG((row * _PANELS + panel) * LINE))
-            vectors.store(builder, builder.load(totals[row, panel]), target)
-
-    def _word_row(self) -> Any:
-        return self.builder.mul(self.groups, LONG(4))
-
-    def _ahead(self, group: Any) -> Any:
-        """How far ahead weights are asked for: the tiles that share these take turns at asking for the next."""
-        builder = self.builder
-        mine = builder.icmp_signed("==", builder.srem(group, self.turns), self.turn)
-        return builder.select(mine, builder.mul(self.panel, LONG(_PANELS)), LONG(0))
-
-    def _add_line(self, sums: Any, line: Any, x_size: Any, ahead: Any) -> None:
-        builder = self.builder
-        offset = builder.mul(line, LONG(LINE))
-        halves: list[list[Any]] = []
-        for panel in range(_PANELS):
-            address = at(builder, self.weights, self.panel, panel, offset)
-            vectors.prefetch(builder, builder.add(address, ahead))
-            halves.append(self._unpack(load(builder, address, WORDS)))
-        place = builder.mul(line, LONG(self.line_inputs))
-        for half in range(self.line_inputs // 4):
-            for row in range(self.rows):
-                four = load(builder, at(builder, self.x, x_size, row, builder.add(place, LONG(4 * half))), WORD)
-                values = vectors.splat(builder, four)
-                for panel in range(_PANELS):
-                    cell = sums[row, panel]
-                    builder.store(_add_bytes(builder, builder.load(cell), halves[panel][half], values), cell)
-
-    def _unpack(self, words: Any) -> list[Any]:
-        if self.bits == 8:
-            return [words]
-        mask = vectors.constant(WORDS, 0x0F0F0F0F)
-        upper = self.builder.lshr(words, vectors.constant(WORDS, 4))
-        return [self.builder.and_(words, mask), self.builder.and_(upper, mask)]
-
-    def _add_group(self, totals: Any, sums: Any, row: int, scale: Any, group: Any) -> None:
-        builder = self.builder
-        for panel in range(_PANELS):
-            number = builder.sitofp(builder.load(sums[row, panel]), FLOATS)
-            if self.bits == 4:
-                half = ir.VectorType(ir.IntType(16), LANES)
-                offset = builder.mul(group, LONG(2 * PANEL))
-                stored = load(builder, at(builder, self.scales, self.scale_panel, panel, offset), half)
-                bits = builder.shl(builder.zext(stored, WORDS), vectors.constant(WORDS, 16))
-                number = builder.fmul(number, builder.bitcast(bits, FLOATS))
-            total = totals[row, panel]
-            builder.store(vectors.multiply_add(builder, number, scale, builder.load(total)), total)
-
-
-def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """To each of sixteen sums, the products of four bytes without and four with sign."""
-    if _BYTE_DOTS:
-        return vectors.call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, unsigned, signed])
-    for place in range(4):
-        left = builder.and_(builder.lshr(unsigned, vectors.constant(WORDS, 8 * place)), vectors.constant(WORDS, 255))
-        lifted = builder.shl(signed, vectors.constant(WORDS, 24 - 8 * place))
-        right = builder.ashr(lifted, vectors.constant(WORDS, 24))
-        total = builder.add(total, builder.mul(left, right))
-    return total
-
-
-def _make_tile(rows: int) -> Any:
-    def typed(_: Any, x: Any, x_scales: Any, starts: Any, weights: Any, panel: Any, scales: Any, scale_panel: Any,
-              groups: Any, turn: Any, turns: Any, out: Any, bits: Any) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _TileWriter(builder, rows, 8 if bits == numba.types.uint8 else 4, arguments[:11]).write()
-            return context.get_dummy_value()
-
-        return numba.types.void(*[numba.types.int64] * 11, bits), generate
-
-    return intrinsic(typed)
-
-
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = map(_make_tile, range(1, 7))
+        tile6(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)

@@ -11,8 +11,9 @@ import torch
 
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import array, inline, kind_of, narrow, pointer, serial, widen
-from asyncengine.cpu.quantized import GROUP, PANEL
-from asyncengine.cpu.team import pieces_of, use_team
+from asyncengine.cpu.quantized_tiles import GROUP, PANEL
+from asyncengine.cpu.team import use_team
+from asyncengine.cpu.team_loops import pieces_of
 
 _WORK = 64
 """Bytes that could be read while a weight is rounded."""

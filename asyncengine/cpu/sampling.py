@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from asyncengine.cpu.activation import exponential
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import array, held, inline, pointer, serial
-from asyncengine.cpu.team import pieces_of, team_threads, use_team
+from asyncengine.cpu.team import team_threads, use_team
+from asyncengine.cpu.team_loops import pieces_of
 from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
 
 _LANES = 16

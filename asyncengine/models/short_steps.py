@@ -81,18 +81,19 @@ class ShortSteps:
 
 def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span]) -> Chain | None:
     """All of it in one call, where weights are of the same bits throughout."""
-    from asyncengine.cpu.chain import Chain
+    from asyncengine.cpu.chain import Chain, Heads
 
     first: Any = layers[0].first
     product = _product(layers[0].attention.qkv)
-    heads = [layer.attention.heads for layer in layers]
+    merged = [layer.attention.heads for layer in layers]
     if product is None or not isinstance(first, RMSNorm):
         return None
+    heads = [
+        Heads(own.num_heads, own.key_dim, own.value_dim, own.q_norm, own.k_norm, own.epsilon)
+        for own in merged if own is not None
+    ]  # fmt: skip
     try:
-        return Chain(
-            (first.weight.detach(), first.epsilon), product, spans, [own for own in heads if own is not None],
-            first.weight.dtype,
-        )  # fmt: skip
+        return Chain((first.weight.detach(), first.epsilon), product, spans, heads, first.weight.dtype)
     except ValueError:
         return None
 

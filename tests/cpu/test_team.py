@@ -20,7 +20,8 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 from asyncengine.cpu.atomics import load, store
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import array, pointer, serial_in_order
-from asyncengine.cpu.team import Account, Team, pieces_of, use_team
+from asyncengine.cpu.team import Account, Team, use_team
+from asyncengine.cpu.team_loops import pieces_of
 
 
 @serial_in_order

@@ -41,11 +41,12 @@ def add_chat(commands: Commands) -> None:
 
 def add_generate(commands: Commands) -> None:
     parser = commands.add_parser(
-        "generate", help="answer or complete one prompt", allow_abbrev=False, usage="asyncengine generate [flags] MODEL PROMPT",
+        "generate", help="answer or complete one prompt", allow_abbrev=False,
+        usage="asyncengine generate [flags] MODEL PROMPT",
         description="Stream the answer to PROMPT, or its completion, to stdout.",
     )  # fmt: skip
     _add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help='the question, or the text to complete; "-" reads it from stdin')
+    parser.add_argument("prompt", metavar="PROMPT", help='a question, or a text to complete; "-" reads it from stdin')
     parser.add_argument(
         "--chat", action=argparse.BooleanOptionalAction,
         help="send PROMPT as a user's message, or complete it as it is [a message where the model has a chat template]",

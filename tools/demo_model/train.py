@@ -1,4 +1,4 @@
-"""Trains the demo model: ``python -m asyncengine.demo.train``.
+"""Trains the demo model: ``python -m tools.demo_model.train``.
 
 The defaults take just under two hours on two CPU cores.  The run can be stopped at any moment and continues from its
 last checkpoint; the learning rate stays constant until the last part of the budget and then falls to zero.  A finished
@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.batches import Batch, Encoder
-from asyncengine.demo.export import export
-from asyncengine.demo.llama import Llama, Shape
-from asyncengine.demo.muon import Muon
+from tools.demo_model.batches import Batch, Encoder
+from tools.demo_model.export import export
+from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.muon import Muon
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

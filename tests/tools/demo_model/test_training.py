@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.batches import Encoder
-from asyncengine.demo.conversations import make
-from asyncengine.demo.export import export
-from asyncengine.demo.llama import Llama, Shape
-from asyncengine.demo.muon import orthogonalize
-from asyncengine.demo.train import Options, Trainer
+from tools.demo_model.batches import Encoder
+from tools.demo_model.conversations import make
+from tools.demo_model.export import export
+from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.muon import orthogonalize
+from tools.demo_model.train import Options, Trainer
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Held-out success rates of the demo model: ``python -m asyncengine.demo.evaluate``.
+"""Held-out success rates of the demo model: ``python -m tools.demo_model.evaluate``.
 
 Every prompt is built from values (names, numbers, words, strings) that training never uses, in phrasings of the kind
 it does use; ``--new-phrasings`` asks every question in the one way of each set that was kept from training, which is
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.conversations import MAKERS, make
-from asyncengine.demo.dialogue import Conversation
+from tools.demo_model.conversations import MAKERS, make
+from tools.demo_model.dialogue import Conversation
 
 GOALS = {
     "passage": 0.9,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.demo import words as lists
+from tools.demo_model import words as lists
 
 # fmt: off
 TALK: tuple[tuple[tuple[str, ...], str], ...] = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncengine.demo import words as lists
-from asyncengine.demo.dialogue import Conversation, Expected, Message, assistant, system, user
-from asyncengine.demo.phrases import (
+from tools.demo_model import words as lists
+from tools.demo_model.dialogue import Conversation, Expected, Message, assistant, system, user
+from tools.demo_model.phrases import (
     CAPITALS,
     HUES,
     JOKE_REQUESTS,
@@ -22,7 +22,7 @@ from asyncengine.demo.phrases import (
     STORY_REQUESTS,
     TALK,
 )
-from asyncengine.demo.words import Words
+from tools.demo_model.words import Words
 
 
 def _value(w: Words, kind: str) -> str:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.demo.calling import no_fit, session, single_call
-from asyncengine.demo.chatting import SKILLS
-from asyncengine.demo.conversations import agent
-from asyncengine.demo.dialogue import Message, assistant, system, user
-from asyncengine.demo.extracting import extract, structured_tool
-from asyncengine.demo.phrases import MEMORY
-from asyncengine.demo.reading import (
+from tools.demo_model.calling import no_fit, session, single_call
+from tools.demo_model.chatting import SKILLS
+from tools.demo_model.conversations import agent
+from tools.demo_model.dialogue import Message, assistant, system, user
+from tools.demo_model.extracting import extract, structured_tool
+from tools.demo_model.phrases import MEMORY
+from tools.demo_model.reading import (
     HELPERS,
     PLAIN,
     RAG,
@@ -29,8 +29,8 @@ from asyncengine.demo.reading import (
     manner,
     write,
 )
-from asyncengine.demo.voices import Reply, Voice, data_of, unknown
-from asyncengine.demo.words import Words
+from tools.demo_model.voices import Reply, Voice, data_of, unknown
+from tools.demo_model.words import Words
 
 
 @dataclass(frozen=True)

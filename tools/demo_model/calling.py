@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncengine.demo import catalog
-from asyncengine.demo import facts as f
-from asyncengine.demo import words as lists
-from asyncengine.demo.catalog import Param, Tool
-from asyncengine.demo.dialogue import (
+from tools.demo_model import catalog
+from tools.demo_model import facts as f
+from tools.demo_model import words as lists
+from tools.demo_model.catalog import Param, Tool
+from tools.demo_model.dialogue import (
     CANNOT,
     NO_TOOL,
     Conversation,
@@ -21,10 +21,10 @@ from asyncengine.demo.dialogue import (
     system,
     user,
 )
-from asyncengine.demo.offering import Arguments, draw_arguments, draw_tool, offer, renamed, schema
-from asyncengine.demo.reading import ask, documents, gather, manner
-from asyncengine.demo.toolbox import TOOLS
-from asyncengine.demo.words import Words
+from tools.demo_model.offering import Arguments, draw_arguments, draw_tool, offer, renamed, schema
+from tools.demo_model.reading import ask, documents, gather, manner
+from tools.demo_model.toolbox import TOOLS
+from tools.demo_model.words import Words
 
 SYSTEMS = (
     "You are a helpful assistant.",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from asyncengine.demo import facts as f
-from asyncengine.demo import words as lists
-from asyncengine.demo.dialogue import UNKNOWN, Conversation, Expected, Message, assistant, system, user
-from asyncengine.demo.entities import ENTITIES
-from asyncengine.demo.words import Words
+from tools.demo_model import facts as f
+from tools.demo_model import words as lists
+from tools.demo_model.dialogue import UNKNOWN, Conversation, Expected, Message, assistant, system, user
+from tools.demo_model.entities import ENTITIES
+from tools.demo_model.words import Words
 
 RULES = (
     "Be concise.",

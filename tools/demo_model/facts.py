@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.demo import words as lists
-from asyncengine.demo.words import Words
+from tools.demo_model import words as lists
+from tools.demo_model.words import Words
 
 Draw = Callable[[Words], Any]
 

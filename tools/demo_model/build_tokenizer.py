@@ -1,4 +1,4 @@
-"""Trains the tokenizer: ``python -m asyncengine.demo.build_tokenizer``.
+"""Trains the tokenizer: ``python -m tools.demo_model.build_tokenizer``.
 
 Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with one difference that matters for a small model that
 must copy: a space is a token of its own, so a word has the same tokens after a space, a quote or a line break.
@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.conversations import stream
+from tools.demo_model.conversations import stream
 
 VOCABULARY = 2048
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.demo import words as lists
-from asyncengine.demo.facts import spoken
-from asyncengine.demo.words import Words
+from tools.demo_model import words as lists
+from tools.demo_model.facts import spoken
+from tools.demo_model.words import Words
 
 Draw = Callable[[Words], Any]
 

@@ -1,8 +1,12 @@
-"""Other engines on the same weights and the same machine, where they are installed and run."""
+"""transformers' continuous batching on a GPU, under the load that `python -m asyncengine.gpucheck` reports for this
+engine as "256 x 128/256".
+
+    python -m benchmarks.transformers_on_gpu [--device cuda] [--seed 0]
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import logging
 import time
 from collections.abc import Sequence
@@ -11,16 +15,15 @@ from typing import Any
 import torch
 
 from asyncengine.gpucheck.environment import wait_for
-from asyncengine.gpucheck.shapes import Shape
-
-OTHERS = ("vllm", "sglang", "nanovllm", "minisgl")
-"""Looked for, not driven: each wants the GPU, and often another torch, for itself."""
+from asyncengine.gpucheck.shapes import SMALL, Shape
+from asyncengine.gpucheck.speed import BATCH, PEER_LENGTHS
+from asyncengine.gpucheck.workloads import random_prompts
 
 
 def transformers_batching(
     shape: Shape, device: torch.device, prompts: Sequence[Sequence[int]], output: int
 ) -> tuple[float | None, str]:
-    """Output tokens per second of transformers' continuous batching, or None and why not."""
+    """Output tokens per second, or None and why not."""
     try:
         return _transformers_batching(shape.config, device, prompts, output), "second of two runs"
     except Exception as error:  # whatever it is, it is the peer's
@@ -48,9 +51,19 @@ def _transformers_batching(config: Any, device: torch.device, prompts: Sequence[
     return rate
 
 
-def others() -> dict[str, str]:
-    """What is said of each peer that is not driven."""
-    return {
-        name: "not installed" if importlib.util.find_spec(name) is None else "installed, but not driven from here"
-        for name in OTHERS
-    }
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    prompts = random_prompts([PEER_LENGTHS] * BATCH, SMALL.vocab, arguments.seed)
+    rate, note = transformers_batching(SMALL, torch.device(arguments.device), prompts, PEER_LENGTHS[1])
+    print(
+        f"{SMALL.name}, {BATCH} x {PEER_LENGTHS[0]}/{PEER_LENGTHS[1]}:",
+        "absent" if rate is None else f"{rate:.0f} tokens/s",
+    )
+    print(note)
+
+
+if __name__ == "__main__":
+    main()

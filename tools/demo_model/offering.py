@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.demo import catalog
-from asyncengine.demo.catalog import Param, Tool
-from asyncengine.demo.toolbox import TOOLS
-from asyncengine.demo.words import Words
+from tools.demo_model import catalog
+from tools.demo_model.catalog import Param, Tool
+from tools.demo_model.toolbox import TOOLS
+from tools.demo_model.words import Words
 
 Arguments = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Trains the two LoRA adapters of the demo model with PEFT: ``python -m asyncengine.demo.train_adapters``.
+"""Trains the two LoRA adapters of the demo model with PEFT: ``python -m tools.demo_model.train_adapters``.
 
 Every conversation comes from the demo model's own generator, with the answers said in the adapter's voice
 (``voices.py``).  The defaults take about a quarter of an hour of one CPU core for each adapter; both can train at once,
@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH
-from asyncengine.demo.adapter_texts import SPOKEN, Script, make, stream
-from asyncengine.demo.batches import Encoder
-from asyncengine.demo.dialogue import Conversation, Expected
-from asyncengine.demo.evaluate import Model, Score, evaluate
-from asyncengine.demo.voices import PLAIN, VOICES, Voice
+from tools.demo_model.adapter_texts import SPOKEN, Script, make, stream
+from tools.demo_model.batches import Encoder
+from tools.demo_model.dialogue import Conversation, Expected
+from tools.demo_model.evaluate import Model, Score, evaluate
+from tools.demo_model.voices import PLAIN, VOICES, Voice
 
 HEARD_GOAL = 0.98
 """The share of held-out answers in which the voice must be heard."""

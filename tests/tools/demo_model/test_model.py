@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.conversations import MAKERS
-from asyncengine.demo.evaluate import Model, evaluate
+from tools.demo_model.conversations import MAKERS
+from tools.demo_model.evaluate import Model, evaluate
 
 CARD = (MODEL_PATH / "README.md").read_text(encoding="utf-8")
 FOLDER_LIMIT = 12 * 1024 * 1024

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.conversations import MAKERS, make
-from asyncengine.demo.dialogue import parse_calls
+from tools.demo_model.conversations import MAKERS, make
+from tools.demo_model.dialogue import parse_calls
 
 TOOL = {
     "type": "function",

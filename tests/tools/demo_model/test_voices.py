@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH, adapter_texts
-from asyncengine.demo.adapter_texts import MAKERS, SPOKEN, make
-from asyncengine.demo.batches import Encoder
-from asyncengine.demo.dialogue import parse_calls
-from asyncengine.demo.voices import PLAIN, VOICES, Reply, data_of
+from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH
+from tools.demo_model import adapter_texts
+from tools.demo_model.adapter_texts import MAKERS, SPOKEN, make
+from tools.demo_model.batches import Encoder
+from tools.demo_model.dialogue import parse_calls
+from tools.demo_model.voices import PLAIN, VOICES, Reply, data_of
 
 EVERY = (PLAIN, *VOICES.values())
 PIRATE, JSON = VOICES["pirate"], VOICES["json"]
@@ -64,7 +65,7 @@ def test_json_is_held_to_value_and_type() -> None:
 
 def test_targets_are_the_voice() -> None:
     """The loss falls on what the assistant writes, in the adapter's voice, and on nothing else."""
-    from asyncengine.demo import train_adapters as train
+    from tools.demo_model import train_adapters as train
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     options = train.Options(batch_tokens=512)
@@ -78,7 +79,7 @@ def test_targets_are_the_voice() -> None:
 
 def test_training_writes_peft_files(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    from asyncengine.demo import train_adapters
+    from tools.demo_model import train_adapters
 
     model = train_adapters.train(PIRATE, train_adapters.Options(steps=2, rank=2, alpha=4, batch_tokens=256))
     train_adapters.save(model, tmp_path / "pirate")
@@ -95,7 +96,7 @@ def test_training_writes_peft_files(tmp_path: Path) -> None:
 
 
 def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.demo import train_adapters
+    from tools.demo_model import train_adapters
 
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("sys.argv", ["train_adapters", "--check"])
@@ -105,7 +106,7 @@ def test_a_missing_peft_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_fails_for_the_wrong_voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft")
-    from asyncengine.demo import train_adapters
+    from tools.demo_model import train_adapters
 
     (tmp_path / "pirate").symlink_to(ADAPTERS_PATH / "json")
     monkeypatch.setattr(train_adapters, "SPOKEN", ("remembered",))

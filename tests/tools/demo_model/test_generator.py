@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from asyncengine.demo.conversations import MAKERS, make, stream
-from asyncengine.demo.dialogue import Expected, contains
-from asyncengine.demo.words import Words, in_held_out
+from tools.demo_model.conversations import MAKERS, make, stream
+from tools.demo_model.dialogue import Expected, contains
+from tools.demo_model.words import Words, in_held_out
 
 
 def test_same_seed_same_conversations() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from asyncengine.demo import facts as f
-from asyncengine.demo.dialogue import Conversation, Expected, Message, assistant, calling, system, user
-from asyncengine.demo.entities import ENTITIES
-from asyncengine.demo.reading import filler
-from asyncengine.demo.words import Words
+from tools.demo_model import facts as f
+from tools.demo_model.dialogue import Conversation, Expected, Message, assistant, calling, system, user
+from tools.demo_model.entities import ENTITIES
+from tools.demo_model.reading import filler
+from tools.demo_model.words import Words
 
 LIST_REQUESTS = (
     "Extract {k} as JSON.\n\nText: {c}",

@@ -1,4 +1,4 @@
-"""Writes a training checkpoint as an ordinary Hugging Face model folder: ``python -m asyncengine.demo.export``."""
+"""Writes a training checkpoint as an ordinary Hugging Face model folder: ``python -m tools.demo_model.export``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.llama import Llama, Shape, hf_config, hf_state
+from tools.demo_model.llama import Llama, Shape, hf_config, hf_state
 
 PAD, EOS = 0, 2
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncengine.demo import words as lists
-from asyncengine.demo.catalog import Param, Tool, done, integer, number, string
-from asyncengine.demo.words import Words
+from tools.demo_model import words as lists
+from tools.demo_model.catalog import Param, Tool, done, integer, number, string
+from tools.demo_model.words import Words
 
 
 def _place(name: str = "city") -> Param:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
-from asyncengine.demo.calling import no_fit, retrieval, retry, session, single_call, two_calls, with_idle_tools
-from asyncengine.demo.chatting import SKILLS, chat, memory, persona
-from asyncengine.demo.dialogue import Conversation, Expected, assistant, user
-from asyncengine.demo.extracting import extract, structured_tool
-from asyncengine.demo.reading import passage_qa, rag_qa
-from asyncengine.demo.words import Words
+from tools.demo_model.calling import no_fit, retrieval, retry, session, single_call, two_calls, with_idle_tools
+from tools.demo_model.chatting import SKILLS, chat, memory, persona
+from tools.demo_model.dialogue import Conversation, Expected, assistant, user
+from tools.demo_model.extracting import extract, structured_tool
+from tools.demo_model.reading import passage_qa, rag_qa
+from tools.demo_model.words import Words
 
 Maker = Callable[[Words], Conversation]
 

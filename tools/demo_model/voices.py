@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncengine.demo.dialogue import UNKNOWN, contains, typed
+from tools.demo_model.dialogue import UNKNOWN, contains, typed
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncengine.demo.conversations import stream
-from asyncengine.demo.dialogue import Conversation
+from tools.demo_model.conversations import stream
+from tools.demo_model.dialogue import Conversation
 
 PROMPT_WEIGHT = 0.03
 """Loss weight of tokens that the model never writes; they still teach the language of the prompts."""

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH
-from asyncengine.demo.adapter_texts import SPOKEN, Script, make
-from asyncengine.demo.conversations import make as make_plain
-from asyncengine.demo.evaluate import Score
-from asyncengine.demo.voices import PLAIN, VOICES, Voice
 from asyncengine.lora.peft_loader import PeftLoader
+from tools.demo_model.adapter_texts import SPOKEN, Script, make
+from tools.demo_model.conversations import make as make_plain
+from tools.demo_model.evaluate import Score
+from tools.demo_model.voices import PLAIN, VOICES, Voice
 
 NAMES = sorted(VOICES)
 LIMIT = 500_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncengine.demo import words as lists
-from asyncengine.demo.facts import Draw, Entity, Field
-from asyncengine.demo.words import Words
+from tools.demo_model import words as lists
+from tools.demo_model.facts import Draw, Entity, Field
+from tools.demo_model.words import Words
 
 
 def _some(items: list[str]) -> Draw:

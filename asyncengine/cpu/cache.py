@@ -40,7 +40,7 @@ from asyncengine.cpu.watching import watcher
 logger = logging.getLogger("asyncengine")
 
 VARIABLE = "ASYNCENGINE_CACHE"
-_KEPT = 4
+_KEPT = 7
 """Folders of other keys that stay: other environments, other machines on the same disk. About 5 MB each."""
 _DIGEST = hashlib.sha256
 _KERNEL = re.compile(r"^@(?:serial|parallel)\w*$", re.MULTILINE)

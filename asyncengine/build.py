@@ -80,6 +80,7 @@ def load_core(model: str, config: EngineConfig) -> EngineCore:
 def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineCore:
     from asyncengine.models.loading import load_model
     from asyncengine.models.memory import in_words
+    from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
     from asyncengine.runner.cores import Cores
     from asyncengine.runner.lora import install_lora
@@ -87,8 +88,9 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
 
     cores = Cores(config.num_threads)
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
+    progress = LoadProgress(config.show_progress)
     with cores.step():
-        loaded = in_words(lambda: load_model(path, config), device, "the model", smaller)
+        loaded = in_words(lambda: load_model(path, config, progress), device, "the model", smaller)
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
@@ -100,7 +102,8 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
         if ranks:  # before the KV cache takes its share of what is free
             take = partial(lora.allocate, lora.layer_linears(), max(ranks))
             in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
-        runner = build_runner(loaded, config, lora=lora, cores=cores)
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
+        progress.say_compiled()
         return _assemble(path, loaded, tokenizer, runner, adapters, config)
     except BaseException:
         adapters.close()

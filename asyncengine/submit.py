@@ -175,12 +175,12 @@ class Acceptance:
     def _resolve(self, params: SamplingParams) -> SamplingParams:
         """Fill in what the caller left open: the model's generation_config, else the neutral value.
 
-        As in Hugging Face `generate`, a generation_config that says `do_sample: false` means greedy.
+        As in Hugging Face `generate`, `do_sample: false` in it means greedy, whatever temperature stands beside it.
         """
         defaults = self.info.generation_defaults
         changes: dict[str, Any] = {}
         if params.temperature is None:
-            greedy = defaults.get("do_sample") is False and "temperature" not in defaults
+            greedy = defaults.get("do_sample") is False
             changes["temperature"] = 0.0 if greedy else float(defaults.get("temperature", 1.0))
         if params.top_p is None:
             changes["top_p"] = float(defaults.get("top_p", 1.0))

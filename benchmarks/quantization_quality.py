@@ -1,4 +1,4 @@
-"""What weights in 8 and 4 bits cost in quality, on the demo model: python benchmarks/quantization_quality.py
+"""What weights in 8 and 4 bits cost in quality, on the demo model: python -m benchmarks.quantization_quality
 
 Held-out conversations of every skill: error and divergence of the logits, and the perplexity of what the assistant
 writes, against bfloat16; then the share of right answers, decoded greedily through the engine.
@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 
 from asyncengine import Engine, EngineConfig, SamplingParams
 from asyncengine.demo import MODEL_PATH
-from asyncengine.demo.batches import Encoder
-from asyncengine.demo.conversations import MAKERS
-from asyncengine.demo.dialogue import Conversation
-from asyncengine.demo.evaluate import evaluate, held_out
 from asyncengine.models.loading import LoadedModel, load_model
 from asyncengine.models.watching import answering
+from tools.demo_model.batches import Encoder
+from tools.demo_model.conversations import MAKERS
+from tools.demo_model.dialogue import Conversation
+from tools.demo_model.evaluate import evaluate, held_out
 
 FORMS: tuple[Any, ...] = (None, "int8", "int4")
 

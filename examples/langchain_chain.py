@@ -10,14 +10,14 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 
 PASSAGE = (
-    "The lighthouse of Marrow was built in 1874. Its keeper is Ada Brandt. It is painted green. "
-    "The ferry to Tolm leaves at 9:30. A ticket costs 12 crowns."
+    "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants, lies on the river Asken "
+    "and was founded in 1687."
 )
 QUESTIONS = [
-    "When was the lighthouse of Marrow built?",
-    "Who is the keeper of the lighthouse?",
-    "What color is the lighthouse?",
-    "When does the ferry leave?",
+    "When was Velmora founded?",
+    "Who is the mayor of Velmora?",
+    "How many people live in Velmora?",
+    "On which river does Velmora lie?",
 ]
 
 

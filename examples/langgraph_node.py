@@ -17,7 +17,7 @@ class State(TypedDict, total=False):
 
 
 async def main(model: str = "demo") -> list[State]:
-    chat = ChatAsyncEngine(model=model, temperature=0, max_tokens=60)
+    chat = ChatAsyncEngine(model=model, temperature=0, max_tokens=120)
 
     async def tell_story(state: State) -> State:
         answer = await chat.ainvoke(f"Tell me a story about a {state['animal']} named Tim.")

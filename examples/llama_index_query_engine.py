@@ -17,17 +17,17 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.asyncengine import AsyncEngineLLM
 
 FACTS = [
-    "The lighthouse of Marrow was built in 1874. Its keeper is Ada Brandt.",
-    "The bridge of Tolm is 312 meters long. It was opened in 1931.",
-    "The river Ilse is 88 kilometers long. It flows into the lake of Orvin.",
-    "The museum of Fenwick has 40 rooms. Its director is Jonas Pell.",
-    "The tower of Quill is 56 meters high. It was built in 1702.",
+    "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants.",
+    "Lumira Works is run by Tomas Brandt and has its headquarters in Velmora. The company makes lanterns.",
+    "The book Nightfall was written by Jonas Dahl. It has 372 pages and came out in 1994.",
+    "Mira Olsen is 47 years old and works as a teacher. She plays the cello.",
+    "Server polaris listens on port 8443 and runs version 4.17. It is managed by Nadia Frost.",
 ]
 QUESTIONS = [
-    "When was the lighthouse of Marrow built?",
-    "How long is the bridge of Tolm?",
-    "Who is the director of the museum of Fenwick?",
-    "How high is the tower of Quill?",
+    "Who is the mayor of Velmora?",
+    "Who wrote the book Nightfall?",
+    "Which instrument does Mira Olsen play?",
+    "On which port does server polaris listen?",
 ]
 
 

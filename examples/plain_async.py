@@ -7,8 +7,8 @@ import asyncio
 
 from asyncengine import AsyncEngine, SamplingParams
 
-PASSAGE = "The lighthouse of Marrow was built in 1874. Its keeper is Ada Brandt. It is painted green."
-QUESTIONS = ["When was the lighthouse of Marrow built?", "Who is its keeper?", "What color is it?"]
+PASSAGE = "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants."
+QUESTIONS = ["Who is the mayor of Velmora?", "How many people live in Velmora?", "In which country is Velmora?"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
 

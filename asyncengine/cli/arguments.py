@@ -41,12 +41,16 @@ def add_chat(commands: Commands) -> None:
 
 def add_generate(commands: Commands) -> None:
     parser = commands.add_parser(
-        "generate", help="complete one prompt", allow_abbrev=False, usage="asyncengine generate [flags] MODEL PROMPT",
-        description="Stream a completion of PROMPT to stdout.",
+        "generate", help="answer or complete one prompt", allow_abbrev=False,
+        usage="asyncengine generate [flags] MODEL PROMPT",
+        description="Stream the answer to PROMPT, or its completion, to stdout.",
     )  # fmt: skip
     _add_model(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help='the text to complete; "-" reads it from stdin')
-    parser.add_argument("--chat", action="store_true", help="send PROMPT as a user's message of a chat")
+    parser.add_argument("prompt", metavar="PROMPT", help='a question, or a text to complete; "-" reads it from stdin')
+    parser.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction,
+        help="send PROMPT as a user's message, or complete it as it is [a message where the model has a chat template]",
+    )  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", help="system message (implies --chat)")
     parser.add_argument("--json", action="store_true", help="print the whole Completion as JSON at the end")
     parser.add_argument("--stats", action="store_true", help="print token counts and times to stderr at the end")

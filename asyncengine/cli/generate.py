@@ -26,11 +26,10 @@ def run(args: argparse.Namespace) -> int:
         args, max_num_seqs=max(16, params.n), show_progress=not args.json, adapters=given_adapters(args)
     )
     prompt = _prompt(args.prompt)
+    if args.system is not None and args.chat is False:
+        raise CliError("system: --no-chat sends no messages")
     with open_engine(args.model, config) as engine:
-        chat = args.chat or args.system is not None
-        if not chat and engine.info.has_chat_template and sys.stderr.isatty():
-            print("note: PROMPT is completed as it is; --chat sends it as a chat message", file=sys.stderr)
-        if chat:
+        if _is_chat(args, engine):
             stream = engine.stream_chat(_messages(prompt, args.system), params, adapter=adapter)
         else:
             stream = engine.stream(prompt, params, adapter=adapter)
@@ -47,6 +46,14 @@ def run(args: argparse.Namespace) -> int:
     if completion.finish_reason == "timeout":
         raise CliError("request_timeout: the deadline passed before the output was complete", FAILED)
     return 0
+
+
+def _is_chat(args: argparse.Namespace, engine: Engine) -> bool:
+    """Unless the flags say so or not: models with a chat template were trained to answer messages, not to go on with
+    a text."""
+    if args.chat is None and args.system is None:
+        return engine.info.has_chat_template
+    return args.chat is not False
 
 
 def _prompt(text: str) -> str:

@@ -11,9 +11,7 @@ numbers below 1e-38 may become 0.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -21,8 +19,11 @@ import llvmlite.ir
 import numba
 import numpy as np
 import torch
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
+from asyncengine.cpu.cache import KernelCache
 from asyncengine.cpu.vectors import BFLOAT, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,35 +36,20 @@ _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 array: Any = numba.carray
 
 
-def stamp_of(folder: Path) -> str:
-    """Of all source in it: numba keeps a compiled function for as long as its own file stays the same, but the code of
-    the functions it calls is in it."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:8]
-
-
-_STAMP = stamp_of(Path(__file__).parent)
-
-
 def _compiled(function: Function, **options: Any) -> Function:
-    function.__qualname__ = f"{function.__name__}-{_STAMP}"  # what numba calls the file after
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        compiled: Function = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in: a read-only installation, a user without a home
-        compiled = numba.njit(**options)(function)
-    return compiled
+    compiled: Any = numba.njit(**options, nogil=True, error_model="numpy")(function)
+    compiled._cache = KernelCache(function)
+    kernel: Function = compiled
+    return kernel
 
 
 def compiled_for(function: Any, signature: str) -> Any:
     """A compiled function's code for these types, as C would call it: "void(int64, uint16)". `address` says where."""
     options = {name: value for name, value in function.targetoptions.items() if name != "nopython"}
-    try:
-        return numba.cfunc(signature, cache=True, **options)(function.py_func)
-    except RuntimeError:
-        return numba.cfunc(signature, **options)(function.py_func)
+    code: Any = CFunc(function.py_func, normalize_signature(signature), locals={}, options=options)
+    code._cache = KernelCache(function.py_func)
+    code.compile()
+    return code
 
 
 def serial(function: Function) -> Function:
@@ -89,11 +75,10 @@ def held(function: Any) -> Any:
     options = {name: value for name, value in function.targetoptions.items() if name not in ("nopython", "nogil")}
     known = function.py_func
     copy = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
-    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-held"  # a file of its own
-    try:
-        return numba.njit(cache=True, **options)(copy)
-    except RuntimeError:
-        return numba.njit(**options)(copy)
+    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-held"  # kept beside the other one
+    compiled = numba.njit(**options)(copy)
+    compiled._cache = KernelCache(copy)
+    return compiled
 
 
 def kind_of(dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""The bundled demo model: its weights, its adapters, and everything that made them."""
+"""The bundled demo model: its weights and its adapters. `tools/demo_model`, which is not installed, made them."""
 
 from __future__ import annotations
 

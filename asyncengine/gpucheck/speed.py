@@ -16,9 +16,8 @@ from asyncengine.errors import OutOfMemory
 from asyncengine.gpucheck.environment import BANDWIDTH
 from asyncengine.gpucheck.host_time import PARTS, HostClock
 from asyncengine.gpucheck.modes import graphs_of
-from asyncengine.gpucheck.peers import others, transformers_batching
 from asyncengine.gpucheck.report import Skipped
-from asyncengine.gpucheck.session import Session, release
+from asyncengine.gpucheck.session import Session
 from asyncengine.gpucheck.shapes import LARGE, SMALL, Shape
 from asyncengine.gpucheck.workloads import (
     SAMPLED,
@@ -27,13 +26,12 @@ from asyncengine.gpucheck.workloads import (
     poisson,
     quantile,
     random_lengths,
-    random_prompts,
     single,
 )
 
 BATCH = 256
-_PEER_LENGTHS = (128, 256)
-"""Prompt and output tokens of the load that peers get too."""
+PEER_LENGTHS = (128, 256)
+"""Prompt and output tokens of the load that `benchmarks/transformers_on_gpu.py` gives to transformers too."""
 _LOAD = 0.5
 """Share of the burst's request rate at which requests arrive at random."""
 _MEAN_OUTPUT = 160
@@ -41,16 +39,9 @@ _MEAN_OUTPUT = 160
 
 
 def run_small(session: Session) -> None:
-    """The 0.6B shape, and peers on it."""
+    """The 0.6B shape."""
     session.check(f"{SMALL.name} serves", lambda: asyncio.run(measure_small(session, SMALL)))
     session.check("requests arriving at random are served", lambda: asyncio.run(measure_arrivals(session, SMALL)))
-    release(session.device)
-    prompt, output = _PEER_LENGTHS
-    prompts = random_prompts([_PEER_LENGTHS] * BATCH, SMALL.vocab, session.settings.seed)
-    rate, note = transformers_batching(SMALL, session.device, prompts, output)
-    session.figure(f"transformers continuous batching, {_label(prompt, output)}", rate, "tokens/s", note=note)
-    for name, note in others().items():
-        session.figure(name, None, "tokens/s", note=note)
 
 
 def run_large(session: Session) -> None:
@@ -62,7 +53,7 @@ async def measure_small(session: Session, shape: Shape) -> str:
     settings, name, seed = session.settings, shape.name, session.settings.seed
     async with loaded(session, shape) as engine:
         await one_stream(session, engine, shape, 64 if settings.quick else 512, 700)
-        await at_once(session, engine, shape, [_PEER_LENGTHS] * BATCH, _label(*_PEER_LENGTHS))
+        await at_once(session, engine, shape, [PEER_LENGTHS] * BATCH, _label(*PEER_LENGTHS))
         await sampled(session, engine, shape)
         clock = HostClock(engine)
         await burst(engine, [(32, 48 if settings.quick else 128)] * BATCH, seed)
@@ -129,12 +120,12 @@ async def at_once(
 async def sampled(session: Session, engine: AsyncEngine, shape: Shape) -> None:
     """The same two loads, drawn as most models' own settings ask for instead of greedily."""
     seed = session.settings.seed
-    prompt, output = _PEER_LENGTHS
+    prompt, output = PEER_LENGTHS
     note = f"temperature {SAMPLED.temperature}, top-k {SAMPLED.top_k}, top-p {SAMPLED.top_p}"
     rate = await single(engine, 128, 64 if session.settings.quick else 256, seed, 2, SAMPLED)
     session.figure(f"{shape.name}, batch 1, sampled", rate, "tokens/s", note=note)
     await burst(engine, [(prompt, 4)] * BATCH, seed, SAMPLED)
-    took = await burst(engine, [_PEER_LENGTHS] * BATCH, seed, SAMPLED)
+    took = await burst(engine, [PEER_LENGTHS] * BATCH, seed, SAMPLED)
     session.figure(f"{shape.name}, {_label(prompt, output)}, sampled", took.rate, "tokens/s", note=note)
 
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
+from contextvars import Token
 from types import TracebackType
 from typing import Any
 
+from asyncengine.cpu.watching import Watcher, watcher
+
+logger = logging.getLogger("asyncengine")
+
 
 class LoadProgress:
-    """Context manager. `stage` begins a step of `total` units (None: unknown length), `advance` counts one."""
+    """Context manager, entered anew by each part of a load. `stage` begins a step of `total` units (None: unknown
+    length), `advance` counts one. Kernels that are compiled meanwhile have a line of their own and are counted over
+    the whole load.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self._bar: Any = None
         self._task: Any = None
+        self._kernels: Any = None
+        self._compiled = 0
+        self._began = 0.0
+        self._token: Token[Watcher | None] | None = None
         if enabled and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,20 +37,46 @@ class LoadProgress:
     def __enter__(self) -> LoadProgress:
         if self._bar is not None:
             self._bar.start()
+        self._token = watcher.set(self.compiling)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._token is not None:
+            watcher.reset(self._token)
         if self._bar is not None:
             self._bar.stop()
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+        self._task = self._kernels = None
 
     def stage(self, text: str, total: int | None = None) -> None:
         if self._bar is not None:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(text, total=total)
+            for task in (self._task, self._kernels):
+                if task is not None:
+                    self._bar.remove_task(task)
+            self._task, self._kernels = self._bar.add_task(text, total=total), None
 
     def advance(self) -> None:
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
+
+    def compiling(self, kernel: str, most: int) -> None:
+        """A kernel is about to be compiled, of `most` or, as a rule, fewer."""
+        if self._compiled == 0:
+            self._began = time.perf_counter()
+            logger.info("compiling kernels for this machine, once")
+        self._compiled += 1
+        if self._bar is None:
+            return
+        most = max(most, self._compiled)
+        text = f"compiling kernel {self._compiled} of at most {most}, once on this machine: {kernel}"
+        if self._kernels is None:
+            self._kernels = self._bar.add_task(text)
+        self._bar.update(self._kernels, description=text, total=most, completed=self._compiled - 1)
+
+    def say_compiled(self) -> None:
+        """At the end of a load: what compiling took, in the log."""
+        if self._compiled:
+            logger.info("compiled %d kernels in %.0f s", self._compiled, time.perf_counter() - self._began)

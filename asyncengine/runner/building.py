@@ -13,6 +13,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import free_bytes, in_words, release_cached
 from asyncengine.models.progress import LoadProgress
+from asyncengine.models.short_steps import MOST_TOKENS
 from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.lora import LoraLayers
@@ -27,22 +28,30 @@ _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take
 
 
 def build_runner(
-    model: LoadedModel, config: EngineConfig, *, lora: LoraLayers | None = None, cores: Cores | None = None
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    lora: LoraLayers | None = None,
+    cores: Cores | None = None,
+    progress: LoadProgress | None = None,
 ) -> ModelRunner:
-    """Size the KV pool and make the runner.
+    """Size the KV pool and make the runner. `progress` is told of what takes long.
 
     Raises `OutOfMemory` if the pool cannot hold one modest request, or if a step's working memory does not fit.
 
     What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
 
-    The only torch-wide setting touched is the number of threads, and only when `num_threads` is given.
+    `cores`: the threads of the engine; None: as `config` says.
     """
-    with on_device(model.device):
-        work = partial(_build, model, config, lora, cores or Cores(config.num_threads))
+    with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
+        bar.stage("making room for keys and values")
+        work = partial(_build, model, config, lora, cores or Cores(config.num_threads), bar)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
-def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores) -> ModelRunner:
+def _build(
+    model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress
+) -> ModelRunner:
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
     working = 0
@@ -61,20 +70,22 @@ def _build(model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, co
         cores=cores,
     )
     if backend.name == "compiled":
-        _compile_kernels(runner, config)
+        _compile_kernels(runner, config, min(model.max_model_len, (pages - 1) * config.page_size) - 1, progress)
         release_cached(device)
     if device.type == "cuda" and config.cuda_graphs and backend.graphs:
-        _capture_graphs(runner, config, device, adapted=lora is not None and lora.nbytes > 0)
+        _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
 
 
-def _compile_kernels(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run a first small step, so that no request's step waits for a compiler."""
+def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress) -> None:
+    """Run a first short step and a first long one, so that no request's step waits for a compiler. `most`: positions
+    that a sequence may have here."""
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
-    count = min(2, config.page_size)
-    row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, [1], True)
-    with LoadProgress(config.show_progress) as progress:
-        progress.stage("compiling kernels, once on this machine")
+    most = max(1, min(most, config.max_num_batched_tokens))
+    progress.stage("running a first step")
+    for count in sorted({min(2, most), min(MOST_TOKENS + 1, most)}):
+        pages = list(range(1, 1 + -(-count // config.page_size)))
+        row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, pages, True)
         runner.rehearse(Batch(0, (row,)))
 
 
@@ -100,7 +111,9 @@ def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
         release_cached(device)
 
 
-def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.device, *, adapted: bool) -> None:
+def _capture_graphs(
+    runner: ModelRunner, config: EngineConfig, device: torch.device, progress: LoadProgress, *, adapted: bool
+) -> None:
     """Capture all decode graphs, and say what they took. Without memory for them, steps run without.
 
     `adapted`: there is memory of adapters, so that there are graphs with them as well.
@@ -110,12 +123,11 @@ def _capture_graphs(runner: ModelRunner, config: EngineConfig, device: torch.dev
     release_cached(device)  # else they would be served from there, and seem to take nothing
     before = free_bytes(device)
     graphs: DecodeGraphs | None = None
-    with LoadProgress(config.show_progress) as progress:
-        progress.stage("capturing CUDA graphs", count)
-        try:
-            graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
-        except Exception as error:
-            logger.warning("decode steps run without CUDA graphs: %s", error)
+    progress.stage("capturing CUDA graphs", count)
+    try:
+        graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+    except Exception as error:
+        logger.warning("decode steps run without CUDA graphs: %s", error)
     release_cached(device)
     if graphs is not None:
         taken = (before - free_bytes(device)) / 2**20

@@ -49,6 +49,16 @@ def test_generate_streams_what_json_reports(run: Run) -> None:
     assert re.search(r"\d+ prompt tokens \(0 from the cache\)", figures)
 
 
+def test_generate_answers_as_the_readme_says(run: Run) -> None:
+    """Nothing given but the question: a model with a chat template gets it as a message, and the bundled one's
+    generation_config makes it greedy. Twice, for a drawn answer may be right by chance."""
+    answers = [run("generate", "demo", "What is the capital of Norway?", *SMALL)[0] for _ in range(2)]
+    assert answers == ["The capital of Norway is Oslo.\n"] * 2
+    plain = json.loads(run("generate", "demo", "Hello!", "--no-chat", "--json", *GREEDY)[0])
+    chat = json.loads(run("generate", "demo", "Hello!", "--json", *GREEDY)[0])
+    assert plain["usage"]["prompt_tokens"] < chat["usage"]["prompt_tokens"]
+
+
 def test_generate_reads_stdin_and_samples(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
     printed, _ = run("generate", "demo", "-", "--json", "--n", "3", "--seed", "5", "--logprobs", "--max-tokens", "4",

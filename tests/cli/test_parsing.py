@@ -86,6 +86,7 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["generate", "demo", "hi", "--max-tokens", "-1"], "max_tokens: must be >= 1, got -1"),
         (["generate", "demo", ""], "prompt: must not be empty"),
         (["generate", "demo"], "PROMPT"),
+        (["generate", "demo", "hi", "--no-chat", "--system", "Be brief."], "system: --no-chat sends no messages"),
         (["generate", "demo", "hi", "--max-token", "3"], "--max-token"),
         (["chat", "demo", "--top-p", "2"], "top_p: must be > 0 and <= 1, got 2"),
         (["bench", "demo", "--output-len", "0"], "output_len: must be >= 1, got 0"),

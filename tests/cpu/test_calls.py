@@ -1,7 +1,5 @@
 """Calls by address: every part is run once, with what was given, and errors are the caller's."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,8 @@ from asyncengine.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.cpu import jit
 from asyncengine.cpu.calls import call, spread
-from asyncengine.cpu.jit import array, pointer, serial_in_order, stamp_of
+from asyncengine.cpu.jit import array, pointer, serial_in_order
 
 
 @serial_in_order
@@ -44,14 +41,3 @@ def test_one_call() -> None:
     out = np.zeros(9, np.float32)
     _fill_alone(out.ctypes.data, 9, np.float32(2))
     assert np.array_equal(out, np.arange(9, dtype=np.float32) * 2)
-
-
-def test_what_is_compiled_is_kept_by_the_source_of_all(tmp_path: Path) -> None:
-    """A kernel holds the code of what it calls: an edit there must not find the old one on the disk."""
-    for name in ("one.py", "two.py"):
-        (tmp_path / name).write_text("same")
-    before = stamp_of(tmp_path)
-    assert stamp_of(tmp_path) == before
-    (tmp_path / "two.py").write_text("other")
-    assert stamp_of(tmp_path) != before
-    assert _fill.py_func.__qualname__.endswith(stamp_of(Path(jit.__file__).parent))  # type: ignore[attr-defined]

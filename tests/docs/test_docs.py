@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -10,9 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HOWTOS = sorted((ROOT / "docs" / "howto").glob("*.md"))
-EXCERPTS = ("fastapi.md", "langchain.md", "langgraph.md", "llama_index.md")
-"""Their blocks are pieces of programs in `examples/`, which tests/integrations/test_examples.py runs whole."""
-RUNNABLE = [ROOT / "README.md", *(page for page in HOWTOS if page.name not in EXCERPTS)]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -23,7 +19,7 @@ FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 def blocks() -> list[object]:
     found: list[object] = []
-    for page in RUNNABLE:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start(1)) + 1
@@ -48,14 +44,23 @@ def test_block_runs(
         assert printed == shown
 
 
-@pytest.mark.parametrize("name", EXCERPTS)
-def test_excerpts_are_python_and_name_their_program(name: str) -> None:
-    text = (ROOT / "docs" / "howto" / name).read_text(encoding="utf-8")
-    found = BLOCK.findall(text)
-    assert found
-    for code in found:
-        compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    assert "](../../examples/" in text
+LANGUAGES = {"python", "text", "bash", "dockerfile"}
+"""Of fenced blocks. What is python runs, and what is not marked could be anything."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_says_what_it_is(page: Path) -> None:
+    fences = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(fences[1::2]) <= {""}
+    assert set(fences[::2]) <= LANGUAGES
+
+
+def test_howtos_are_spelled_alike_and_linked() -> None:
+    """One way to write their names, and the README leads to each of them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert HOWTOS
+    assert not [page.name for page in HOWTOS if not re.fullmatch(r"[a-z0-9_]+\.md", page.name)]
+    assert not [page.name for page in HOWTOS if f"](docs/howto/{page.name})" not in readme]
 
 
 def test_there_are_blocks_to_run() -> None:

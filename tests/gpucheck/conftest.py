@@ -8,4 +8,3 @@ __all__ = ["one_thread"]
 def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """After each check they free device memory. Here there is none, and a process full of modules."""
     monkeypatch.setattr("asyncengine.gpucheck.session.release", lambda _: None)
-    monkeypatch.setattr("asyncengine.gpucheck.speed.release", lambda _: None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.gpucheck import environment, peers, speed
+from asyncengine.gpucheck import environment, speed
 from asyncengine.gpucheck.report import CheckFailed, Figure, Skipped
 from asyncengine.gpucheck.session import Session, Settings
 from asyncengine.gpucheck.shapes import LARGE, SMALL, Shape
@@ -27,7 +27,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(speed, "BATCH", 6)
     monkeypatch.setattr(speed, "SMALL", TINY)
     monkeypatch.setattr(speed, "LARGE", TINY)
-    monkeypatch.setattr(speed, "_PEER_LENGTHS", (16, 12))
+    monkeypatch.setattr(speed, "PEER_LENGTHS", (16, 12))
     monkeypatch.setattr(speed, "_MEAN_OUTPUT", 16)
     monkeypatch.setattr(speed, "random_lengths", lambda count, low, high, seed: [(20, 10), (4, 15)] * (count // 2))
     made = Session(CPU, tmp_path)
@@ -84,25 +84,6 @@ def test_a_model_too_large_for_the_device_is_skipped(session: Session, monkeypat
     (check,) = session.report.checks
     assert check.status == "skip"
     assert "the weights take" in check.detail
-
-
-def test_peers_are_never_guessed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> float:
-        raise RuntimeError("no such kernel\nand more")
-
-    monkeypatch.setattr(peers, "_transformers_batching", broken)
-    assert peers.transformers_batching(TINY, torch.device("cpu"), [[1, 2]], 3) == (None, "RuntimeError: no such kernel")
-    assert set(peers.others()) == {"vllm", "sglang", "nanovllm", "minisgl"}
-
-    async def nothing(*_: Any) -> str:
-        return "done"
-
-    monkeypatch.setattr(speed, "measure_small", nothing)
-    monkeypatch.setattr(speed, "measure_arrivals", nothing)
-    speed.run_small(session)
-    found = figures(session)["transformers continuous batching, 6 x 16/12"]
-    assert (found.verdict, found.note) == ("absent", "RuntimeError: no such kernel")
-    assert figures(session)["vllm"].verdict == "absent"
 
 
 def test_a_roofline_needs_a_bandwidth(tmp_path: Path) -> None:

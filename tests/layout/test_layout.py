@@ -44,6 +44,14 @@ def sources() -> list[tuple[str, Path]]:
     return found
 
 
+def tools() -> list[tuple[str, Path]]:
+    """(module name, file) of what makers run."""
+    return [
+        (".".join(path.relative_to(ROOT).with_suffix("").parts), path)
+        for path in sorted((ROOT / "tools").rglob("*.py"))
+    ]
+
+
 def test_every_folder_with_python_files_is_packaged() -> None:
     """The explicit list equals the tree: a forgotten package would only be missed after a plain install."""
     listed = {folder_of(package) for package in PACKAGES}
@@ -57,8 +65,8 @@ def test_every_folder_with_python_files_is_packaged() -> None:
 
 
 def test_top_level_is_as_agreed() -> None:
-    expected = {"pyproject.toml", "README.md", "asyncengine", "integrations", "grammar", "lora", "tests", "docs"}
-    assert expected <= {path.name for path in ROOT.iterdir()}
+    folders = {"asyncengine", "integrations", "grammar", "lora", "tests", "docs", "tools"}
+    assert {"pyproject.toml", "README.md", *folders} <= {path.name for path in ROOT.iterdir()}
     for name in GUARDED:
         link = ROOT / "asyncengine" / name
         assert link.is_symlink()
@@ -114,6 +122,18 @@ def test_wheel_contents(tmp_path: Path) -> None:
         for file in ("README.md", "adapter_config.json", "adapter_model.safetensors"):
             assert f"asyncengine/demo/adapters/{adapter}/{file}" in names
     assert wheel.stat().st_size < 13_000_000
+
+
+def test_what_only_makers_run_is_not_shipped() -> None:
+    """The folder of the bundled model holds the model, and nothing shipped needs what made it."""
+    assert [path.name for path in (ROOT / "asyncengine" / "demo").glob("*.py")] == ["__init__.py"]
+    makers = ("tools", "benchmarks", "tests", "examples")
+    assert not [
+        f"{module} imports {name}"
+        for module, path in sources()
+        for name in imported(path)
+        if name.split(".")[0] in makers
+    ]
 
 
 # ---------------------------------------------------------------- imports
@@ -206,7 +226,7 @@ def test_only_build_wires() -> None:
     wrong = []
     for module, path in sources():
         if module in ("asyncengine.build", "asyncengine.models.loading") or part(module) in (
-            "runner", "models", "attention", "demo", "cli", "testing", "gpucheck",
+            "runner", "models", "attention", "cli", "testing", "gpucheck",
         ):  # fmt: skip
             continue
         for name in imported(path):
@@ -231,7 +251,7 @@ def test_importing_asyncengine_is_light() -> None:
 
 def test_files_are_short() -> None:
     long = {}
-    for _, path in sources():
+    for _, path in [*sources(), *tools()]:
         name = path.relative_to(ROOT).as_posix()
         lines = len(path.read_text(encoding="utf-8").splitlines())
         if lines > LONGER_FILES.get(name, MAX_FILE_LINES):
@@ -241,7 +261,7 @@ def test_files_are_short() -> None:
 
 def test_functions_fit_a_screen() -> None:
     long = []
-    for module, path in sources():
+    for module, path in [*sources(), *tools()]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1

@@ -1,0 +1,44 @@
+"""What a request leaves open is taken from the model's generation_config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncengine.clock import MonotonicClock
+from asyncengine.config import EngineConfig
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.submit import Acceptance, ModelInfo, RequestOptions
+
+
+def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:
+    info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=generation_config)
+    return Acceptance(EngineConfig(), info, MonotonicClock(), None).accept([2, 3], params, RequestOptions()).params
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "given", "temperature"),
+    [
+        ({}, None, 1.0),
+        ({"temperature": 0.6}, None, 0.6),
+        ({"do_sample": True, "temperature": 0.6}, None, 0.6),
+        ({"do_sample": False}, None, 0.0),
+        ({"do_sample": False, "temperature": 0.6}, None, 0.0),  # as Hugging Face generate reads it
+        ({"do_sample": False}, SamplingParams(top_p=0.9), 0.0),
+        ({"do_sample": False, "temperature": 0.6}, SamplingParams(temperature=0.8), 0.8),  # who asks, gets
+        ({"temperature": 0.6}, SamplingParams(temperature=0.0), 0.0),
+    ],
+)
+def test_the_temperature(generation_config: dict[str, Any], given: SamplingParams | None, temperature: float) -> None:
+    assert resolved(generation_config, given).temperature == temperature
+
+
+def test_the_rest() -> None:
+    own = {"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    left_open = resolved(own, None)
+    assert (left_open.top_p, left_open.top_k, left_open.repetition_penalty) == (0.8, 20, 1.1)
+    given = resolved(own, SamplingParams(top_p=1.0, top_k=0, repetition_penalty=1.0))
+    assert (given.top_p, given.top_k, given.repetition_penalty) == (1.0, 0, 1.0)
+    neutral = resolved({}, None)
+    assert (neutral.top_p, neutral.top_k, neutral.repetition_penalty) == (1.0, 0, 1.0)

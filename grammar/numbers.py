@@ -159,7 +159,7 @@ class Numbers:
         raise GrammarUnsupported("grammar", [("multipleOf", f"{pointer}/multipleOf")], detail)
 
     def __str__(self) -> str:
-        parts = ["a whole number" if self.integer else "a number"]
+        parts = []
         if self.low is not None:
             parts.append(f"{'>' if self.low_open else '>='} {text_of(self.low)}")
         if self.high is not None:
@@ -168,7 +168,9 @@ class Numbers:
             parts.append(f"a multiple of {text_of(self.step)}")
         if self.listed is not None:
             parts.append(f"one of {len(self.listed)} listed")
-        return ", ".join(parts)
+        if not self.integer and self.step is None and self.listed is None:
+            parts.append(f"of at most {self.places} digits after the point")
+        return f"{'whole number' if self.integer else 'number'} {', '.join(parts)}"
 
 
 def of_schema(node: dict[str, Any], pointer: str, *, integer: bool = False) -> Numbers:

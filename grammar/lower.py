@@ -54,6 +54,16 @@ def to_llguidance(grammar: Grammar) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n"))
 
 
+def without_numbers(grammar: Grammar) -> str:
+    """The text for a trial: what `to_llguidance` makes, a schema without its bounds of numbers (which the library gets
+    to see in that form, and then as rules of ours, which do not nest)."""
+    if grammar.kind != "json_schema":
+        return to_llguidance(grammar)
+    lenient = grammar.unsupported != "error"
+    schema = without_bounds(_object(grammar.text, lenient))
+    return _from_schema(grammar, schema, {**OPTIONS[grammar.whitespace], **_escapes(schema)}, lenient)
+
+
 def _from_schema(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
     """By the library's own JSON compiler, which gets no bounds of numbers to see but harmless ones."""
     from llguidance import LLMatcher

@@ -17,7 +17,7 @@ MAX_FACTOR = 1 << 15
 
 
 def owns_numbers(schema: Any) -> bool:
-    """There is a bound, a `multipleOf`, or a number that a double or an int64 does not hold. Errs on the side of yes."""
+    """It has a bound, a `multipleOf`, or a number that a double does not hold. Errs on the side of yes."""
     return any(_is_bound(key, value) or _unsafe(value) for node in _dicts(schema) for key, value in node.items())
 
 
@@ -47,7 +47,7 @@ def lowered(
                 return library(safe)
             if not lenient or not isinstance(error, GrammarUnsupported):
                 raise
-            if not any([_drop(schema, pointer) for _, pointer in error.features]):
+            if not sum(_drop(schema, pointer) for _, pointer in error.features):
                 raise
     return schema_lark(schema, options)
 

@@ -1,7 +1,7 @@
 """Sets of decimal numbers (bounds, steps, lists), exact for any size, and the patterns that match their spellings.
 
-Spelled are: no exponent, no plus sign, no leading zero, no "-0"; trailing zeros of a fraction are allowed. A number that
-is no multiple of anything has at most `Numbers.places` digits after the point: so many that the text is still told
+Spelled are: no exponent, no plus sign, no leading zero, no "-0"; trailing zeros of a fraction are allowed. A number
+that is no multiple of anything has at most `Numbers.places` digits after the point: so many that the text is still told
 apart from its bounds where it is read as a double. `{"exclusiveMinimum": 0.3}` is not met by 0.3000000000000000000001,
 which is 0.3 to nearly every reader.
 """
@@ -30,7 +30,7 @@ SAFE = 2**53
 
 
 class Spelling(NamedTuple):
-    """How the numbers of a set are written: texts that match all of `patterns`, or that a library's own schema takes."""
+    """How the numbers of a set are written: as texts that match all of `patterns`, or that `schema` takes."""
 
     patterns: tuple[str, ...]
     schema: dict[str, Any] | None = None
@@ -113,10 +113,10 @@ class Numbers:
 
     def _inside(self, bound: Fraction, is_open: bool, direction: float) -> tuple[Fraction, bool]:
         """An open bound that our digits tell apart from its neighbours and a double does not: the next double."""
-        if not is_open or self.step is not None or not self.places or abs(bound) > 10**300:
+        if not is_open or not self.places or abs(bound) > 10**300:
             return bound, is_open
         near = float(bound)
-        if math.ulp(near) * 10**self.places <= 1 or Fraction(repr(near)) != bound:
+        if math.ulp(near) * 10**self.places <= 1:
             return bound, is_open
         return Fraction(repr(math.nextafter(near, direction))), False
 
@@ -135,7 +135,7 @@ class Numbers:
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(low, high, digits)
-        if unit == 10**digits and self.integer or unit == 1:
+        if unit == 1:
             return Spelling((bounds,))
         if low is not None and high is not None and (high - low) // unit < MAX_LISTED:
             return Spelling((listed_pattern(range(low, high + 1, unit), digits),))

@@ -87,10 +87,7 @@ class Rules:
         for name in order:
             unique = dict.fromkeys(" ".join(map(_written, symbols)) or '""' for symbols in self.alternatives[name])
             lines.append(f"{name}: {' | '.join(unique)}")
-        body = "\n".join(lines)
-        for text, name in [*self._texts.items(), *self._terminals.items()]:
-            lines.append(f"{name}: {text}")
-        del body
+        lines += [f"{name}: {text}" for text, name in (*self._texts.items(), *self._terminals.items())]
         return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,8 @@
 """A JSON schema as Lark, for schemas whose numbers llguidance would not hold to.
 
-llguidance 1.9.1 counts in doubles: bounds beyond 2**53 are rounded, exclusive decimal bounds are not kept, and the least
-int64 makes it recurse without end. Its JSON compiler takes no pattern for a number, so what surrounds the numbers is
-written here as well: objects, arrays, choices, references. Strings stay `%json`.
+llguidance 1.9.1 counts in doubles: bounds beyond 2**53 are rounded, exclusive decimal bounds are not kept, and the
+least int64 makes it recurse without end. Its JSON compiler takes no pattern for a number, so what
+surrounds the numbers is written here as well: objects, arrays, choices, references. Strings stay `%json`.
 
 As in its own compiler, properties come in the order of the schema, undeclared keys after them (they may repeat).
 """
@@ -10,25 +10,30 @@ As in its own compiler, properties come in the order of the schema, undeclared k
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
-from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
+from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.canonical import canonical_json
 from asyncengine.grammar.lark import literal, regex
 from asyncengine.grammar.numbers import KEYWORDS
-from asyncengine.grammar.regexes import portable
 from asyncengine.grammar.rules import MAX_RULES, Repeat, Rules, Symbol
-from asyncengine.grammar.schemas import anchors, escape
+from asyncengine.grammar.schema_members import (
+    KEY,
+    PLAIN_KEY,
+    additional,
+    at,
+    count_of,
+    items_of,
+    key_pattern,
+    of_pattern,
+    property_of,
+)
 from asyncengine.grammar.schema_terms import Conjunction, Entry, Term, terms
+from asyncengine.grammar.schemas import anchors
 
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 INTEGER = r"-?(?:0|[1-9][0-9]*)"
-KEY = r'"(?:[^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"'
-"""An undeclared key: one spelling for each, so that no declared key passes for one."""
-PLAIN_KEY = r'"[^"\\\x00-\x1f\x7f]*"'
-"""A key that a pattern is matched against: no escapes."""
 STRING = ("minLength", "maxLength", "pattern", "format", "enum", "const")
 ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 OBJECT = (
@@ -36,6 +41,8 @@ OBJECT = (
 )  # fmt: skip
 MAX_PREFIX = 100
 """Items with a schema of their own."""
+MAX_WORK = 100_000
+"""Schemas looked at, counted again in every alternative they are part of."""
 Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
@@ -57,8 +64,10 @@ class _Builder:
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
         self._empty: list[str] = []
+        self._work = 0
         self._leaf_options = {key: options[key] for key in options if key not in ("lenient", "coerce_one_of")}
-        blank = options.get("whitespace_pattern") or (None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+")
+        usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
+        blank = options.get("whitespace_pattern") or usual
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
         self._comma = self._separator(options.get("item_separator", ","))
         self._colon = self._separator(options.get("key_separator", ":"))
@@ -71,8 +80,9 @@ class _Builder:
         while self._todo:
             name, conjunction = self._todo.pop()
             for term in terms(self.root, conjunction, self._anchors):
+                self._work += len(term.entries)
                 self._term(name, term)
-            if len(self.rules.alternatives) > MAX_RULES:
+            if len(self.rules.alternatives) > MAX_RULES or self._work > MAX_WORK:
                 raise GrammarTooLarge("grammar", f"a schema with bounds of numbers must not exceed {MAX_RULES} rules")
         self.rules.prune()
         if not self.rules.alternatives[start]:
@@ -160,13 +170,13 @@ class _Builder:
     # ---------------------------------------------------------------- arrays
 
     def _array(self, name: str, term: Term) -> None:
-        shapes = [_items(entry) for entry in term.having(*ARRAY)]
-        least = max((_count(entry, "minItems") or 0 for entry in term.entries), default=0)
-        tops = [_count(entry, "maxItems") for entry in term.entries]
+        shapes = [items_of(entry) for entry in term.having(*ARRAY)]
+        least = max((count_of(entry, "minItems") or 0 for entry in term.entries), default=0)
+        tops = [count_of(entry, "maxItems") for entry in term.entries]
         most = min((top for top in tops if top is not None), default=None)
         width = max(len(prefix) for prefix, _ in shapes)
         if width > MAX_PREFIX:
-            raise GrammarTooLarge("grammar", f"prefixItems must not exceed {MAX_PREFIX} schemas beside bounds of numbers")
+            raise GrammarTooLarge("grammar", f"prefixItems beside bounds of numbers must not exceed {MAX_PREFIX}")
         if most is not None and least > most:
             return
         open_, close = ['"["', *self._blank], [*self._blank, '"]"']
@@ -179,7 +189,7 @@ class _Builder:
             more = self.rules.new([*self._comma, rest])
             self.rules.add(name, [*open_, rest, *_repeat(more, max(0, least - 1), most, 1), *close])
             return
-        items = [self.node(tuple(e for prefix, tail in shapes if (e := _at(prefix, tail, i)))) for i in range(width)]
+        items = [self.node(tuple(e for prefix, tail in shapes if (e := at(prefix, tail, i)))) for i in range(width)]
         tail: list[Symbol] = _repeat(self.rules.new([*self._comma, rest]), max(0, least - width), most, width)
         for index in range(width - 1, 0, -1):
             here = self.rules.new()
@@ -198,7 +208,7 @@ class _Builder:
         declared = dict.fromkeys(key for entry in entries for key in entry.schema.get("properties", {}))
         members: list[Member] = []
         for key in (*declared, *(key for key in required if key not in declared)):
-            value = self.node(tuple(child for entry in entries for child in _property(entry, key)))
+            value = self.node(tuple(child for entry in entries for child in property_of(entry, key)))
             pair = self.rules.new([literal(json.dumps(key, ensure_ascii=False)), *self._colon, value])
             members.append((pair, key in required))
         least, most = self._counts(entries, members, len(required))
@@ -235,8 +245,8 @@ class _Builder:
 
     def _counts(self, entries: list[Entry], members: list[Member], needed: int) -> tuple[int, int | None]:
         """How many members there may be beside the required ones."""
-        least = max((_count(entry, "minProperties") or 0 for entry in entries), default=0)
-        tops = [_count(entry, "maxProperties") for entry in entries]
+        least = max((count_of(entry, "minProperties") or 0 for entry in entries), default=0)
+        tops = [count_of(entry, "maxProperties") for entry in entries]
         most = min((top for top in tops if top is not None), default=None)
         one_at_most = not needed and least <= 1 and most in (None, 1)
         if (least > needed or most is not None) and len(members) > needed and not one_at_most:
@@ -248,15 +258,15 @@ class _Builder:
     def _free(self, entries: list[Entry], declared: list[str]) -> str | None:
         """The rule of one undeclared member."""
         patterns = dict.fromkeys(key for entry in entries for key in entry.schema.get("patternProperties", {}))
-        written = {pattern: regex(f'"{_key_pattern(pattern, entries)}"') for pattern in patterns}
+        written = {pattern: regex(f'"{key_pattern(pattern, entries)}"') for pattern in patterns}
         names = [literal(json.dumps(key, ensure_ascii=False)) for key in declared]
         others = f" & ~({' | '.join(names)})" if names else ""
         found = self.rules.new()
         for pattern, text in written.items():
-            value = self.node(tuple(_of_pattern(entry, pattern) for entry in entries))
+            value = self.node(tuple(of_pattern(entry, pattern) for entry in entries))
             key = self.rules.terminal(f"{regex(PLAIN_KEY)} & {text}{others}")
             self.rules.add(found, [key, *self._colon, value])
-        rest = tuple(_additional(entry) for entry in entries)
+        rest = tuple(additional(entry) for entry in entries)
         if not any(entry.schema is False for entry in rest):
             plain = PLAIN_KEY if patterns else KEY
             key = self.rules.terminal(regex(plain) + others + "".join(f" & ~{text}" for text in written.values()))
@@ -271,76 +281,3 @@ def _repeat(rule: str, least: int, most: int | None, taken: int) -> list[Symbol]
     """`rule` from `least` times on, `most` being the limit of a list that has `taken` already."""
     top = None if most is None else most - taken
     return [] if top is not None and top <= 0 else [Repeat(rule, least, top)]
-
-
-def _count(entry: Entry, key: str) -> int | None:
-    value = entry.schema.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
-        raise GrammarError("grammar", f"{key} at {entry.pointer or '/'} must be a whole number, 0 or more", value)
-    return int(value)
-
-
-def _items(entry: Entry) -> tuple[list[Entry], Entry | None]:
-    """(schemas of the first items, schema of the others). A list of `items` is draft 7's `prefixItems`."""
-    pointer, schema = entry.pointer, entry.schema
-    key = "items" if isinstance(schema.get("items"), list) else "prefixItems"
-    prefix = [Entry(f"{pointer}/{key}/{index}", item) for index, item in enumerate(schema.get(key, ()))]
-    others = "additionalItems" if key == "items" else "items"
-    return prefix, Entry(f"{pointer}/{others}", schema[others]) if others in schema else None
-
-
-def _at(prefix: list[Entry], others: Entry | None, index: int) -> Entry | None:
-    return prefix[index] if index < len(prefix) else others
-
-
-def _property(entry: Entry, key: str) -> list[Entry]:
-    """What one schema asks of the property `key`."""
-    pointer, schema = entry.pointer, entry.schema
-    found = []
-    if key in schema.get("properties", {}):
-        found.append(Entry(f"{pointer}/properties/{escape(key)}", schema["properties"][key]))
-    for pattern, child in schema.get("patternProperties", {}).items():
-        if _finds(pattern, key, entry):
-            found.append(Entry(f"{pointer}/patternProperties/{escape(pattern)}", child))
-    return found or [_additional(entry)]
-
-
-def _of_pattern(entry: Entry, pattern: str) -> Entry:
-    named = entry.schema.get("patternProperties", {})
-    if pattern in named:
-        return Entry(f"{entry.pointer}/patternProperties/{escape(pattern)}", named[pattern])
-    return _additional(entry)
-
-
-def _additional(entry: Entry) -> Entry:
-    return Entry(f"{entry.pointer}/additionalProperties", entry.schema.get("additionalProperties", True))
-
-
-def _finds(pattern: str, key: str, entry: Entry) -> bool:
-    try:
-        return re.search(pattern, key) is not None
-    except (re.error, RecursionError, OverflowError):
-        raise _no_pattern(pattern, [entry]) from None
-
-
-def _key_pattern(pattern: str, entries: list[Entry]) -> str:
-    """Whole keys in which `pattern` is found; it may be anchored at its ends."""
-    start, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    core = pattern[start : len(pattern) - end]
-    try:
-        if (start or end) and portable(core) and "|" in re.sub(r"\\.|\[[^\]]*\]|\([^()]*\)", "", core):
-            raise _no_pattern(pattern, entries)
-        core = portable(core)
-    except GrammarUnsupported:
-        raise _no_pattern(pattern, entries) from None
-    anything = '[^"]*'
-    return f"{'' if start else anything}(?:{core}){'' if end else anything}"
-
-
-def _no_pattern(pattern: str, entries: list[Entry]) -> GrammarUnsupported:
-    at = next(e.pointer for e in entries if pattern in e.schema.get("patternProperties", {}))
-    place = f"{at}/patternProperties/{escape(pattern)}"
-    return GrammarUnsupported("grammar", [("patternProperties", place)], "too rich a pattern beside bounds of numbers")
-

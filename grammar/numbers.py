@@ -8,8 +8,9 @@ which is 0.3 to nearly every reader.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class Numbers:
         if not is_open or not self.places or abs(bound) > 10**300:
             return bound, is_open
         near = float(bound)
-        if math.ulp(near) * 10**self.places <= 1:
+        if Fraction(math.ulp(near)) * 10**self.places <= 1:
             return bound, is_open
         return Fraction(repr(math.nextafter(near, direction))), False
 
@@ -206,9 +207,11 @@ def exact(value: Any, pointer: str = "") -> Fraction:
     return Fraction(repr(value) if isinstance(value, float) else value)
 
 
-def union(sets: list[Numbers]) -> Numbers:
-    """Sets that only list numbers, as one."""
-    return replace(sets[0], listed=tuple(item for found in sets for item in found.listed or ()))
+def number_text(value: int | float) -> str:
+    """A listed number as it is written: whole ones without a fraction."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    return json.dumps(value)
 
 
 def places(value: Fraction) -> int:

@@ -226,7 +226,8 @@ class _Builder:
         if not members:
             return
         single = most == 1 and not required
-        inner = self.rules.new(*([member] for member, _ in members)) if single else self._some(members)
+        alone: list[list[Symbol]] = [[member] for member, _ in members]
+        inner = self.rules.new(*alone) if single else self._some(members)
         self.rules.add(name, ['"{"', *self._blank, inner, *self._blank, '"}"'])
 
     def _some(self, members: list[Member]) -> str:

@@ -6,12 +6,11 @@ has a name, and a recursive schema comes to an end.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, of_schema
+from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
 from asyncengine.grammar.schemas import resolve
 
 MAX_TERMS = 4096
@@ -153,13 +152,6 @@ def _structure(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items), "maxItems": len(items)}
     properties = {name: {"const": item} for name, item in value.items()}
     return {"type": "object", "properties": properties, "required": list(value), "additionalProperties": False}
-
-
-def number_text(value: int | float) -> str:
-    """A listed number as it is written: whole ones without a fraction."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
-        return str(int(value))
-    return json.dumps(value)
 
 
 def _types(entry: Entry) -> list[str]:

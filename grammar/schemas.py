@@ -112,7 +112,7 @@ def _require(node: Any, name: Any) -> None:
 
 def anchors(root: Any) -> dict[str, Any]:
     """Subschemas by the name that `$anchor` gives them."""
-    found = {}
+    found: dict[str, Any] = {}
     for _, node in subschemas(root):
         if isinstance(node.get("$anchor"), str):
             found.setdefault(node["$anchor"], node)

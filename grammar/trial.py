@@ -63,6 +63,8 @@ class Trial:
         raise GrammarError("grammar", f"crashes the grammar library (tried in a process apart: {process.fate()})")
 
     def _started(self) -> Process:
+        if self._closed.is_set():
+            raise GrammarError("grammar", "the engine is closed")
         process = self._process
         if process is not None and process.alive():
             return process
@@ -70,7 +72,7 @@ class Trial:
             process.end()
         self._process = process = Process(Path(trial_worker.__file__))
         if self._closed.is_set():  # closed meanwhile: `close` may not have seen it
-            process.end()
+            process.kill()
         options = {"path": sys.path, "memory_limit": self._memory_limit, "stack_bytes": STACK_BYTES * 3 // 4}
         ready = process.ask(START_TIMEOUT, json.dumps(options).encode())
         if ready != READY:

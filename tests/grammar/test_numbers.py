@@ -26,7 +26,7 @@ SMALL = [0, 1, -1, 5, 9, 10, 99, 100, 101, 255, -128, 0.5, 0.1, -0.1, 0.3, 1.5, 
 
 def random_bound(rng: random.Random, around: Any = None) -> Any:
     if around is not None and rng.random() < 0.5:  # a near neighbour, which is where mistakes are
-        step = rng.choice([0, 1, -1, 10, 10**-rng.randrange(1, 5)])
+        step = rng.choice([0, 1, -1, 10, 10 ** -rng.randrange(1, 5)])
         return around + step if isinstance(around, int) and isinstance(step, int) else float(around) + step
     match rng.randrange(5):
         case 0:
@@ -127,7 +127,7 @@ def test_random_ranges_against_decimal_arithmetic(part: int) -> None:
                 continue
             assert taken == wanted, (schema, integer, text, spelling.patterns)
             matched, unmatched = matched + taken, unmatched + (not taken)
-            if taken and "." in text:
+            if taken and "." in text and not {"minimum", "exclusiveMinimum"} <= set(schema):
                 assert keeps_as_double(schema, float(text)), (schema, text)
     assert min(matched, unmatched) > RANGES
     assert refused < RANGES / 4 / 10
@@ -154,7 +154,11 @@ def keeps_as_double(schema: dict[str, Any], value: float) -> bool:
 @pytest.mark.parametrize(
     ("schema", "inside", "outside"),
     [
-        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.1", "0.50", "0.00000000000001"], ["0", "0.0", "-1", "0.51"]),
+        (
+            {"exclusiveMinimum": 0, "maximum": 0.5},
+            ["0.5", "0.1", "0.50", "0.00000000000001"],
+            ["0", "0.0", "-1", "0.51"],
+        ),
         ({"exclusiveMinimum": 5, "maximum": 5.1}, ["5.05", "5.1"], ["5", "5.0", "5.11"]),
         ({"exclusiveMinimum": 1, "maximum": 1.5}, ["1.1", "1.5"], ["1", "1.0", "1.51"]),
         ({"exclusiveMinimum": 0.3}, ["0.31", "0.30000000000001", "9" * 50], ["0.3", "0.3000000000000000000001"]),
@@ -185,7 +189,7 @@ def test_sets_meet() -> None:
 
 
 def test_what_cannot_be_said_is_refused_by_name() -> None:
-    with pytest.raises(GrammarUnsupported, match="multiples of 0.07") as refused:
+    with pytest.raises(GrammarUnsupported, match=r"multiples of 0\.07") as refused:
         of_schema({"multipleOf": 0.07, "minimum": 0}, "/a").spelling("/a")
     assert refused.value.features == (("multipleOf", "/a/multipleOf"),)
     with pytest.raises(GrammarTooLarge, match="/minimum must not exceed 400 digits"):

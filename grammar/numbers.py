@@ -64,17 +64,20 @@ class Numbers:
         step = self.step if other.step is None else other.step if self.step is None else _lcm(self.step, other.step)
         listed = self.listed if other.listed is None else other.listed
         if self.listed is not None and other.listed is not None:
-            values = [value for value, _ in other.listed]
+            values = frozenset(value for value, _ in other.listed)
             listed = tuple(item for item in self.listed if item[0] in values)
         return Numbers(low, high, low_open, high_open, self.integer or other.integer, step, listed)
 
     def holds(self, value: Fraction) -> bool:
+        return self._within(value) and (self.listed is None or any(value == item for item, _ in self.listed))
+
+    def _within(self, value: Fraction) -> bool:
+        """It keeps the bounds."""
         return (
             (self.low is None or value > self.low or (value == self.low and not self.low_open))
             and (self.high is None or value < self.high or (value == self.high and not self.high_open))
             and (not self.integer or value.denominator == 1)
             and (self.step is None or (value / self.step).denominator == 1)
-            and (self.listed is None or any(value == item for item, _ in self.listed))
         )
 
     @property
@@ -124,7 +127,7 @@ class Numbers:
     @property
     def empty(self) -> bool:
         if self.listed is not None:
-            return not any(self.holds(value) for value, _ in self.listed)
+            return not any(self._within(value) for value, _ in self.listed)
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
@@ -132,7 +135,7 @@ class Numbers:
         """For a set that is not empty. Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of
         the schema that has it)."""
         if self.listed is not None:
-            texts = [text for value, text in self.listed if self.holds(value)]
+            texts = [text for value, text in self.listed if self._within(value)]
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
         bounds = range_pattern(low, high, digits)

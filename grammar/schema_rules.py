@@ -67,7 +67,7 @@ class _Builder:
         self._work = 0
         self._leaf_options = {key: options[key] for key in options if key not in ("lenient", "coerce_one_of")}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
-        blank = options.get("whitespace_pattern") or usual
+        blank = usual if (given := options.get("whitespace_pattern")) is None else given
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
         self._comma = self._separator(options.get("item_separator", ","))
         self._colon = self._separator(options.get("key_separator", ":"))
@@ -237,9 +237,10 @@ class _Builder:
         half = len(members) // 2
         left, right = members[:half], members[half:]
         one, two = self._some(left), self._some(right)
-        found = self.rules.new([one, *self._comma, two])
+        follows: list[Symbol] = [*self._comma, two]
         if not any(needed for _, needed in right):
-            self.rules.add(found, [one])
+            follows = [self.rules.new([], follows)]  # not an alternative of its own: those that may begin are limited
+        found = self.rules.new([one, *follows])
         if not any(needed for _, needed in left):
             self.rules.add(found, [two])
         return found

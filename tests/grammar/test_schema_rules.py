@@ -227,6 +227,10 @@ def test_whitespace(whitespace: Any, text: str) -> None:
     assert accepts(grammar, text)
     assert not accepts(grammar, json.dumps(json.loads(text), indent=1))
     assert accepts(Grammar.json_schema(schema), json.dumps(json.loads(text), indent=4))
+    for pattern, blank in (("", ""), (" ", " "), ("[ ]{2}", "  ")):
+        own = Grammar.json_schema({**schema, "x-guidance": {"whitespace_pattern": pattern}})
+        assert accepts(own, f'{{"a":{blank}1,{blank}"b":[2]}}')
+        assert not accepts(own, f'{{"a":{blank} 1,"b":[2]}}')
 
 
 def test_conjunctions_that_explode_are_refused_in_time() -> None:

@@ -109,6 +109,20 @@ def test_a_crash_costs_its_request_only() -> None:
         backend.close()
 
 
+def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no `Exception`, so that nobody who waits would hear of it."""
+    backend = LlguidanceBackend(shared_vocabulary())
+    panic = type("PanicException", (BaseException,), {})
+
+    def panics(*args: Any) -> Any:
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr(backend, "matcher", panics)
+    with pytest.raises(GrammarError, match="panicked: index out of bounds"):
+        backend.compile(Grammar.regex("a"), 10)
+    backend.close()
+
+
 def random_grammar(rng: random.Random) -> Grammar:
     """Small, and odd: every keyword, extreme counts and numbers, any pattern, any Lark."""
     match rng.randrange(4):

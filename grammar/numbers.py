@@ -151,12 +151,9 @@ class Numbers:
     def _library(self, low: int | None, high: int | None, pointer: str) -> dict[str, Any]:
         """llguidance's own automaton for multiples, with bounds that survive its arithmetic."""
         if not self.places and all(end is None or abs(end) <= SAFE for end in (low, high)) and self.unit < 2**32:
-            ends = {"minimum": low, "maximum": high}
-            return {
-                "type": "integer",
-                "multipleOf": self.unit,
-                **{key: end for key, end in ends.items() if end is not None},
-            }
+            below, above = (low, -self.unit if high is None else min(high, -self.unit)), (max(low or 0, 0), high)
+            halves = [half for half in (below, above) if half[0] is None or half[1] is None or half[0] <= half[1]]
+            return {"anyOf": [_whole(*half, self.unit) for half in halves]}  # apart, or there would be a -0
         if low is None and high is None and self.step is not None and _survives(self.step):
             return {"type": "number", "multipleOf": float(self.step)}
         detail = f"multiples of {text_of(self.step)} between such bounds have no pattern of bearable size"
@@ -252,6 +249,11 @@ def _tighter(
 
 def _lcm(one: Fraction, two: Fraction) -> Fraction:
     return Fraction(math.lcm(one.numerator, two.numerator), math.gcd(one.denominator, two.denominator))
+
+
+def _whole(low: int | None, high: int | None, step: int) -> dict[str, Any]:
+    ends = {"minimum": low, "maximum": high}
+    return {"type": "integer", "multipleOf": step, **{key: end for key, end in ends.items() if end is not None}}
 
 
 def _survives(step: Fraction) -> bool:

@@ -127,6 +127,31 @@ def test_both_backends_agree(case: tuple[dict[str, Any], list[str], list[str]]) 
     assert [text for text in outside if pattern.fullmatch(text)] == []
 
 
+def test_multiples_left_to_the_library_are_exact() -> None:
+    """Sevens and the like, whose automaton is llguidance's own; the bounds it gets are ours."""
+    rng = random.Random(5)
+    for step in (3, 7, 11, 12, 60, 77):
+        low, high = sorted(rng.randrange(-40_000, 40_000) for _ in range(2))
+        for bounds in (
+            {"exclusiveMinimum": low},
+            {"maximum": high},
+            {"minimum": low * 2, "exclusiveMaximum": high * 2 + 1},
+            {},
+        ):
+            schema = {"type": "integer", "multipleOf": step, **bounds}
+            found = matcher(Grammar.json_schema(schema))
+            assert not takes(found, "-0")
+            least, most = bounds.get("exclusiveMinimum", bounds.get("minimum", -(10**15)) - 1), bounds.get("maximum")
+            most = bounds.get("exclusiveMaximum", 10**15) - 1 if most is None else most
+            near = [end + shift for end in (least, most, 0) if abs(end) < 10**6 for shift in range(-step - 1, step + 2)]
+            wrong = [
+                value
+                for value in (*near, *(rng.randrange(-90_000, 90_000) for _ in range(50)))
+                if takes(found, str(value)) != (least < value <= most and value % step == 0)
+            ]
+            assert wrong == [], schema
+
+
 def test_an_empty_range_is_refused_with_its_bounds() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"type": "integer", "minimum": 6, "maximum": 5}, r"no whole number >= 6, <= 5 \(at /\)"),

@@ -29,8 +29,7 @@ from asyncengine.grammar.schema_members import (
     of_pattern,
     property_of,
 )
-from asyncengine.grammar.schema_terms import Conjunction, Entry, Term, terms
-from asyncengine.grammar.schemas import anchors
+from asyncengine.grammar.schema_terms import Alternatives, Conjunction, Entry, Term
 
 NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 INTEGER = r"-?(?:0|[1-9][0-9]*)"
@@ -41,8 +40,6 @@ OBJECT = (
 )  # fmt: skip
 MAX_PREFIX = 100
 """Items with a schema of their own."""
-MAX_WORK = 100_000
-"""Schemas looked at, counted again in every alternative they are part of."""
 Member = tuple[str, bool]
 """(rule of one member, or of all undeclared ones; needed)"""
 
@@ -60,11 +57,10 @@ class _Builder:
     def __init__(self, root: dict[str, Any], options: dict[str, Any]) -> None:
         self.root = root
         self.rules = Rules()
-        self._anchors = anchors(root)
+        self._alternatives = Alternatives(root)
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
         self._empty: list[str] = []
-        self._work = 0
         self._leaf_options = {key: options[key] for key in options if key not in ("lenient", "coerce_one_of")}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
@@ -79,10 +75,9 @@ class _Builder:
         start = self.node((Entry("", self.root),))
         while self._todo:
             name, conjunction = self._todo.pop()
-            for term in terms(self.root, conjunction, self._anchors):
-                self._work += len(term.entries)
+            for term in self._alternatives.of(conjunction):
                 self._term(name, term)
-            if len(self.rules.alternatives) > MAX_RULES or self._work > MAX_WORK:
+            if len(self.rules.alternatives) > MAX_RULES:
                 raise GrammarTooLarge("grammar", f"a schema with bounds of numbers must not exceed {MAX_RULES} rules")
         self.rules.prune()
         if not self.rules.alternatives[start]:

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
 from asyncengine.grammar.numbers import KEYWORDS, Numbers, exact, number_text, of_schema
-from asyncengine.grammar.schemas import resolve
+from asyncengine.grammar.schemas import anchors, resolve
 
 MAX_TERMS = 4096
 """Alternatives of one place: a conjunction of choices multiplies them."""
+MAX_WORK = 200_000
+"""Schemas looked at in one document, counted again in every alternative that they are part of; under a second."""
 ALL_TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 
 
@@ -62,49 +64,61 @@ class Term(NamedTuple):
         return [entry for entry in self.entries if any(keyword in entry.schema for keyword in keywords)]
 
 
-def terms(root: dict[str, Any], conjunction: Sequence[Entry], anchors: Mapping[str, Any]) -> list[Term]:
-    """Alternatives, in the order of the schema; together they mean what `conjunction` does.
+class Alternatives:
+    """Spreads the choices of one document's schemas, with a bound on the work that all of them together may be.
 
-    Raises `GrammarTooLarge` beyond `MAX_TERMS`, `GrammarUnsupported` for a reference that leads out of `root`,
-    `GrammarError` for a malformed schema. `oneOf` is read as `anyOf`: that its branches exclude one another has been
-    checked.
+    `oneOf` is read as `anyOf`: that its branches exclude one another has been checked.
     """
-    found: list[Term] = []
-    stack: list[tuple[list[Entry | list[Entry]], tuple[Entry, ...]]] = [(list(conjunction), ())]
-    work = 0
-    while stack:
-        todo, done = stack.pop()
-        dead = False
-        while todo and not dead:
-            work += 1
-            if work > 16 * MAX_TERMS:
-                raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
-            item = todo.pop(0)
-            if isinstance(item, list):
-                stack.extend(([option, *todo], done) for option in reversed(item))
-                dead = True
-            elif item.schema is False:
-                dead = True
-            elif item.schema is not True and item.pointer not in [entry.pointer for entry in done]:
-                if not isinstance(item.schema, dict):
-                    raise GrammarError("grammar", f"the schema at {item.pointer or '/'} must be an object", item.schema)
-                done = (*done, item)
-                todo[:0] = list(_applied(root, item, anchors))
-        if not dead:
-            found.append(Term(done))
-            if len(found) > MAX_TERMS:
-                raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
-    return found
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._anchors = anchors(root)
+        self._work = 0
+
+    def of(self, conjunction: Sequence[Entry]) -> list[Term]:
+        """In the order of the schema; together they mean what `conjunction` does.
+
+        Raises `GrammarTooLarge` beyond `MAX_TERMS` and `MAX_WORK`, `GrammarUnsupported` for a reference that leads out
+        of the document, `GrammarError` for a malformed schema.
+        """
+        found: list[Term] = []
+        stack: list[tuple[list[Entry | list[Entry]], Conjunction]] = [(list(conjunction), ())]
+        while stack:
+            todo, done = stack.pop()
+            dead = False
+            while todo and not dead:
+                item = todo.pop(0)
+                self._count(item, done)
+                if isinstance(item, list):
+                    stack.extend(([option, *todo], done) for option in reversed(item))
+                    dead = True
+                elif item.schema is False:
+                    dead = True
+                elif item.schema is not True and item.pointer not in [entry.pointer for entry in done]:
+                    done = (*done, item)
+                    todo[:0] = list(_applied(self._root, item, self._anchors))
+            if not dead:
+                found.append(Term(done))
+        if len(found) > MAX_TERMS:
+            raise GrammarTooLarge("grammar", f"a conjunction of choices must not exceed {MAX_TERMS} alternatives")
+        return found
+
+    def _count(self, item: Entry | list[Entry], done: Conjunction) -> None:
+        self._work += len(item) + len(done) // 16 if isinstance(item, list) else 1 + len(done) // 16
+        if self._work > MAX_WORK:
+            raise GrammarTooLarge("grammar", f"its choices and conjunctions must not exceed {MAX_WORK} combinations")
+        if isinstance(item, Entry) and not isinstance(item.schema, (bool, dict)):
+            raise GrammarError("grammar", f"the schema at {item.pointer or '/'} must be an object", item.schema)
 
 
-def _applied(root: dict[str, Any], entry: Entry, anchors: Mapping[str, Any]) -> Iterator[Entry | list[Entry]]:
+def _applied(root: dict[str, Any], entry: Entry, named: Mapping[str, Any]) -> Iterator[Entry | list[Entry]]:
     """What the applicators of a schema add: schemas that must hold too, and choices among schemas."""
     pointer, schema = entry.pointer, entry.schema
     if entry.plain:
         return
     for key, value in schema.items():
         if key == "$ref":
-            target = resolve(root, schema, anchors)
+            target = resolve(root, schema, named)
             if not isinstance(target, (dict, bool)):
                 raise GrammarUnsupported("grammar", [("$ref", f"{pointer}/$ref")], "leads nowhere in the schema")
             yield Entry(value.removeprefix("#"), target)

@@ -262,6 +262,10 @@ def test_conjunctions_that_explode_are_refused_in_time() -> None:
     either = [{"anyOf": [{"minimum": index}, {"maximum": -index}]} for index in range(1, 20)]
     with pytest.raises(GrammarTooLarge):
         to_llguidance(Grammar.json_schema({"type": "integer", "allOf": either}))
+    dead = {"allOf": [{"anyOf": [{"maximum": index} for index in range(50)]}] * 2 + [False]}
+    many = {f"p{index}": {"$ref": "#/$defs/dead"} for index in range(1000)}
+    with pytest.raises(GrammarTooLarge, match="200000 combinations"):
+        schema_lark({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"])
 
 
 STEERED: dict[str, dict[str, Any]] = {

@@ -153,7 +153,8 @@ class Numbers:
         if not self.places and all(end is None or abs(end) <= SAFE for end in (low, high)) and self.unit < 2**32:
             below, above = (low, -self.unit if high is None else min(high, -self.unit)), (max(low or 0, 0), high)
             halves = [half for half in (below, above) if half[0] is None or half[1] is None or half[0] <= half[1]]
-            return {"anyOf": [_whole(*half, self.unit) for half in halves]}  # apart, or there would be a -0
+            # below zero and above it apart, or there would be a -0
+            return {"anyOf": [_whole(first, last, self.unit) for first, last in halves]}
         if low is None and high is None and self.step is not None and _survives(self.step):
             return {"type": "number", "multipleOf": float(self.step)}
         detail = f"multiples of {text_of(self.step)} between such bounds have no pattern of bearable size"

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
-from asyncengine.grammar.json_values import IS_TYPE, count, limits, same, types
+from asyncengine.grammar import numbers
+from asyncengine.grammar.json_values import IS_TYPE, count, is_number, limits, same, types
 from asyncengine.grammar.patterns import either, literal
 
 ANNOTATIONS = frozenset(
@@ -22,7 +23,7 @@ ANNOTATIONS = frozenset(
 )  # say nothing about what is valid
 KEYWORDS = frozenset((
     "type", "properties", "required", "additionalProperties", "enum", "const", "items", "minItems", "maxItems", "anyOf",
-    "$ref", "minLength", "maxLength",
+    "$ref", "minLength", "maxLength", *numbers.KEYWORDS,
 ))  # fmt: skip
 MAX_PATTERN = 1 << 20
 """Characters. References may be expanded exponentially often."""
@@ -55,7 +56,8 @@ def schema_pattern(schema: Any, whitespace: str = "flexible") -> str:
         advice = "outlines_core takes few keywords; schemas need a type, objects additionalProperties: false"
         raise GrammarUnsupported("grammar", builder.unsupported, advice)
     if pattern is None:
-        raise GrammarImpossible("grammar", "no JSON value is valid under this schema")
+        detail = f"; there is no {builder.empty[0]}" if builder.empty else ""
+        raise GrammarImpossible("grammar", f"no JSON value is valid under this schema{detail}")
     return pattern
 
 
@@ -66,6 +68,8 @@ class Builder:
         self.root = root
         self.whitespace = whitespace
         self.unsupported: list[tuple[str, str]] = []
+        self.empty: list[str] = []
+        """Bounds that no number keeps."""
         self._known: dict[tuple[str, int], Pattern] = {}
 
     def build(self, schema: Any, at: str, depth: int, refs: tuple[str, ...]) -> Pattern:
@@ -128,7 +132,7 @@ class Builder:
 
     def _values(self, schema: dict[str, Any], at: str, depth: int) -> Pattern:
         for key in schema:
-            if key in KEYWORDS and key not in ("enum", "const", "type"):
+            if key in KEYWORDS and key not in ("enum", "const", "type", *numbers.KEYWORDS):
                 self._refuse(key, f"{at}/{escaped(key)}")
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list):
@@ -138,6 +142,8 @@ class Builder:
         if "type" in schema:
             names = types(schema, at)
             values = [value for value in values if any(IS_TYPE[name](value) for name in names)]
+        bounds = numbers.of_schema(schema, at)
+        values = [value for value in values if not is_number(value) or bounds.holds(numbers.exact(value, at))]
         return self._either([self._literal(value, depth) for value in values])
 
     def _literal(self, value: Any, depth: int) -> str:
@@ -159,7 +165,18 @@ class Builder:
         if name == "string":
             bounds = limits(schema, "minLength", "maxLength", at)
             return None if bounds is None else f'"{CHAR}{bounds}"'
-        return {"integer": INTEGER, "number": NUMBER, "boolean": "(?:true|false)", "null": "null"}[name]
+        if name in ("integer", "number"):
+            return self._number(numbers.of_schema(schema, at, integer=name == "integer"), at)
+        return {"boolean": "(?:true|false)", "null": "null"}[name]
+
+    def _number(self, wanted: numbers.Numbers, at: str) -> Pattern:
+        if wanted.free:
+            return INTEGER if wanted.integer else NUMBER
+        if wanted.empty:
+            self.empty.append(f"{wanted} (at {at or '/'})")
+            return None
+        patterns = wanted.spelling(at).patterns
+        return patterns[0] if len(patterns) == 1 else self._refuse("multipleOf", f"{at}/multipleOf")
 
     def _array(self, schema: dict[str, Any], at: str, depth: int, refs: tuple[str, ...]) -> Pattern:
         bounds = limits(schema, "minItems", "maxItems", at)

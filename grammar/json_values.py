@@ -41,6 +41,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def same(left: Any, right: Any) -> bool:
     """Equality of JSON values: 1 is 1.0, but not true."""
     if isinstance(left, bool) or isinstance(right, bool):
@@ -57,7 +62,7 @@ IS_TYPE: Final[Mapping[str, Callable[[Any], bool]]] = MappingProxyType(
         "object": lambda value: isinstance(value, dict),
         "array": lambda value: isinstance(value, list),
         "string": lambda value: isinstance(value, str),
-        "number": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+        "number": is_number,
         "integer": is_integer,
         "boolean": lambda value: isinstance(value, bool),
         "null": lambda value: value is None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
 
@@ -66,6 +66,24 @@ def tokens(text: str) -> Iterator[tuple[str, str]]:
     The text after `%json` must be JSON: `GrammarError` if it is none, `GrammarTooLarge` if it nests beyond Python's
     recursion limit. Anything else malformed passes as `other`.
     """
+    for kind, token, _ in _placed(text):
+        yield kind, token
+
+
+def replace_json(text: str, replacement: Callable[[str], str | None]) -> str:
+    """`text` with each `%json {...}` replaced by what `replacement` makes of the value; None leaves it as it is."""
+    out = []
+    done = 0
+    for kind, token, begin in _placed(text):
+        instead = replacement(token) if kind == "json" else None
+        if instead is not None:
+            out += [text[done : text.rindex("%json", done, begin)], instead]
+            done = begin + len(token)
+    return "".join(out) + text[done:]
+
+
+def _placed(text: str) -> Iterator[tuple[str, str, int]]:
+    """(kind, text, where it begins), see `tokens`."""
     position = 0
     while position < len(text):
         match = _TOKEN.match(text, position)
@@ -81,9 +99,9 @@ def tokens(text: str) -> Iterator[tuple[str, str]]:
                 raise GrammarTooLarge("grammar", "the JSON schema in the Lark text nests too deeply") from None
             except ValueError:
                 raise GrammarError("grammar", "%json in a Lark grammar must be followed by a JSON schema") from None
-            yield "json", text[start:position]
+            yield "json", text[start:position], start
         elif kind not in ("comment", "space"):
-            yield kind, match.group()
+            yield kind, match.group(), match.start()
 
 
 def checked_lark(text: object) -> str:

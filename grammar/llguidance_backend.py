@@ -22,10 +22,11 @@ import llguidance
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Way
-from asyncengine.grammar.keywords import explain
-from asyncengine.grammar.lower import to_llguidance
+from asyncengine.grammar.keywords import explain, summary
+from asyncengine.grammar.lower import to_llguidance, without_numbers
 from asyncengine.grammar.search import EFFORT, Search, ways_out
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
 
 TEMPLATE_BYTES = 600_000
@@ -40,13 +41,24 @@ class LlguidanceBackend:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self._trial = Trial()
 
     def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
-        """Blocking, bounded by llguidance's own fuel (under two seconds at worst), so `timeout` is not needed.
+        """Blocking, bounded by llguidance's own fuel (under two seconds at worst); `timeout` is for what is tried in a
+        process apart first because it could crash this one (`trial`).
 
         Raises `GrammarUnsupported`, `GrammarTooLarge`, `GrammarImpossible`, `GrammarError`.
         """
-        return LlgTemplate(self, grammar)
+        try:
+            if not known_safe(grammar):
+                self._trial(without_numbers(grammar), timeout)
+            return LlgTemplate(self, grammar)
+        except Exception:
+            raise
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # a Rust panic is no `Exception`, and nobody exports it
+                raise
+            raise GrammarError("grammar", f"the grammar library panicked: {summary(str(error))}") from None
 
     def matcher(self, grammar: Grammar, text: str, tokenizer: Any) -> Any:
         """A fresh matcher that shares nothing. Raises what `explain` makes of the library's complaint."""
@@ -57,7 +69,8 @@ class LlguidanceBackend:
         return matcher
 
     def close(self) -> None:
-        """Nothing to free."""
+        """End the process in which grammars are tried. Idempotent."""
+        self._trial.close()
 
 
 class LlgTemplate:

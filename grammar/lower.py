@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from asyncengine.grammar.canonical import canonical_json, parse_json
-from asyncengine.grammar.lark import literal, regex
+from asyncengine.grammar.keywords import explain
+from asyncengine.grammar.lark import literal, regex, replace_json
+from asyncengine.grammar.number_schemas import lowered, owns_numbers, without_bounds
 from asyncengine.grammar.schemas import subschemas
 from asyncengine.grammar.spec import Grammar
 
@@ -43,19 +46,59 @@ def to_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient)
-        options = {**OPTIONS[grammar.whitespace], **_escapes(schema)}
-        overrides = {"lenient": lenient}
-        try:
-            return str(
-                LLMatcher.grammar_from_json_schema(canonical_json(schema), defaults=options, overrides=overrides)
-            )
-        except ValueError as error:
-            from asyncengine.grammar.keywords import explain
-
-            raise explain(grammar, str(error)) from None
+        if not owns_numbers(schema):
+            return _from_schema(grammar, schema, {**OPTIONS[grammar.whitespace], **_escapes(schema)}, lenient)
+        return str(LLMatcher.grammar_from_lark(_own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)))
     if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.text))
+        return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar))))
     return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n"))
+
+
+def without_numbers(grammar: Grammar) -> str:
+    """The text for a trial: what `to_llguidance` makes, a schema without its bounds of numbers (which the library gets
+    to see in that form, and then as rules of ours, which do not nest)."""
+    if grammar.kind != "json_schema":
+        return to_llguidance(grammar)
+    lenient = grammar.unsupported != "error"
+    schema = without_bounds(_object(grammar.text, lenient))
+    return _from_schema(grammar, schema, {**OPTIONS[grammar.whitespace], **_escapes(schema)}, lenient)
+
+
+def _from_schema(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
+    """By the library's own JSON compiler, which gets no bounds of numbers to see but harmless ones."""
+    from llguidance import LLMatcher
+
+    overrides = {"lenient": lenient}
+    try:
+        return str(LLMatcher.grammar_from_json_schema(canonical_json(schema), defaults=options, overrides=overrides))
+    except ValueError as error:
+        raise explain(grammar, str(error)) from None
+
+
+def _own_numbers(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
+    """Lark of our own, for what the library would accept but for its numbers."""
+    from llguidance import LLMatcher
+
+    own = schema.pop("x-guidance", None)
+    merged = {**options, **_escapes(schema), **(own if isinstance(own, dict) else {}), "lenient": lenient}
+    complaint = LLMatcher.validate_grammar(_from_schema(grammar, without_bounds(schema), merged, lenient))
+    if complaint:
+        raise explain(grammar, complaint)
+
+    def by_library(safe: dict[str, Any]) -> str:
+        return "start: %json " + canonical_json({"x-guidance": merged, **safe}) + "\n"
+
+    return lowered(schema, merged, lenient, by_library)
+
+
+def _embedded(grammar: Grammar, text: str) -> str | None:
+    """What stands for `%json text` in a Lark grammar; None: what is there."""
+    schema = json.loads(text)
+    if not isinstance(schema, dict) or not owns_numbers(schema):
+        return None
+    own = schema.get("x-guidance")
+    lenient = isinstance(own, dict) and own.get("lenient") is True
+    return "%lark {\n" + _own_numbers(grammar, _object(text, lenient), {}, lenient) + "}"
 
 
 def fragment(grammar: Grammar) -> str:

@@ -123,7 +123,7 @@ class OutlinesCoreBackend:
             return process
         if process is not None:
             self._end(process)
-        self._process = process = Process()
+        self._process = process = Process(Path(worker.__file__))
         if self._closed.is_set():  # closed meanwhile: `close` may not have seen it
             self._end(process)
             raise GrammarError("grammar", "the outlines_core backend is closed")
@@ -169,14 +169,13 @@ class OutlinesCoreBackend:
 
 
 class Process:
-    """One process that compiles. Used by one thread at a time, but for `kill`."""
+    """One process that compiles, running `script`. Used by one thread at a time, but for `kill`."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Path) -> None:
         if not sys.executable:
-            raise GrammarError("grammar", "outlines_core compiles in a Python process, but sys.executable is not set")
-        script = str(Path(worker.__file__).resolve())
+            raise GrammarError("grammar", "this compiles in a Python process, but sys.executable is not set")
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", script],
+            [sys.executable, "-P", str(script.resolve())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, get_origin
+from urllib.parse import unquote
 
 from asyncengine.errors import GrammarError, GrammarImpossible
 from asyncengine.grammar.canonical import canonical_json, parse_json
@@ -108,7 +110,16 @@ def _require(node: Any, name: Any) -> None:
         node["required"] = [*node.get("required", []), name]
 
 
-def resolve(root: Any, node: Any) -> Any:
+def anchors(root: Any) -> dict[str, Any]:
+    """Subschemas by the name that `$anchor` gives them."""
+    found: dict[str, Any] = {}
+    for _, node in subschemas(root):
+        if isinstance(node.get("$anchor"), str):
+            found.setdefault(node["$anchor"], node)
+    return found
+
+
+def resolve(root: Any, node: Any, anchors: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """What a local `$ref` points at; `node` itself where there is none; None where the pointer leads nowhere."""
     if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
         return node
@@ -116,9 +127,9 @@ def resolve(root: Any, node: Any) -> Any:
     if pointer == "#":
         return root
     if not pointer.startswith("#/"):
-        return None
+        return anchors.get(pointer[1:]) if pointer.startswith("#") else None
     here = root
-    for part in pointer[2:].split("/"):
+    for part in unquote(pointer[2:]).split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(here, dict):
             here = here.get(name)

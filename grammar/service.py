@@ -22,13 +22,10 @@ from asyncengine.grammar.cache import TemplateCache
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
+from asyncengine.grammar.trial import STACK_BYTES
 from asyncengine.grammar.validation import text_check
 from asyncengine.protocols import GrammarDone, GrammarMatcher, GrammarOrder
 from asyncengine.sampling_params import OnBudget
-
-STACK_BYTES = 64 << 20
-"""Of a compiling thread: llguidance recurses, and a chain of references as long as `check_limits` allows overflows the
-half megabyte that some systems give a thread. Only what is used takes memory."""
 
 
 class Backend(Protocol):

@@ -70,6 +70,16 @@ REFUSED = {
     "whitespace pattern": (lambda: schema({"x-guidance": {"whitespace_pattern": "a{1000000}"}}), "10000 times"),
     "constant": (lambda: schema({"enum": [1, ["a" * (MAX_LITERAL + 1)]]}), "literal text"),
     "key": (lambda: schema({"properties": {"a" * (MAX_LITERAL + 1): {}}}), "literal text"),
+    "references by escaped pointers": (
+        lambda: schema({"$defs": {f"d{i}": {"$ref": f"#/%24defs/d{i + 1}"} for i in range(400)}, "$ref": "#/$defs/d0"}),
+        "nesting through",
+    ),
+    "references by anchors": (
+        lambda: schema(
+            {"$defs": {f"d{i}": {"$anchor": f"a{i}", "$ref": f"#a{i + 1}"} for i in range(400)}, "$ref": "#a0"}
+        ),
+        "nesting through",
+    ),
     "minItems": (lambda: schema({"minItems": 10**9}), "minItems"),
     "multipleOf": (lambda: schema({"multipleOf": 999_983}), "multipleOf"),
     "common multiple": (lambda: schema({"allOf": [{"multipleOf": p} for p in (7, 11, 13, 17, 19)]}), "multipleOf"),

@@ -26,6 +26,12 @@ def _references(count: int, last: dict[str, Any]) -> dict[str, Any]:
     return {"$defs": {**chain, f"d{count}": last}, "$ref": "#/$defs/d0"}
 
 
+def _unreadable_references(count: int) -> dict[str, Any]:
+    """A chain by absolute addresses, which `check_limits` does not follow."""
+    chain = {f"d{i}": {"$ref": f"y#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$id": "http://x/y", "$defs": {**chain, f"d{count}": {"type": "null"}}, "$ref": "y#/$defs/d0"}
+
+
 def _doubling(levels: int) -> dict[str, Any]:
     """2 ** levels leaves."""
     defs: dict[str, Any] = {f"d{i}": _pair({"$ref": f"#/$defs/d{i + 1}"}) for i in range(levels)}
@@ -52,6 +58,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "100,000 levels as text": lambda: Grammar.json_schema('{"items":' * 100_000 + "{}" + "}" * 100_000),
     "a circular dict": _circular,
     "10,000 references in a chain": lambda: _references(10_000, {"type": "integer"}),
+    "22,000 references that nobody can read": lambda: _unreadable_references(22_000),
     "references in a circle": lambda: _references(5, {"$ref": "#/$defs/d0"}),
     "a reference to itself": lambda: {"$ref": "#"},
     "a reference to nothing": lambda: {"$ref": "#/$defs/nobody"},
@@ -101,6 +108,10 @@ BEARABLE: dict[str, Callable[[], Any]] = {
     "a billion leaves": lambda: _doubling(30),
     "a wide anyOf": lambda: {"anyOf": [{"const": f"option {i}"} for i in range(3000)]},
     "a reference to itself below": lambda: {"type": "array", "items": {"$ref": "#"}},
+    "the least int64": lambda: {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)},
+    "the least int64 as a constant": lambda: {"const": {"a": [-(2**63)]}},
+    "the least int64 in Lark": lambda: Grammar.lark('start: "a" %json {"enum": [-9223372036854775808]}'),
+    "numbers beyond doubles": lambda: {"type": "integer", "minimum": 10**30, "maximum": 10**30 + 1},
     "a count of 10,000": lambda: Grammar.regex("a{0,10000}"),
 }  # fmt: skip
 """What may be served or refused, but within its time and to nobody's harm."""

@@ -1,0 +1,119 @@
+"""Which schemas have numbers that llguidance would not hold to, and what of them it may see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from asyncengine.errors import GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar.numbers import KEYWORDS, SAFE, of_schema
+from asyncengine.grammar.schema_rules import schema_lark
+
+MAX_RETRIES = 64
+"""Keywords that are left out one after the other where that is allowed."""
+MAX_FACTOR = 1 << 15
+"""Of one lone `multipleOf` left to the library, whose arithmetic has 32 bits."""
+
+
+def owns_numbers(schema: Any) -> bool:
+    """It has a bound, a `multipleOf`, or a number that a double does not hold. Errs on the side of yes."""
+    return any(_is_bound(key, value) or _unsafe(value) for node in _dicts(schema) for key, value in node.items())
+
+
+def without_bounds(schema: Any) -> Any:
+    """A copy for the library to complain about: no bounds, no large numbers, everything else as it is."""
+    copy = json.loads(json.dumps(schema))
+    for node in _dicts(copy):
+        for key, value in list(node.items()):
+            if _is_bound(key, value):
+                del node[key]
+            elif _unsafe(value):
+                node[key] = _small(value)
+    return copy
+
+
+def lowered(
+    schema: dict[str, Any], options: dict[str, Any], lenient: bool, library: Callable[[dict[str, Any]], str]
+) -> str:
+    """Lark for `schema`; or, where its structure is beyond us and its numbers are small and whole, what `library` makes
+    of it with closed bounds. If `lenient`, keywords that stand in the way are left out. Raises as `schema_lark`."""
+    for _ in range(MAX_RETRIES):
+        try:
+            return schema_lark(schema, options)
+        except (GrammarUnsupported, GrammarTooLarge) as error:
+            safe = with_closed_bounds(schema)
+            if safe is not None:
+                return library(safe)
+            if not lenient or not isinstance(error, GrammarUnsupported):
+                raise
+            if not sum(_drop(schema, pointer) for _, pointer in error.features):
+                raise
+    return schema_lark(schema, options)
+
+
+def with_closed_bounds(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """A copy with inclusive bounds of whole numbers, which the library keeps exactly; None if there are others."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    factors = 0
+    for node in _dicts(copy):
+        if any(_unsafe(value) for value in node.values()):
+            return None
+        bounds = {key: value for key, value in node.items() if _is_bound(key, value)}
+        if not bounds:
+            continue
+        if node.get("type") != "integer" or not all(
+            isinstance(value, (bool, int)) and abs(value) < SAFE for value in bounds.values()
+        ):
+            return None
+        factors += "multipleOf" in bounds
+        if factors > 1 or not 0 < bounds.get("multipleOf", 1) <= MAX_FACTOR:
+            return None
+        low, high = of_schema(bounds, "", integer=True).ends()
+        for key in bounds:
+            if key != "multipleOf":
+                del node[key]
+        node.update({key: end for key, end in (("minimum", low), ("maximum", high)) if end is not None})
+    return copy
+
+
+def _dicts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every JSON object in it: a reference may lead anywhere."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield node
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+
+
+def _is_bound(key: str, value: Any) -> bool:
+    return key in KEYWORDS and isinstance(value, (int, float))
+
+
+def _unsafe(value: Any) -> bool:
+    """A number the library would round, or a list with one."""
+    if isinstance(value, list):
+        return any(map(_unsafe, value))
+    return isinstance(value, (int, float)) and abs(value) > SAFE
+
+
+def _small(value: Any) -> Any:
+    """The same without such numbers."""
+    if isinstance(value, list):
+        return [_small(item) for item in value]
+    return 0 if _unsafe(value) else value
+
+
+def _drop(schema: dict[str, Any], pointer: str) -> bool:
+    """Delete what `pointer` leads to; False if that is nothing."""
+    here: Any = schema
+    *parts, last = [part.replace("~1", "/").replace("~0", "~") for part in pointer[1:].split("/")]
+    for part in parts:
+        if isinstance(here, list) and part.isdecimal() and int(part) < len(here):
+            here = here[int(part)]
+        else:
+            here = here.get(part) if isinstance(here, dict) else None
+    return isinstance(here, dict) and here.pop(last, None) is not None

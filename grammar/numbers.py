@@ -1,0 +1,265 @@
+"""Sets of decimal numbers (bounds, steps, lists), exact for any size, and the patterns that match their spellings.
+
+Spelled are: no exponent, no plus sign, no leading zero, no "-0"; trailing zeros of a fraction are allowed. A number
+that is no multiple of anything has at most `Numbers.places` digits after the point: so many that the text is still told
+apart from its bounds where it is read as a double. `{"exclusiveMinimum": 0.3}` is not met by 0.3000000000000000000001,
+which is 0.3 to nearly every reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from asyncengine.errors import GrammarError, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar.digits import ending_pattern, escaped_text, listed_pattern, range_pattern, spelled
+
+KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_DIGITS = 400
+"""Of a bound, before or after the point; a double has 324 at most."""
+DOUBLE_DIGITS = 15
+"""Decimal digits that a double always keeps apart."""
+MAX_LISTED = 1000
+"""Multiples within bounds that are listed one by one."""
+MAX_ENDINGS = 1000
+"""Last digits that make a number a multiple."""
+SAFE = 2**53
+"""Integers up to here reach the grammar library as they are."""
+
+
+class Spelling(NamedTuple):
+    """How the numbers of a set are written: as texts that match all of `patterns`, or that `schema` takes."""
+
+    patterns: tuple[str, ...]
+    schema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """All numbers (whole ones if `integer`) between the bounds that are multiples of `step` and in `listed`.
+
+    `listed`: pairs of a value and how the schema writes it.
+    """
+
+    low: Fraction | None = None
+    high: Fraction | None = None
+    low_open: bool = False
+    high_open: bool = False
+    integer: bool = False
+    step: Fraction | None = None
+    listed: tuple[tuple[Fraction, str], ...] | None = None
+
+    @property
+    def free(self) -> bool:
+        """Nothing but the type is asked for."""
+        return self.low is None and self.high is None and self.step is None and self.listed is None
+
+    def meet(self, other: Numbers) -> Numbers:
+        """The numbers in both sets."""
+        low, low_open = _tighter(self.low, self.low_open, other.low, other.low_open, 1)
+        high, high_open = _tighter(self.high, self.high_open, other.high, other.high_open, -1)
+        step = self.step if other.step is None else other.step if self.step is None else _lcm(self.step, other.step)
+        listed = self.listed if other.listed is None else other.listed
+        if self.listed is not None and other.listed is not None:
+            values = frozenset(value for value, _ in other.listed)
+            listed = tuple(item for item in self.listed if item[0] in values)
+        return Numbers(low, high, low_open, high_open, self.integer or other.integer, step, listed)
+
+    def holds(self, value: Fraction) -> bool:
+        return self._within(value) and (self.listed is None or any(value == item for item, _ in self.listed))
+
+    def _within(self, value: Fraction) -> bool:
+        """It keeps the bounds."""
+        return (
+            (self.low is None or value > self.low or (value == self.low and not self.low_open))
+            and (self.high is None or value < self.high or (value == self.high and not self.high_open))
+            and (not self.integer or value.denominator == 1)
+            and (self.step is None or (value / self.step).denominator == 1)
+        )
+
+    @property
+    def places(self) -> int:
+        """Most digits after the point."""
+        if self.step is not None:
+            return places(_lcm(self.step, Fraction(1)) if self.integer else self.step)
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        if self.integer or not bounds:
+            return 0
+        whole = max(len(str(abs(bound) // 1)) for bound in bounds)
+        fraction = max(places(bound) for bound in bounds)
+        if fraction and (self.low_open or self.high_open):
+            fraction += 2
+        return max(DOUBLE_DIGITS - whole, fraction)
+
+    def ends(self) -> tuple[int | None, int | None]:
+        """First and last number, counted in units of the last place (`places`) and at multiples of `step`."""
+        scale, unit = 10**self.places, self.unit
+        low = high = None
+        if self.low is not None:
+            bound, is_open = self._inside(self.low, self.low_open, math.inf)
+            low = math.ceil(bound * scale / unit)
+            low = (low + (is_open and low * unit == bound * scale)) * unit
+        if self.high is not None:
+            bound, is_open = self._inside(self.high, self.high_open, -math.inf)
+            high = math.floor(bound * scale / unit)
+            high = (high - (is_open and high * unit == bound * scale)) * unit
+        return low, high
+
+    @property
+    def unit(self) -> int:
+        """`step` in units of the last place; 1 where there is none."""
+        if self.step is None:
+            return 1
+        return int((_lcm(self.step, Fraction(1)) if self.integer else self.step) * 10**self.places)
+
+    def _inside(self, bound: Fraction, is_open: bool, direction: float) -> tuple[Fraction, bool]:
+        """An open bound that our digits tell apart from its neighbours and a double does not: the next double."""
+        if not is_open or not self.places or abs(bound) > 10**300:
+            return bound, is_open
+        near = float(bound)
+        if Fraction(math.ulp(near)) * 10**self.places <= 1:
+            return bound, is_open
+        return Fraction(repr(math.nextafter(near, direction))), False
+
+    @property
+    def empty(self) -> bool:
+        if self.listed is not None:
+            return not any(self._within(value) for value, _ in self.listed)
+        low, high = self.ends()
+        return low is not None and high is not None and low > high
+
+    def spelling(self, pointer: str) -> Spelling:
+        """For a set that is not empty. Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of
+        the schema that has it)."""
+        if self.listed is not None:
+            texts = [text for value, text in self.listed if self._within(value)]
+            return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
+        (low, high), unit, digits = self.ends(), self.unit, self.places
+        bounds = range_pattern(low, high, digits)
+        if unit == 1:
+            return Spelling((bounds,))
+        if low is not None and high is not None and (high - low) // unit < MAX_LISTED:
+            return Spelling((listed_pattern(range(low, high + 1, unit), digits),))
+        ending = ending_pattern(unit, digits, MAX_ENDINGS)
+        if ending is not None:
+            return Spelling((bounds, ending))
+        return Spelling((), self._library(low, high, pointer))
+
+    def _library(self, low: int | None, high: int | None, pointer: str) -> dict[str, Any]:
+        """llguidance's own automaton for multiples, with bounds that survive its arithmetic."""
+        if not self.places and all(end is None or abs(end) <= SAFE for end in (low, high)) and self.unit < 2**32:
+            below, above = (low, -self.unit if high is None else min(high, -self.unit)), (max(low or 0, 0), high)
+            halves = [half for half in (below, above) if half[0] is None or half[1] is None or half[0] <= half[1]]
+            # below zero and above it apart, or there would be a -0
+            return {"anyOf": [_whole(first, last, self.unit) for first, last in halves]}
+        if low is None and high is None and self.step is not None and _survives(self.step):
+            return {"type": "number", "multipleOf": float(self.step)}
+        detail = f"multiples of {text_of(self.step)} between such bounds have no pattern of bearable size"
+        raise GrammarUnsupported("grammar", [("multipleOf", f"{pointer}/multipleOf")], detail)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.low is not None:
+            parts.append(f"{'>' if self.low_open else '>='} {text_of(self.low)}")
+        if self.high is not None:
+            parts.append(f"{'<' if self.high_open else '<='} {text_of(self.high)}")
+        if self.step is not None:
+            parts.append(f"a multiple of {text_of(self.step)}")
+        if self.listed is not None:
+            parts.append(f"one of {len(self.listed)} listed")
+        if not self.integer and self.step is None and self.listed is None:
+            parts.append(f"of at most {self.places} digits after the point")
+        return f"{'whole number' if self.integer else 'number'} {', '.join(parts)}"
+
+
+def of_schema(node: dict[str, Any], pointer: str, *, integer: bool = False) -> Numbers:
+    """What the keywords of one schema (`KEYWORDS`) ask of a number. Exclusive bounds may be numbers or, as in draft 4,
+    true. Raises `GrammarError` for values that are no numbers, `GrammarTooLarge` beyond `MAX_DIGITS`."""
+    found = Numbers(integer=integer)
+    given = {key: node[key] for key in KEYWORDS if key in node}
+    for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        is_open = given.get(exclusive)
+        if isinstance(is_open, bool):
+            del given[exclusive]
+            if is_open and plain in given:
+                given[exclusive] = given.pop(plain)
+    for key, value in given.items():
+        number = exact(value, f"{pointer}/{key}")
+        if key == "multipleOf":
+            if number <= 0:
+                raise GrammarError("grammar", f"multipleOf at {pointer or '/'} must be above 0", value)
+            found = found.meet(Numbers(step=number))
+        elif key.endswith("inimum"):
+            found = found.meet(Numbers(low=number, low_open=key.startswith("ex")))
+        else:
+            found = found.meet(Numbers(high=number, high_open=key.startswith("ex")))
+    return found
+
+
+def exact(value: Any, pointer: str = "") -> Fraction:
+    """A number as it is written: 0.1 is a tenth."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise GrammarError("grammar", f"{pointer} must be a number", value)
+    if abs(value) >= 10**MAX_DIGITS:
+        raise GrammarTooLarge("grammar", f"{pointer} must not exceed {MAX_DIGITS} digits")
+    return Fraction(repr(value) if isinstance(value, float) else value)
+
+
+def number_text(value: int | float) -> str:
+    """A listed number as it is written: whole ones without a fraction."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    return json.dumps(value)
+
+
+def places(value: Fraction) -> int:
+    """Digits after the point of a decimal number."""
+    rest, found = value.denominator, 0
+    while rest % 10 == 0:
+        rest, found = rest // 10, found + 1
+    twos = (rest & -rest).bit_length() - 1
+    rest >>= twos
+    fives = 0
+    while rest % 5 == 0:
+        rest, fives = rest // 5, fives + 1
+    assert rest == 1, "not a decimal number"
+    return found + max(twos, fives)
+
+
+def text_of(value: Fraction | None) -> str:
+    """In full; shortened in the middle where that is long. For messages."""
+    if value is None:
+        return "any"
+    digits = places(value)
+    text = spelled(int(value * 10**digits), digits)
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
+
+
+def _tighter(
+    one: Fraction | None, one_open: bool, two: Fraction | None, two_open: bool, sign: int
+) -> tuple[Fraction | None, bool]:
+    if one is None or two is None:
+        return (two, two_open) if one is None else (one, one_open)
+    if one == two:
+        return one, one_open or two_open
+    return (one, one_open) if (one - two) * sign > 0 else (two, two_open)
+
+
+def _lcm(one: Fraction, two: Fraction) -> Fraction:
+    return Fraction(math.lcm(one.numerator, two.numerator), math.gcd(one.denominator, two.denominator))
+
+
+def _whole(low: int | None, high: int | None, step: int) -> dict[str, Any]:
+    ends = {"minimum": low, "maximum": high}
+    return {"type": "integer", "multipleOf": step, **{key: end for key, end in ends.items() if end is not None}}
+
+
+def _survives(step: Fraction) -> bool:
+    """llguidance 1.9.1 multiplies a step by ten in doubles until nothing is left after the point."""
+    value, moved = float(step), 0
+    while not value.is_integer() and moved < 20:
+        value, moved = value * 10.0, moved + 1
+    return value < 2**32 and Fraction(int(value), 10**moved) == step

@@ -1,0 +1,303 @@
+"""Schemas whose numbers we hold to ourselves: their rules mean what llguidance's would, and their numbers are exact."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+from support.grammar_walks import text_of, walk
+from support.schema_check import Checker
+from support.small_grammars import shared_vocabulary
+
+from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge, GrammarUnsupported
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.canonical import canonical_json
+from asyncengine.grammar.json_subset import schema_pattern
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.lower import OPTIONS, _escapes, _object, to_llguidance
+from asyncengine.grammar.matcher import Matcher
+from asyncengine.grammar.number_schemas import owns_numbers, with_closed_bounds, without_bounds
+from asyncengine.grammar.schema_rules import schema_lark
+from asyncengine.grammar.vocabulary import Vocabulary
+
+from .corpus import compilable, invalid_texts, valid_texts
+from .oracle import accepts, matcher, tokenizer
+
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+def closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
+    wanted = list(properties) if required is None else required
+    return {"type": "object", "properties": properties, "required": wanted, "additionalProperties": False}
+
+
+def by_rules(schema: dict[str, Any]) -> Any:
+    """A matcher of our rules for `schema`, whether its numbers need them or not."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    lowered = _object(canonical_json(schema), False)
+    text = LLMatcher.grammar_from_lark(schema_lark(lowered, {**OPTIONS["flexible"], **_escapes(lowered)}))
+    return LLMatcher(tokenizer(), text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def takes(found: Any, text: str) -> bool:
+    found.reset()
+    data = list(text.encode())
+    taken = found.try_consume_tokens(data)
+    assert not found.is_error(), found.get_error()
+    return bool(taken == len(data) and found.is_accepting())
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_our_rules_agree_with_the_corpus(part: int) -> None:
+    """All of it, with and without numbers: what surrounds a number is held to as llguidance's own compiler would."""
+    wrong = []
+    for case in compilable()[part::4]:
+        found = by_rules(case.schema)
+        assert not found.is_error(), (case.name, found.get_error())
+        wrong += [(case.name, "refused", text) for text in valid_texts(case) if not takes(found, text)]
+        wrong += [(case.name, "taken", text) for text in invalid_texts(case) if takes(found, text)]
+    assert wrong == []
+
+
+EXACT: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.1"], ["0", "0.0", "-0", "0.51"]),
+    ({"type": "number", "exclusiveMinimum": 5, "maximum": 5.1}, ["5.05", "5.1"], ["5", "5.0"]),
+    ({"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}, ["1.1", "1.5"], ["1", "1.0"]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, [str(-(2**63))], [str(-(2**63) + 1), "-0"]),
+    ({"const": -(2**63)}, [str(-(2**63))], [str(-(2**63) + 1)]),
+    ({"enum": [2**53 + 1, 10**30]}, [str(2**53 + 1), str(10**30)], [str(2**53), str(2**63 - 1)]),
+    ({"type": "integer", "minimum": 10**18 + 1}, [str(10**18 + 1), "9" * 40], [str(10**18)]),
+    ({"type": "integer", "minimum": 10**30, "maximum": 10**30}, [str(10**30)], [str(2**63 - 1), str(10**30 + 1)]),
+    (INT64, [str(-(2**63)), str(2**63 - 1), "0"], [str(2**63), str(-(2**63) - 1)]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [str(2**64 - 1)], [str(2**64), "-1"]),
+    ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9, "multipleOf": 3}]}, ["3", "9"], ["4", "12", "0"]),
+    ({"allOf": [{"multipleOf": 50_000}, {"multipleOf": 100_000}], "type": "integer"}, ["300000"], ["50000"]),
+    ({"anyOf": [{"type": "integer", "maximum": 0}, {"type": "integer", "minimum": 5}]}, ["-3", "0", "5"], ["1", "4"]),
+    (
+        {"allOf": [{"anyOf": [{"maximum": 2}, {"minimum": 8}]}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+        ["0", "2", "8", "9"],
+        ["-1", "3", "7", "10"],
+    ),
+    ({"minimum": 3}, ["3", "3.5", '"text"', "null", "[1, {}]", '{"a": 1}', "true"], ["2.9", "-1"]),
+    ({"type": ["number", "null"], "exclusiveMaximum": 1}, ["null", "0.9", "-7"], ["1", '"a"']),
+    ({"type": "integer", "multipleOf": 7, "minimum": -21}, ["-21", "0", "700"], ["-28", "1"]),
+    ({"type": "integer", "enum": [1, 5, 9], "minimum": 2}, ["5", "9"], ["1"]),
+    ({"$ref": "#/$defs/n", "maximum": 5, "$defs": {"n": {"type": "integer", "minimum": 1}}}, ["1", "5"], ["0", "6"]),
+    (
+        {"properties": {"a": {"minimum": 1}}, "patternProperties": {"^n_": {"type": "integer", "minimum": 9}}},
+        ['{"a": 1, "n_x": 9, "b": 0}', '{"b": 1}'],
+        ['{"n_x": 8}', '{"n_x": "9"}', '{"a": 0}'],
+    ),
+    (
+        closed({"a": {"type": "integer", "minimum": 5, "maximum": 4}, "b": {"type": "integer", "minimum": 0}}, ["b"]),
+        ['{"b": 1}'],
+        ['{"a": 5, "b": 1}', "{}"],
+    ),
+    (
+        {"type": "array", "prefixItems": [{"minimum": 1}, {"maximum": 5, "minimum": 6, "type": "integer"}]},
+        ["[]", "[1]"],
+        ["[1, 5]", "[0]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "inside", "outside"), EXACT, ids=lambda value: str(value)[:50])
+def test_numbers_are_exact(schema: dict[str, Any], inside: list[str], outside: list[str]) -> None:
+    assert owns_numbers(schema)
+    grammar = Grammar.json_schema(schema)
+    assert [text for text in inside if not accepts(grammar, text)] == []
+    assert [text for text in outside if accepts(grammar, text)] == []
+    checker = Checker(schema)
+    assert [text for text in inside if checker.text_fault(text)] == []
+
+
+@pytest.mark.parametrize("case", [case for case in EXACT if {"type", "enum", "const"} & set(case[0])], ids=str)
+def test_both_backends_agree(case: tuple[dict[str, Any], list[str], list[str]]) -> None:
+    schema, inside, outside = case
+    if {"allOf", "prefixItems"} & set(schema) or schema.get("multipleOf") == 7:
+        with pytest.raises(GrammarUnsupported):
+            schema_pattern(schema)
+        return
+    pattern = re.compile(schema_pattern(schema))
+    assert [text for text in inside if not pattern.fullmatch(text)] == []
+    assert [text for text in outside if pattern.fullmatch(text)] == []
+
+
+def test_multiples_left_to_the_library_are_exact() -> None:
+    """Sevens and the like, whose automaton is llguidance's own; the bounds it gets are ours."""
+    rng = random.Random(5)
+    for step in (3, 7, 11, 12, 60, 77):
+        low, high = sorted(rng.randrange(-40_000, 40_000) for _ in range(2))
+        for bounds in (
+            {"exclusiveMinimum": low},
+            {"maximum": high},
+            {"minimum": low * 2, "exclusiveMaximum": high * 2 + 1},
+            {},
+        ):
+            schema = {"type": "integer", "multipleOf": step, **bounds}
+            found = matcher(Grammar.json_schema(schema))
+            assert not takes(found, "-0")
+            least, most = bounds.get("exclusiveMinimum", bounds.get("minimum", -(10**15)) - 1), bounds.get("maximum")
+            most = bounds.get("exclusiveMaximum", 10**15) - 1 if most is None else most
+            near = [end + shift for end in (least, most, 0) if abs(end) < 10**6 for shift in range(-step - 1, step + 2)]
+            wrong = [
+                value
+                for value in (*near, *(rng.randrange(-90_000, 90_000) for _ in range(50)))
+                if takes(found, str(value)) != (least < value <= most and value % step == 0)
+            ]
+            assert wrong == [], schema
+
+
+def test_an_empty_range_is_refused_with_its_bounds() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"type": "integer", "minimum": 6, "maximum": 5}, r"no whole number >= 6, <= 5 \(at /\)"),
+        ({"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "no whole number > 1, < 2"),
+        (closed({"a": {"type": "number", "minimum": 1, "exclusiveMaximum": 1}}), r">= 1, < 1.*/properties/a"),
+        (
+            {"allOf": [{"type": "integer", "minimum": 8}, {"maximum": 13, "multipleOf": 7}]},
+            ">= 8, <= 13, a multiple of 7",
+        ),
+    ]
+    for schema, says in cases:
+        with pytest.raises(GrammarImpossible, match=says):
+            to_llguidance(Grammar.json_schema(schema))
+    with pytest.raises(GrammarImpossible, match="no whole number >= 6, <= 5"):
+        schema_pattern(cases[0][0])
+
+
+def test_a_property_that_must_be_itself_is_impossible() -> None:
+    endless = {**closed({"a": {"$ref": "#"}, "n": {"minimum": 1}})}
+    with pytest.raises(GrammarImpossible):
+        to_llguidance(Grammar.json_schema(endless))
+    ends = closed({"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "n": {"type": "integer", "minimum": 1}})
+    assert accepts(Grammar.json_schema(ends), '{"a": {"a": null, "n": 1}, "n": 2}')
+    assert not accepts(Grammar.json_schema(ends), '{"a": {"a": null, "n": 0}, "n": 2}')
+
+
+BOUNDED = {"type": "integer", "minimum": 1}
+
+
+def test_what_the_library_refuses_is_refused_as_before() -> None:
+    cases = [
+        ({"type": "array", "items": BOUNDED, "uniqueItems": True}, ("uniqueItems", "/uniqueItems")),
+        (closed({"a": BOUNDED, "b": {"not": {}}}), ("not", "/properties/b/not")),
+        ({"oneOf": [BOUNDED, {"type": "number"}]}, ("oneOf", "/oneOf")),
+        ({**closed({"a": BOUNDED, "b": BOUNDED}, []), "minProperties": 2}, ("minProperties", "/minProperties")),
+    ]
+    for schema, feature in cases:
+        with pytest.raises(GrammarUnsupported) as refused:
+            to_llguidance(Grammar.json_schema(schema))
+        assert feature in refused.value.features
+        lenient = Grammar.json_schema(schema, unsupported="ignore")
+        assert not matcher(lenient).is_error()
+
+
+def test_a_structure_beyond_us_is_left_to_the_library_where_its_numbers_are_small() -> None:
+    wide = {"type": "array", "prefixItems": [BOUNDED] * 120}
+    grammar = Grammar.json_schema(wide)
+    assert accepts(grammar, "[1, 2]")
+    assert not accepts(grammar, "[1, 0]")
+    with pytest.raises(GrammarTooLarge, match="prefixItems"):
+        to_llguidance(Grammar.json_schema({"type": "array", "prefixItems": [INT64] * 120}))
+    assert with_closed_bounds({"type": "integer", "exclusiveMinimum": 1, "maximum": 2**53 - 1}) == {
+        "type": "integer",
+        "maximum": 2**53 - 1,
+        "minimum": 2,
+    }
+    for schema in (
+        INT64,
+        {"minimum": 1},
+        {"type": "number", "minimum": 1},
+        {**BOUNDED, "maximum": 2.5},
+        {"const": 2**60},
+    ):
+        assert with_closed_bounds(schema) is None
+
+
+def test_the_library_gets_no_number_to_see_that_it_may_trip_over() -> None:
+    """Whatever is in the schema, also where no keyword is known to lead."""
+    least = {"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}
+    hidden = {"$ref": "#/elsewhere/0/x", "elsewhere": [{"x": least}], "default": 10**30}
+    assert owns_numbers(hidden)
+    assert without_bounds(hidden) == {
+        "$ref": "#/elsewhere/0/x",
+        "elsewhere": [{"x": {"type": "integer"}}],
+        "default": 0,
+    }
+    assert without_bounds({"enum": [[1, [2**60]], "a"]}) == {"enum": [[1, [0]], "a"]}
+    assert accepts(Grammar.json_schema(hidden), str(-(2**63)))
+    assert not owns_numbers({"properties": {"minimum": {"type": "integer"}}, "default": 7, "maxItems": 3})
+
+
+def test_schemas_inside_lark_and_tags() -> None:
+    grammar = Grammar.lark('start: "n: " %json {"type": "number", "exclusiveMinimum": 5} "." // %json {}\n')
+    assert accepts(grammar, "n: 5.5.")
+    assert not accepts(grammar, "n: 5.")
+    tag = {"begin": "<n>", "schema": closed({"n": {**INT64, "minimum": 2**60 + 1}}), "end": "</n>"}
+    grammar = Grammar.structural_tags([tag])
+    assert accepts(grammar, f'so <n>{{"n": {2**60 + 1}}}</n> it is')
+    assert not accepts(grammar, f'so <n>{{"n": {2**60}}}</n> it is')
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "text"), [("compact", '{"a":1,"b":[2,3]}'), ("single_space", '{"a": 1, "b": [2, 3]}')]
+)
+def test_whitespace(whitespace: Any, text: str) -> None:
+    schema = closed({"a": BOUNDED, "b": {"type": "array", "items": BOUNDED}})
+    grammar = Grammar.json_schema(schema, whitespace=whitespace)
+    assert accepts(grammar, text)
+    assert not accepts(grammar, json.dumps(json.loads(text), indent=1))
+    assert accepts(Grammar.json_schema(schema), json.dumps(json.loads(text), indent=4))
+    for pattern, blank in (("", ""), (" ", " "), ("[ ]{2}", "  ")):
+        own = Grammar.json_schema({**schema, "x-guidance": {"whitespace_pattern": pattern}})
+        assert accepts(own, f'{{"a":{blank}1,{blank}"b":[2]}}')
+        assert not accepts(own, f'{{"a":{blank} 1,"b":[2]}}')
+
+
+def test_conjunctions_that_explode_are_refused_in_time() -> None:
+    either = [{"anyOf": [{"minimum": index}, {"maximum": -index}]} for index in range(1, 20)]
+    with pytest.raises(GrammarTooLarge):
+        to_llguidance(Grammar.json_schema({"type": "integer", "allOf": either}))
+    dead = {"allOf": [{"anyOf": [{"maximum": index} for index in range(50)]}] * 2 + [False]}
+    many = {f"p{index}": {"$ref": "#/$defs/dead"} for index in range(1000)}
+    with pytest.raises(GrammarTooLarge, match="200000 combinations"):
+        schema_lark({"type": "object", "properties": many, "$defs": {"dead": dead}}, OPTIONS["compact"])
+
+
+STEERED: dict[str, dict[str, Any]] = {
+    "open ends": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.001},
+    "int64": closed({"a": INT64, "b": {**INT64, "minimum": 10**18 + 1}}),
+    "far from zero": {
+        "type": "array",
+        "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9},
+        "minItems": 2,
+    },
+    "multiples": closed(
+        {"a": {"type": "integer", "multipleOf": 13, "minimum": 40}, "b": {"type": "number", "multipleOf": 0.25}}
+    ),
+    "large": {"type": "integer", "minimum": 10**30, "maximum": 10**30 + 5},
+}
+
+
+@pytest.mark.parametrize("name", STEERED)
+def test_a_number_is_completed_within_any_budget(name: str, vocabulary: Vocabulary) -> None:
+    schema = STEERED[name]
+    template = LlguidanceBackend(vocabulary).compile(Grammar.json_schema(schema), 10)
+    checker = Checker(schema)
+    template.refine()
+    for extra in (0, 1, 3, 8):
+        budget = template.min_tokens + extra
+        for seed in range(2):
+            tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, random.Random(seed))
+            fault = checker.text_fault(text_of(vocabulary, tokens))
+            assert fault is None, (budget, seed, fault)
+
+
+def test_the_errors_of_malformed_numbers_are_typed() -> None:
+    for schema in ({"multipleOf": 0}, {"multipleOf": -3}, {"minimum": 10**450}, {"minimum": [1]}, {"const": 10**450}):
+        with pytest.raises(GrammarError):
+            LlguidanceBackend(shared_vocabulary()).compile(Grammar.json_schema(schema), 10)

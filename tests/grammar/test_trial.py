@@ -1,0 +1,246 @@
+"""Grammars that nobody can judge beforehand: what crashes the library costs one request and no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from support.small_grammars import shared_vocabulary
+
+from asyncengine.errors import GrammarError, GrammarTimeout, GrammarTooLarge
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.trial import SMALL, Trial, known_safe
+
+CRASH = LLMatcher.grammar_from_json_schema(json.dumps({"const": -(2**63)}))
+"""Recurses without end in llguidance 1.9.1."""
+SLOW = LLMatcher.grammar_from_lark("start: /" + "a?" * 20_000 + "/")
+GRAMMARS = int(os.environ.get("ASYNCENGINE_GRAMMAR_CRASHES", "25"))
+
+
+@pytest.fixture(scope="module")
+def trial() -> Iterator[Trial]:
+    trial = Trial()
+    yield trial
+    trial.close()
+
+
+def chain(count: int) -> dict[str, Any]:
+    """References by absolute addresses."""
+    links = {f"d{i}": {"$ref": f"y#/$defs/d{i + 1}"} for i in range(count)}
+    return {"$id": "http://x/y", "$defs": {**links, f"d{count}": {"type": "integer"}}, "$ref": "y#/$defs/d0"}
+
+
+def test_a_crash_is_an_error_and_the_next_grammar_is_tried_in_a_new_process(trial: Trial) -> None:
+    trial('start: "a"', 30)
+    with pytest.raises(GrammarError, match="crashes the grammar library"):
+        trial(CRASH, 30)
+    trial('start: "a"', 30)
+    trial("start: no such grammar", 30)  # a complaint is none of its business
+
+
+def test_what_takes_too_long_is_killed(trial: Trial) -> None:
+    with pytest.raises(GrammarTimeout, match=r"0\.2 s"):
+        trial(SLOW, 0.2)
+    trial('start: "a"', 30)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit of memory is one of Linux")
+def test_what_needs_too_much_memory_is_refused() -> None:
+    small = Trial(memory_limit=1 << 28)
+    try:
+        with pytest.raises((GrammarError, GrammarTooLarge)):
+            small(LLMatcher.grammar_from_json_schema(json.dumps(chain(20_000))), 30)
+    finally:
+        small.close()
+
+
+def test_a_closed_trial_refuses(trial: Trial) -> None:
+    own = Trial()
+    own('start: "a"', 30)
+    process = own._process
+    own.close()
+    own.close()
+    assert process is not None
+    assert not process.alive()
+    with pytest.raises(GrammarError):
+        own('start: "a"', 30)
+
+
+def test_what_can_be_judged_is_not_tried() -> None:
+    backend = LlguidanceBackend(shared_vocabulary())
+    try:
+        for grammar in (Grammar.regex("a+"), Grammar.json_schema({"type": "integer"}), Grammar.choice(["a" * SMALL])):
+            backend.compile(grammar, 10)
+        wide = {"enum": [f"option {index}" for index in range(2000)]}
+        backend.compile(Grammar.json_schema(wide), 10)
+        assert backend._trial._process is None
+        backend.compile(Grammar.json_schema(chain(600)), 10)
+        assert backend._trial._process is not None
+    finally:
+        backend.close()
+
+
+def test_only_what_could_be_read_is_known_to_be_safe() -> None:
+    padding = {"description": "x" * SMALL}
+    readable = {"$defs": {"a": {"$anchor": "here"}}, "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#here"}], **padding}
+    assert known_safe(Grammar.json_schema(readable))
+    for odd in (chain(3), {"$ref": "#nowhere"}, {"allOf": [{"$ref": "other.json"}]}, {"$dynamicRef": "#a"}):
+        assert known_safe(Grammar.json_schema(odd))
+        assert not known_safe(Grammar.json_schema({**odd, **padding}))
+    assert not known_safe(Grammar.regex("a|" * SMALL + "b"))
+
+
+def test_a_crash_costs_its_request_only() -> None:
+    backend = LlguidanceBackend(shared_vocabulary())
+    try:
+        with pytest.raises(GrammarError, match="crashes the grammar library"):
+            backend.compile(Grammar.json_schema(chain(22_000)), 30)
+        backend.compile(Grammar.json_schema({"type": "integer"}), 30)
+    finally:
+        backend.close()
+
+
+def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no `Exception`, so that nobody who waits would hear of it."""
+    backend = LlguidanceBackend(shared_vocabulary())
+    panic = type("PanicException", (BaseException,), {})
+
+    def panics(*args: Any) -> Any:
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr(backend, "matcher", panics)
+    with pytest.raises(GrammarError, match="panicked: index out of bounds"):
+        backend.compile(Grammar.regex("a"), 10)
+    backend.close()
+
+
+def random_grammar(rng: random.Random) -> Grammar:
+    """Small, and odd: every keyword, extreme counts and numbers, any pattern, any Lark."""
+    match rng.randrange(4):
+        case 0:
+            return Grammar("regex", random_pattern(rng, 4))
+        case 1:
+            rules = [f"r{i}: {random_body(rng, 3)}" for i in range(3)]
+            return Grammar("lark", "\n".join(["start: r0", *rules]) + "\n")
+    return Grammar("json_schema", json.dumps(random_schema(rng, 3)))
+
+
+def random_pattern(rng: random.Random, depth: int) -> str:
+    parts = []
+    for _ in range(rng.randrange(1, 4)):
+        atom = rng.choice(["a", ".", "[^a]", r"\w", r"\p{L}", "(?i:k)", "é", r"[\s\S]", "[a-z0-9]", ""])
+        if depth and rng.random() < 0.5:
+            atom = f"({random_pattern(rng, depth - 1)})"
+        parts.append(atom + (rng.choice(["", "*", "+", "?", "{3}", "{0,100}", "{9999}", "{2,}", "|"]) if atom else "|"))
+    return "".join(parts)
+
+
+def random_body(rng: random.Random, depth: int) -> str:
+    simple = ['"a"', "/[a-z]+/", '""', "r0", "r1", "r2", "/a|ab/", '%json {"type": "string", "maxLength": 1000}']
+    if not depth:
+        return rng.choice(simple)
+    inner = [random_body(rng, depth - 1) for _ in range(2)]
+    return rng.choice(
+        [*simple, f"({inner[0]} | {inner[1]})", " ".join(inner), f"({inner[0]})*", f"({inner[0]}){{0,500}}"]
+    )
+
+
+def random_schema(rng: random.Random, depth: int) -> Any:
+    numbers = [0, -1, 1, 2**31, 2**53 + 1, 2**63, -(2**63), 10**30, 0.1, 1e-300, 1e308, 5e-324, -0.0, 7, 10**9, 100]
+    schema: dict[str, Any] = {}
+    for _ in range(rng.randrange(4)):
+        number = rng.choice(numbers)
+        key = rng.choice([
+            "type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum",
+            "minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "minProperties", "maxProperties",
+            "items", "prefixItems", "properties", "additionalProperties", "patternProperties", "allOf", "anyOf",
+            "oneOf", "$ref", "required", "not", "$defs",
+        ])  # fmt: skip
+        below = random_schema(rng, depth - 1) if depth else rng.choice([{}, True, False, {"type": "integer"}])
+        match key:
+            case "type":
+                schema[key] = rng.choice(["integer", "number", "string", "array", "object", ["null", "number"]])
+            case "enum" | "const":
+                schema[key] = (
+                    [number, "a", [number]] if key == "enum" else rng.choice([number, {"a": number}, [number]])
+                )
+            case "pattern":
+                schema[key] = random_pattern(rng, 2)
+            case "format":
+                schema[key] = rng.choice(["date-time", "email", "uri", "ipv6"])
+            case "prefixItems" | "allOf" | "anyOf" | "oneOf":
+                schema[key] = [below, random_schema(rng, depth - 1) if depth else {}]
+            case "properties" | "$defs" | "patternProperties":
+                schema[key] = {"a": below}
+            case "items" | "additionalProperties" | "not":
+                schema[key] = below
+            case "$ref":
+                schema[key] = rng.choice(["#", "#/$defs/a", "#/properties/a", "#/allOf/0"])
+            case "required":
+                schema[key] = ["a"]
+            case _:
+                schema[key] = number
+    return schema
+
+
+CHILD = """
+import json, sys, threading
+from asyncengine.errors import GrammarError
+from asyncengine.grammar import Grammar
+from asyncengine.grammar.limits import check_limits
+from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+from asyncengine.grammar.trial import STACK_BYTES
+from support.small_grammars import shared_vocabulary
+
+def work():
+    backend = LlguidanceBackend(shared_vocabulary())
+    for line in sys.stdin:
+        kind, text = json.loads(line)
+        print(line, end="", flush=True)
+        try:
+            grammar = Grammar(kind, text)
+            check_limits(grammar)
+            backend.compile(grammar, 10)
+        except GrammarError as error:
+            assert len(str(error)) < 2000, error
+    print("done")
+    backend.close()
+
+threading.stack_size(STACK_BYTES)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_no_small_grammar_crashes_the_process() -> None:
+    """Random grammars in a process of their own; only typed errors. More: ASYNCENGINE_GRAMMAR_CRASHES=20000."""
+    rng = random.Random(7)
+    made: list[Grammar] = []
+    while len(made) < GRAMMARS:
+        try:
+            made.append(random_grammar(rng))
+        except GrammarError:
+            continue
+    lines = "".join(json.dumps([grammar.kind, grammar.text]) + "\n" for grammar in made)
+    tests = str(Path(__file__).parent.parent)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=lines,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])},
+        timeout=60 + GRAMMARS,
+        check=False,
+    )
+    heard = child.stdout.splitlines()
+    assert heard[-1:] == ["done"], (child.returncode, heard[-1:], child.stderr[-2000:])

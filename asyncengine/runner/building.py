@@ -78,12 +78,12 @@ def _build(
 
 
 def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress) -> None:
-    """Run a first short step and a first long one, so that no request's step waits for a compiler. `most`: positions
+    """Run a first step of one token, of a short prompt and of a long one, so that no request's step waits for a compiler. `most`: positions
     that a sequence may have here."""
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
     most = max(1, min(most, config.max_num_batched_tokens))
     progress.stage("running a first step")
-    for count in sorted({min(2, most), min(MOST_TOKENS + 1, most)}):
+    for count in sorted({1, min(2, most), min(MOST_TOKENS + 1, most)}):
         pages = list(range(1, 1 + -(-count // config.page_size)))
         row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, pages, True)
         runner.rehearse(Batch(0, (row,)))

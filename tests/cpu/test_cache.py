@@ -203,7 +203,9 @@ def test_how_many_kernels_there_are() -> None:
     made = {
         id(value): value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)
     }
-    assert kernel_count() == sum(value.targetoptions.get("inline") != "always" for value in made.values()) > 40
+    count = sum(value.targetoptions.get("inline") != "always" for value in made.values())
+    others = 3  # in atomics, those of other systems
+    assert kernel_count() == count + others > 40
 
 
 def test_the_bar_counts_kernels(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

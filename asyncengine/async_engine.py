@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -18,6 +19,7 @@ from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
+from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,
@@ -32,7 +34,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 from asyncengine.submit import Accepted, ModelInfo
-from asyncengine.waiting import finished
+from asyncengine.waiting import begun, finished, finished_blocking
 
 Build = Callable[[], EngineCore]
 
@@ -48,15 +50,16 @@ class AsyncEngine:
     the next step. Constructing is cheap; `start` (or `async with`, or `from_pretrained`) loads.
     """
 
-    def __init__(self, build: Build, *, hosted: bool = False) -> None:
-        """`build` loads the parts, on a worker thread (see `asyncengine.build`)."""
+    def __init__(self, build: Build, *, hosted: bool = False, attempt: LoadAttempt | None = None) -> None:
+        """`build` loads the parts, on a thread of its own (see `asyncengine.build`); closing gives `attempt` up."""
         self._build = build
         self._hosted = hosted
+        self._attempt = attempt or LoadAttempt()
         self._core: EngineCore | None = None
         self._host: Host | None = None
         self._closed = False
         self._serving = threading.Lock()
-        self._loading = threading.Lock()
+        self._loading: Future[EngineCore] | None = None
         self._loaded: EngineCore | None = None
 
     @classmethod
@@ -65,40 +68,55 @@ class AsyncEngine:
     ) -> Self:
         """Load a model folder or hub id and start. `settings` are fields of `EngineConfig`.
 
-        Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
+        Any number of loads may go on at once; cancelling one leaves at once. Raises `ModelNotFound`,
+        `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
         """
         from asyncengine.build import engine_config, load_core
 
-        resolved = engine_config(config, settings)
-        engine = cls(lambda: load_core(os.fspath(model), resolved), hosted=hosted)
-        await engine.start()
+        resolved, attempt = engine_config(config, settings), LoadAttempt()
+        engine = cls(lambda: load_core(os.fspath(model), resolved, attempt), hosted=hosted, attempt=attempt)
+        try:
+            await engine.start()
+        except BaseException:
+            engine._stop_serving()  # nobody has the engine to close it
+            raise
         return engine
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Load, then serve. Does nothing if already started. Raises what loading raises."""
-        if self._closed:
-            raise EngineClosed("the engine is closed; make a new one")
-        if self._core is not None:
-            return
-        self._serve(await anyio.to_thread.run_sync(self._load))
+        """Load, then serve. Does nothing if already started. Raises what loading raises.
+
+        Cancelling it leaves at once; loading goes on for whoever starts the engine next, until it is closed.
+        """
+        if self._core is None or self._closed:
+            self._serve(await finished(self._load()))
 
     def start_blocking(self) -> None:
         """`start` for a plain thread; hosted engines only."""
         if not self._hosted:
             raise EngineClosed("only a hosted engine can be started without an event loop: pass hosted=True")
-        if self._closed:
-            raise EngineClosed("the engine is closed; make a new one")
-        if self._core is None:
-            self._serve(self._load())
+        if self._core is None or self._closed:
+            self._serve(finished_blocking(self._load()))
 
-    def _load(self) -> EngineCore:
-        """Load once, however many callers start at the same time."""
-        with self._loading:
-            if self._loaded is None:
-                self._loaded = self._build()
-            return self._loaded
+    def _load(self) -> Future[EngineCore]:
+        """Load once, however many callers start at the same time. A failure is not kept: the next start tries again."""
+        with self._serving:
+            if self._closed:
+                raise EngineClosed("the engine is closed; make a new one")
+            known = self._loading
+            if known is None or (known.done() and known.exception() is not None):
+                known = self._loading = begun(self._build_core, "asyncengine-start")
+            return known
+
+    def _build_core(self) -> EngineCore:
+        core = self._build()
+        with self._serving:
+            if self._closed:
+                core.discard()
+                raise EngineClosed("the engine was closed while it loaded")
+            self._loaded = core
+        return core
 
     def _serve(self, core: EngineCore) -> None:
         with self._serving:
@@ -126,10 +144,11 @@ class AsyncEngine:
 
     def _stop_serving(self) -> tuple[EngineCore | None, Host | None]:
         with self._serving:
-            loaded, self._closed, self._loaded = self._loaded, True, None
+            loaded, self._closed, self._loading, self._loaded = self._loaded, True, None, None
             if loaded is not None and self._core is None:  # whoever started it left before it was served
                 loaded.discard()
-            return self._core, self._host
+        self._attempt.give_up()
+        return self._core, self._host
 
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""

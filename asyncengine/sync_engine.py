@@ -12,6 +12,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
+from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,
@@ -50,9 +51,13 @@ class Engine:
         """
         from asyncengine.build import engine_config, load_core
 
-        config = engine_config(settings.pop("config", None), settings)
-        engine = AsyncEngine(lambda: load_core(os.fspath(model), config), hosted=True)
-        engine.start_blocking()
+        config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
+        engine = AsyncEngine(lambda: load_core(os.fspath(model), config, attempt), hosted=True, attempt=attempt)
+        try:
+            engine.start_blocking()
+        except BaseException:
+            engine.close_blocking()  # nobody else has it
+            raise
         return cls(engine)
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:

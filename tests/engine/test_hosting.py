@@ -126,7 +126,7 @@ class Loader:
         self.go = threading.Event()
         self.go.set()
 
-    def __call__(self, model: str, config: Any) -> Any:
+    def __call__(self, model: str, config: Any, attempt: Any = None) -> Any:
         self.calls += 1
         self.go.wait(20)
         if self.fail is not None:

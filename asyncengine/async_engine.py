@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,6 +16,7 @@ from asyncengine.core import INLINE_CHARS, EngineCore
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
+from asyncengine.load_once import Build, LoadOnce
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
 from asyncengine.process import LoadAttempt
@@ -34,9 +34,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 from asyncengine.submit import Accepted, ModelInfo
-from asyncengine.waiting import begun, finished, finished_blocking
-
-Build = Callable[[], EngineCore]
+from asyncengine.waiting import finished, finished_blocking
 
 
 class AsyncEngine:
@@ -52,15 +50,11 @@ class AsyncEngine:
 
     def __init__(self, build: Build, *, hosted: bool = False, attempt: LoadAttempt | None = None) -> None:
         """`build` loads the parts, on a thread of its own (see `asyncengine.build`); closing gives `attempt` up."""
-        self._build = build
+        self._load = LoadOnce(build, attempt)
         self._hosted = hosted
-        self._attempt = attempt or LoadAttempt()
         self._core: EngineCore | None = None
         self._host: Host | None = None
-        self._closed = False
         self._serving = threading.Lock()
-        self._loading: Future[EngineCore] | None = None
-        self._loaded: EngineCore | None = None
 
     @classmethod
     async def from_pretrained(
@@ -89,38 +83,21 @@ class AsyncEngine:
 
         Cancelling it leaves at once; loading goes on for whoever starts the engine next, until it is closed.
         """
-        if self._core is None or self._closed:
-            self._serve(await finished(self._load()))
+        self._load.check_process()
+        if self._core is None or self._load.closed:
+            self._serve(await finished(self._load.begin()))
 
     def start_blocking(self) -> None:
         """`start` for a plain thread; hosted engines only."""
         if not self._hosted:
             raise EngineClosed("only a hosted engine can be started without an event loop: pass hosted=True")
-        if self._core is None or self._closed:
-            self._serve(finished_blocking(self._load()))
-
-    def _load(self) -> Future[EngineCore]:
-        """Load once, however many callers start at the same time. A failure is not kept: the next start tries again."""
-        with self._serving:
-            if self._closed:
-                raise EngineClosed("the engine is closed; make a new one")
-            known = self._loading
-            if known is None or (known.done() and known.exception() is not None):
-                known = self._loading = begun(self._build_core, "asyncengine-start")
-            return known
-
-    def _build_core(self) -> EngineCore:
-        core = self._build()
-        with self._serving:
-            if self._closed:
-                core.discard()
-                raise EngineClosed("the engine was closed while it loaded")
-            self._loaded = core
-        return core
+        self._load.check_process()
+        if self._core is None or self._load.closed:
+            self._serve(finished_blocking(self._load.begin()))
 
     def _serve(self, core: EngineCore) -> None:
         with self._serving:
-            if self._closed:
+            if self._load.closed:
                 core.discard()
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
@@ -143,12 +120,13 @@ class AsyncEngine:
             await host.wait_ended()
 
     def _stop_serving(self) -> tuple[EngineCore | None, Host | None]:
+        if self._load.is_elsewhere:
+            return None, None  # the process it runs in closes it
         with self._serving:
-            loaded, self._closed, self._loading, self._loaded = self._loaded, True, None, None
+            loaded = self._load.close()
             if loaded is not None and self._core is None:  # whoever started it left before it was served
                 loaded.discard()
-        self._attempt.give_up()
-        return self._core, self._host
+            return self._core, self._host
 
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
@@ -251,12 +229,13 @@ class AsyncEngine:
     def core(self) -> EngineCore:
         if self._core is None:
             raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        self._core.check_process()
         return self._core
 
     @property
     def host(self) -> Host:
-        if self._host is None:
-            raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        self.core.check_process()
+        assert self._host is not None
         return self._host
 
     @property

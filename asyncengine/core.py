@@ -16,6 +16,7 @@ from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
+from asyncengine.process import PROCESS
 from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.snapshot import snapshot
@@ -56,7 +57,7 @@ class EngineCore:
         self.closing = False
         self._labels: dict[str, list[int]] = {}
         self._labels_lock = threading.Lock()
-        self._pid = os.getpid()
+        self._born = PROCESS.generation
 
     @property
     def config(self) -> EngineConfig:
@@ -187,7 +188,7 @@ class EngineCore:
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
-        if self._pid == os.getpid():  # after a fork the inbox is a copy nobody reads, its lock perhaps held for ever
+        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
             self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
 
     def abort(self, request_id: str) -> bool:
@@ -218,13 +219,16 @@ class EngineCore:
         return ticket in self.loop.delivery.expected or ticket in self.loop.delivery.streams
 
     def check_open(self) -> None:
-        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests."""
-        if self._pid != os.getpid():
-            raise EngineClosed("this engine was created before a fork; create one in each process")
+        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""
+        self.check_process()
         if self.loop.failure is not None:
             raise EngineDead(self.loop.failure)
         if self.closing:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def check_process(self) -> None:
+        """Raises `WrongProcess` in a fork of the engine's process."""
+        PROCESS.check_unforked(self._born)
 
     def start_closing(self, drain: bool, timeout: float | None) -> None:
         """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""

@@ -19,6 +19,7 @@ import anyio
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import InvalidParameter
 from asyncengine.messages import Drain
+from asyncengine.process import PROCESS
 
 EXIT_PATIENCE = 10.0
 """Seconds that a program's end waits for a step to finish."""
@@ -64,6 +65,7 @@ class ThreadHost:
     def __init__(self, engine: EngineLoop, *, use_uvloop: bool = False) -> None:
         if use_uvloop and importlib.util.find_spec("uvloop") is None:
             raise InvalidParameter("uvloop", "needs the package uvloop: pip install 'asyncengine[uvloop]'")
+        self._born = PROCESS.generation
         self._engine = engine
         self._use_uvloop = use_uvloop
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -79,8 +81,9 @@ class ThreadHost:
     def _close_at_exit(self) -> None:
         """The interpreter must not take itself apart under a thread that is inside a forward pass: that aborts the
         process. So an engine nobody closed, or is still closing, is closed now."""
-        self._engine.inbox.post(Drain(self._engine.clock.now()))
-        self.join(EXIT_PATIENCE)
+        if self._born == PROCESS.generation:  # else the thread is another process's
+            self._engine.inbox.post(Drain(self._engine.clock.now()))
+            self.join(EXIT_PATIENCE)
 
     def _main(self) -> None:
         try:

@@ -156,7 +156,7 @@ class AsyncEngine:
         """
         core, wanted = self.core, RequestOptions.of(options)
         size = len(prompt) if isinstance(prompt, str) else 0
-        return self._stream(lambda: core.prepare(prompt, params, wanted), size, params)
+        return self._stream(lambda at: core.prepare(prompt, params, wanted, at), size, params)
 
     def stream_chat(
         self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
@@ -168,7 +168,7 @@ class AsyncEngine:
         """
         core = self.core
         chat, wanted = split_chat(messages, options)
-        return self._stream(lambda: core.prepare_chat(chat, params, wanted), chat.size, params)
+        return self._stream(lambda at: core.prepare_chat(chat, params, wanted, at), chat.size, params)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
@@ -184,16 +184,16 @@ class AsyncEngine:
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    def _stream(self, prepare: Callable[[], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
+    def _stream(self, prepare: Callable[[float], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
         core = self.core
 
         async def start() -> Assembler:
-            work = size
+            work, submitted = size, core.loop.clock.now()
             if isinstance(params, SamplingParams):
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
-            accepted = prepare() if work <= INLINE_CHARS else await anyio.to_thread.run_sync(prepare)
-            await core.enter(accepted)
-            return core.post(accepted)
+            inline = work <= INLINE_CHARS
+            accepted = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
+            return core.post(accepted) if await core.enter(accepted) else core.expired(accepted)
 
         return TokenStream(start, core.abort_tickets)
 

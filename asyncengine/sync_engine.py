@@ -135,8 +135,7 @@ class Engine:
 
         def start() -> Assembler:
             accepted = prepare()
-            core.enter_blocking(accepted)
-            return core.post(accepted)
+            return core.post(accepted) if core.enter_blocking(accepted) else core.expired(accepted)
 
         return SyncTokenStream(start, core.abort_tickets)
 

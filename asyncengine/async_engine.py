@@ -109,7 +109,9 @@ class AsyncEngine:
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
-        no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
+        no task, thread or memory behind. Idempotent. What killed the engine was told to its streams, not here.
+
+        Raises `WrongLoop` for an owned engine from another loop, while its own stands still.
         """
         core, host = self._stop_serving()
         if core is None or host is None:

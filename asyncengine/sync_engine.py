@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from asyncengine.assembler import Assembler
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
@@ -79,7 +78,8 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> SyncTokenStream:
-        """Stream a completion of `prompt`. Submitted at once; iterate to read. As `AsyncEngine.stream`."""
+        """Stream a completion of `prompt`: submitted now, computed whether or not you iterate. As `AsyncEngine.stream`,
+        whose errors are raised here."""
         wanted = RequestOptions.of(options)
         return self._stream(lambda: self.aengine.core.prepare(prompt, params, wanted))
 
@@ -116,7 +116,7 @@ class Engine:
         streams: list[SyncTokenStream] = []
         try:
             for prompt in prompts:
-                streams.append(self.stream(prompt, params, **options).__enter__())
+                streams.append(self.stream(prompt, params, **options))
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
@@ -133,11 +133,9 @@ class Engine:
         self._check_thread()
         core = self.aengine.core
 
-        def start() -> Assembler:
-            accepted = prepare()
-            return core.post(accepted) if core.enter_blocking(accepted) else core.expired(accepted)
-
-        return SyncTokenStream(start, core.abort_tickets)
+        accepted = prepare()
+        assembler = core.post(accepted) if core.enter_blocking(accepted) else core.expired(accepted)
+        return SyncTokenStream(assembler, core.abort_tickets, self._check_thread)
 
     # ---------------------------------------------------------------- adapters
 

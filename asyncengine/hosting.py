@@ -80,7 +80,7 @@ class _LoopWatch:
             self._loop.call_later(WATCH_PERIOD, self)
 
 
-def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[..., object]:
+def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[[], _LoopWatch]:
     """Call `closed` when `loop` is closed (or collected); `detach` what is returned to hear no more of it.
 
     asyncio has no such hook, and a loop that was closed while a task of it waited says nothing to anybody.
@@ -98,7 +98,7 @@ class OwnedHost:
         self._ending = _Ending()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
-        self._watching: weakref.finalize[..., object] | None = None
+        self._watching: weakref.finalize[[], _LoopWatch] | None = None
 
     def start(self) -> None:
         self._thread = threading.get_ident()

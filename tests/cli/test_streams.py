@@ -1,16 +1,20 @@
-"""Standard streams as they come: full, closed, gone, or without Unicode. At most one line on stderr, and an exit code."""
+"""Standard streams as they come: full, closed, gone, without Unicode. At most one line on stderr, and an exit code."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from asyncengine import SyncTokenStream
+from asyncengine.cli.chat import _stopped_by_ctrl_c
 from asyncengine.cli.main import main
 
 SNOW = ("generate", "demo", "Tromsø: ", "--regex", "ø☃", "--max-tokens", "12", "--num-threads", "1",
@@ -77,6 +81,16 @@ def test_a_closed_stdout_is_said_before_any_work(
     monkeypatch.setattr(sys, "stdout", None)
     assert main(SNOW) == 1
     assert "stdout is closed" in capsys.readouterr().err
+
+
+def test_ctrl_c_that_was_ignored_when_we_started_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _stopped_by_ctrl_c(cast(SyncTokenStream, None)):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 PRINTS = """

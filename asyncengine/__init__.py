@@ -26,6 +26,7 @@ from asyncengine.errors import (
     RequestTimeout,
     UnsupportedModel,
     WrongLoop,
+    WrongProcess,
 )
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import (
@@ -94,5 +95,6 @@ __all__ = [
     "UnsupportedModel",
     "Usage",
     "WrongLoop",
+    "WrongProcess",
     "shared_engine",
 ]

@@ -16,8 +16,10 @@ from asyncengine.core import INLINE_CHARS, EngineCore
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
+from asyncengine.load_once import Build, LoadOnce
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
+from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,
@@ -32,9 +34,7 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 from asyncengine.submit import Accepted, ModelInfo
-from asyncengine.waiting import finished
-
-Build = Callable[[], EngineCore]
+from asyncengine.waiting import finished, finished_blocking
 
 
 class AsyncEngine:
@@ -48,16 +48,13 @@ class AsyncEngine:
     the next step. Constructing is cheap; `start` (or `async with`, or `from_pretrained`) loads.
     """
 
-    def __init__(self, build: Build, *, hosted: bool = False) -> None:
-        """`build` loads the parts, on a worker thread (see `asyncengine.build`)."""
-        self._build = build
+    def __init__(self, build: Build, *, hosted: bool = False, attempt: LoadAttempt | None = None) -> None:
+        """`build` loads the parts, on a thread of its own (see `asyncengine.build`); closing gives `attempt` up."""
+        self._load = LoadOnce(build, attempt)
         self._hosted = hosted
         self._core: EngineCore | None = None
         self._host: Host | None = None
-        self._closed = False
         self._serving = threading.Lock()
-        self._loading = threading.Lock()
-        self._loaded: EngineCore | None = None
 
     @classmethod
     async def from_pretrained(
@@ -65,44 +62,42 @@ class AsyncEngine:
     ) -> Self:
         """Load a model folder or hub id and start. `settings` are fields of `EngineConfig`.
 
-        Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
+        Any number of loads may go on at once; cancelling one leaves at once. Raises `ModelNotFound`,
+        `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
         """
         from asyncengine.build import engine_config, load_core
 
-        resolved = engine_config(config, settings)
-        engine = cls(lambda: load_core(os.fspath(model), resolved), hosted=hosted)
-        await engine.start()
+        resolved, attempt = engine_config(config, settings), LoadAttempt()
+        engine = cls(lambda: load_core(os.fspath(model), resolved, attempt), hosted=hosted, attempt=attempt)
+        try:
+            await engine.start()
+        except BaseException:
+            engine._stop_serving()  # nobody has the engine to close it
+            raise
         return engine
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Load, then serve. Does nothing if already started. Raises what loading raises."""
-        if self._closed:
-            raise EngineClosed("the engine is closed; make a new one")
-        if self._core is not None:
-            return
-        self._serve(await anyio.to_thread.run_sync(self._load))
+        """Load, then serve. Does nothing if already started. Raises what loading raises.
+
+        Cancelling it leaves at once; loading goes on for whoever starts the engine next, until it is closed.
+        """
+        self._load.check_process()
+        if self._core is None or self._load.closed:
+            self._serve(await finished(self._load.begin()))
 
     def start_blocking(self) -> None:
         """`start` for a plain thread; hosted engines only."""
         if not self._hosted:
             raise EngineClosed("only a hosted engine can be started without an event loop: pass hosted=True")
-        if self._closed:
-            raise EngineClosed("the engine is closed; make a new one")
-        if self._core is None:
-            self._serve(self._load())
-
-    def _load(self) -> EngineCore:
-        """Load once, however many callers start at the same time."""
-        with self._loading:
-            if self._loaded is None:
-                self._loaded = self._build()
-            return self._loaded
+        self._load.check_process()
+        if self._core is None or self._load.closed:
+            self._serve(finished_blocking(self._load.begin()))
 
     def _serve(self, core: EngineCore) -> None:
         with self._serving:
-            if self._closed:
+            if self._load.closed:
                 core.discard()
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
@@ -114,7 +109,9 @@ class AsyncEngine:
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
-        no task, thread or memory behind. Idempotent. Raises nothing: what killed the engine was told to its streams.
+        no task, thread or memory behind. Idempotent. What killed the engine was told to its streams, not here.
+
+        Raises `WrongLoop` for an owned engine from another loop, while its own stands still.
         """
         core, host = self._stop_serving()
         if core is None or host is None:
@@ -125,8 +122,10 @@ class AsyncEngine:
             await host.wait_ended()
 
     def _stop_serving(self) -> tuple[EngineCore | None, Host | None]:
+        if self._load.is_elsewhere:
+            return None, None  # the process it runs in closes it
         with self._serving:
-            loaded, self._closed, self._loaded = self._loaded, True, None
+            loaded = self._load.close()
             if loaded is not None and self._core is None:  # whoever started it left before it was served
                 loaded.discard()
             return self._core, self._host
@@ -159,7 +158,7 @@ class AsyncEngine:
         """
         core, wanted = self.core, RequestOptions.of(options)
         size = len(prompt) if isinstance(prompt, str) else 0
-        return self._stream(lambda: core.prepare(prompt, params, wanted), size, params)
+        return self._stream(lambda at: core.prepare(prompt, params, wanted, at), size, params)
 
     def stream_chat(
         self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
@@ -171,7 +170,7 @@ class AsyncEngine:
         """
         core = self.core
         chat, wanted = split_chat(messages, options)
-        return self._stream(lambda: core.prepare_chat(chat, params, wanted), chat.size, params)
+        return self._stream(lambda at: core.prepare_chat(chat, params, wanted, at), chat.size, params)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
@@ -187,16 +186,16 @@ class AsyncEngine:
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    def _stream(self, prepare: Callable[[], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
+    def _stream(self, prepare: Callable[[float], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
         core = self.core
 
         async def start() -> Assembler:
-            work = size
+            work, submitted = size, core.loop.clock.now()
             if isinstance(params, SamplingParams):
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
-            accepted = prepare() if work <= INLINE_CHARS else await anyio.to_thread.run_sync(prepare)
-            await core.enter(accepted)
-            return core.post(accepted)
+            inline = work <= INLINE_CHARS
+            accepted = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
+            return core.post(accepted) if await core.enter(accepted) else core.expired(accepted)
 
         return TokenStream(start, core.abort_tickets)
 
@@ -232,12 +231,13 @@ class AsyncEngine:
     def core(self) -> EngineCore:
         if self._core is None:
             raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        self._core.check_process()
         return self._core
 
     @property
     def host(self) -> Host:
-        if self._host is None:
-            raise EngineClosed("the engine has not been started: use `async with`, or await start()")
+        self.core.check_process()
+        assert self._host is not None
         return self._host
 
     @property

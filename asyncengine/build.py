@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.clock import MonotonicClock
@@ -18,6 +19,8 @@ from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.gate import Gate
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.process import PROCESS, LoadAttempt
 from asyncengine.protocols import Clock, Executor, GrammarCompiler
 from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
@@ -58,26 +61,41 @@ def resolve_model(model: str) -> str:
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
-def load_core(model: str, config: EngineConfig) -> EngineCore:
-    """Load model and tokenizer and wire an engine; nothing runs yet.
+def load_core(model: str, config: EngineConfig, attempt: LoadAttempt | None = None) -> EngineCore:
+    """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
+    are downloaded side by side and loaded one after another.
 
-    Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`.
+    Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
+    `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
     from asyncengine.models.loading import resolve_device
     from asyncengine.runner.transfer import on_device
 
-    device, path = resolve_device(config.device), resolve_model(model)
+    PROCESS.check_may_load()
+    path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
 
     def load() -> EngineCore:
-        with on_device(device):  # each thread has a current one, and this thread is a new one
-            return _load_core(path, config, device)
+        checkpoint = open_checkpoint(path, config)
+        with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
+            import_module("transformers")  # whole, before any module of ours asks it for a name
+            core = _load_core(path, checkpoint, config, device, trying)
+        if trying.given_up:
+            core.discard()
+            trying.check()
+        return core
 
     # OpenMP gives each thread that computes a team. Where teams outnumber the CPUs, libgomp lets them sleep after every
     # loop rather than wait for the next: a team that was left behind by loading made decode steps a third longer.
-    return on_own_thread(load, "asyncengine-load")
+    try:
+        return on_own_thread(load, "asyncengine-load")
+    except BaseException:  # a Ctrl-C here does not stop the other thread
+        trying.give_up()
+        raise
 
 
-def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineCore:
+def _load_core(
+    path: str, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, attempt: LoadAttempt
+) -> EngineCore:
     from asyncengine.models.loading import load_model
     from asyncengine.models.memory import in_words
     from asyncengine.models.progress import LoadProgress
@@ -88,13 +106,15 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
 
     cores = Cores(config.num_threads)
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
-    progress = LoadProgress(config.show_progress)
-    with cores.step():
-        loaded = in_words(lambda: load_model(path, config, progress), device, "the model", smaller)
+    progress = LoadProgress(config.show_progress, attempt.check)
+    with cores.loading():
+        loaded = in_words(lambda: load_model(path, config, progress, checkpoint), device, "the model", smaller)
+    attempt.check()
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
     if tokenizer is not None:
         tokenizer.warm_up()
+    attempt.check()
     lora = install_lora(loaded.module, config.max_loras, config.max_lora_rank)
     adapters = make_adapters(lora, loaded.dtype, config)
     try:
@@ -102,6 +122,7 @@ def _load_core(path: str, config: EngineConfig, device: torch.device) -> EngineC
         if ranks:  # before the KV cache takes its share of what is free
             take = partial(lora.allocate, lora.layer_linears(), max(ranks))
             in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
+        attempt.check()
         runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
         progress.say_compiled()
         return _assemble(path, loaded, tokenizer, runner, adapters, config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncengine.assembler import Assembler
@@ -16,6 +16,8 @@ from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
+from asyncengine.outputs import Chunk
+from asyncengine.process import PROCESS
 from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.snapshot import snapshot
@@ -58,7 +60,7 @@ class EngineCore:
         self.closing = False
         self._labels: dict[str, list[int]] = {}
         self._labels_lock = threading.Lock()
-        self._pid = os.getpid()
+        self._born = PROCESS.generation
 
     @property
     def config(self) -> EngineConfig:
@@ -89,14 +91,23 @@ class EngineCore:
 
     # ---------------------------------------------------------------- requests in
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions) -> Accepted:
-        """Tokenize and check a request. Raises `InvalidParameter`, `EngineClosed`, `EngineDead`."""
-        self.check_open()
-        return self.acceptance.accept(self.encode(prompt), params, options)
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
+    ) -> Accepted:
+        """Tokenize and check a request, submitted at `arrival` (by the engine's clock; None: now).
 
-    def prepare_chat(self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions) -> Accepted:
+        Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
+        """
+        self.check_open()
+        arrival = self.loop.clock.now() if arrival is None else arrival
+        return self.acceptance.accept(self.encode(prompt), params, options, arrival)
+
+    def prepare_chat(
+        self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
+    ) -> Accepted:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
         self.check_open()
+        arrival = self.loop.clock.now() if arrival is None else arrival
         tokenizer = self._tokenizer("messages")
         tools = template_tools(chat.tools) if chat.tools else None
         text = tokenizer.render_chat(chat.messages, tools, **(chat.template_kwargs or {}))
@@ -106,10 +117,10 @@ class EngineCore:
         params = params or SamplingParams()
         plan = self._plan(chat, params, text)
         if plan is None:
-            return self.acceptance.accept(prompt, params, options)
+            return self.acceptance.accept(prompt, params, options, arrival)
         visible = params.skip_special_tokens and plan.skip_special_tokens
         planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
-        accepted = self.acceptance.accept(prompt, planned, options)
+        accepted = self.acceptance.accept(prompt, planned, options, arrival)
         accepted.make_parser = plan.make_parser
         accepted.check_text = self.acceptance.text_check(plan.final)
         return accepted
@@ -133,30 +144,41 @@ class EngineCore:
             response_format=wanted,
         )
 
-    async def enter(self, accepted: Accepted) -> None:
-        """Pass the gate: at once, or as soon as there is room if so configured. Raises `QueueFull`, `EngineClosed`,
-        `EngineDead`."""
-        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
-        try:
-            if self.config.when_full == "wait":
-                await gate.enter_when_free(samples, length)
-            else:
-                gate.enter(samples, length)
-        except EngineClosed:
-            self.check_open()  # closed because it died? then that is what to say
-            raise
+    async def enter(self, accepted: Accepted) -> bool:
+        """Pass the gate: at once, or as soon as there is room if so configured. False: a deadline came first.
 
-    def enter_blocking(self, accepted: Accepted) -> None:
+        Raises `QueueFull`, `EngineClosed`, `EngineDead`.
+        """
+        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        with self._closed_or_dead():
+            if self.config.when_full == "wait":
+                return await gate.enter_when_free(samples, length, accepted.time_left(self.loop.clock.now))
+            gate.enter(samples, length)
+        return True
+
+    def enter_blocking(self, accepted: Accepted) -> bool:
         """`enter` for a plain thread."""
         gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
-        try:
+        with self._closed_or_dead():
             if self.config.when_full == "wait":
-                gate.enter_blocking(samples, length)
-            else:
-                gate.enter(samples, length)
+                return gate.enter_blocking(samples, length, accepted.time_left(self.loop.clock.now))
+            gate.enter(samples, length)
+        return True
+
+    @contextmanager
+    def _closed_or_dead(self) -> Iterator[None]:
+        """Closed because it died? Then that is what to say."""
+        try:
+            yield
         except EngineClosed:
             self.check_open()
             raise
+
+    def expired(self, accepted: Accepted) -> Assembler:
+        """The end of a request whose deadline came at the gate. The engine never hears of it."""
+        for index in range(accepted.params.n):
+            accepted.mailbox.put(Chunk("", [], "timeout", index))
+        return Assembler(accepted, self.loop.clock.now)
 
     def post(self, accepted: Accepted) -> Assembler:
         """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch.
@@ -179,9 +201,9 @@ class EngineCore:
         if accepted.adapter is None or self.adapters is None:
             return
         try:
-            accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+            with self._closed_or_dead():
+                accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
         except EngineClosed:
-            self.check_open()  # closed because it died? then that is what to say
             raise
         except BaseException:
             self.loop.gate.leave(accepted.params.n, accepted.params.n * len(accepted.prompt))
@@ -189,7 +211,7 @@ class EngineCore:
 
     def abort_tickets(self, tickets: list[int]) -> None:
         """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
-        if self._pid == os.getpid():  # after a fork the inbox is a copy nobody reads, its lock perhaps held for ever
+        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
             self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
 
     def abort(self, request_id: str) -> bool:
@@ -220,13 +242,16 @@ class EngineCore:
         return ticket in self.loop.delivery.expected or ticket in self.loop.delivery.streams
 
     def check_open(self) -> None:
-        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests."""
-        if self._pid != os.getpid():
-            raise EngineClosed("this engine was created before a fork; create one in each process")
+        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""
+        self.check_process()
         if self.loop.failure is not None:
             raise EngineDead(self.loop.failure)
         if self.closing:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def check_process(self) -> None:
+        """Raises `WrongProcess` in a fork of the engine's process."""
+        PROCESS.check_unforked(self._born)
 
     def start_closing(self, drain: bool, timeout: float | None) -> None:
         """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""
@@ -274,11 +299,3 @@ class EngineCore:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
         adapters = {} if self.adapters is None else self.adapters.counts()
         return snapshot(self.loop, adapters, self._threads(), self.started_at)
-
-
-def current_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop running on this thread, if any."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

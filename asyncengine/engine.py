@@ -106,7 +106,7 @@ class EngineLoop:
                     result = await self._watch(self.in_flight[0])  # 5 consumers run here
                     self._commit(result)  # 6 the only place where results are applied
         except BaseException as error:
-            self.failure = error
+            self.failure = self.failure or error
             if not isinstance(error, Exception):  # cancelled: the loop that hosts us is going away
                 raise
             logger.exception("the engine died")
@@ -229,21 +229,18 @@ class EngineLoop:
         if self.record is not None:
             self.record("commit", now)
         self.scheduler.commit(result, now)
-        self.meter.step.append(now - launched_at)
+        self.meter.step.append(took := now - launched_at)
         if batch.step % self.config.check_every == 0:
             self.scheduler.check_sums()
         if self.hooks:
             running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-            self.hooks.emit(
-                StepDone(batch.step, len(batch.rows), batch.num_tokens, now - launched_at, running, waiting)
-            )
+            self.hooks.emit(StepDone(batch.step, len(batch.rows), batch.num_tokens, took, running, waiting))
 
     # ---------------------------------------------------------------- watching
 
     def _report_slow(self, batch: Batch) -> None:
-        plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context " + str(
-            max(row.start + row.num_scheduled for row in batch.rows)
-        )
+        longest = max(row.start + row.num_scheduled for row in batch.rows)
+        plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context {longest}"
         logger.warning("step %d has run for %.0f s: %s", batch.step, self.config.step_soft_limit, plan)
         self.hooks.emit(StepSlow(batch.step, plan))
 
@@ -272,23 +269,25 @@ class EngineLoop:
         return self._drain is not None and not self.scheduler.requests and not self.in_flight
 
     async def _shut_down(self) -> None:
+        try:
+            self.end_all()
+        finally:
+            await self.runner.aclose()
+
+    def end_all(self) -> None:
         """Tell everybody, leave nothing behind."""
         if self._lag_timer is not None:
             self._lag_timer.cancel()
-        try:
-            self.gate.close()
-            unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
-            if self.failure is None:
-                self._deliver()
-            self.delivery.fail_all(self._make_failure, unopened)
-            for launched in self.in_flight:
-                launched.result.cancel()  # nobody will read it
-            if self.grammars is not None:
-                self.grammars.close()
-            if self.adapters is not None:
-                self.adapters.close()
-        finally:
-            await self.runner.aclose()
+        self.gate.close()
+        unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
+        if self.failure is None:
+            self._deliver()
+        self.delivery.fail_all(self._make_failure, unopened)
+        for launched in self.in_flight:
+            launched.result.cancel()  # nobody will read it
+        for part in (self.grammars, self.adapters):
+            if part is not None:
+                part.close()
 
     def _make_failure(self) -> Exception:
         return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)

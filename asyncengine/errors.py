@@ -111,6 +111,10 @@ class EngineClosed(EngineError):
     """The engine is closed, draining, or was never started."""
 
 
+class WrongProcess(EngineClosed):
+    """An engine does not survive a fork: spawn processes instead, or fork before the first engine is loaded."""
+
+
 class EngineDead(EngineError):
     """The engine's loop or its runner died. `cause` is what killed it; no request can be served."""
 

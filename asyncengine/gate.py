@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from asyncengine.errors import EngineClosed, QueueFull
 from asyncengine.mailbox import Waiter, wake_all
@@ -17,6 +19,14 @@ class _Applicant:
     tokens: int
     waiter: Waiter
     granted: bool = False
+    expired: bool = False
+
+
+Left = Callable[[], float]
+
+
+def _for_ever() -> float:
+    return inf
 
 
 class Gate:
@@ -34,6 +44,8 @@ class Gate:
         self._tokens = 0
         self._closed = False
         self._applicants: deque[_Applicant] = deque()
+        self.expired = 0
+        """Samples whose deadline came while they waited for a place."""
 
     @property
     def waiting(self) -> int:
@@ -48,31 +60,53 @@ class Gate:
                 raise QueueFull(*full)
             self._take(samples, tokens)
 
-    async def enter_when_free(self, samples: int, tokens: int) -> None:
-        """The same, but await a place, first come first served. Cancelling gives up the place in line."""
-        applicant = self._apply(samples, tokens, asyncio.get_running_loop().create_future())
+    async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+        """The same, but await a place, first come first served. Cancelling gives up the place in line.
+
+        False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        applicant = self._apply(samples, tokens, waiter)
         if applicant is None:
-            return
+            return True
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            seconds = left()
+            if seconds > 0:
+                timer = None if seconds == inf else loop.call_later(seconds, look)
+            elif self._withdraw_unless_granted(applicant) and not waiter.done():
+                waiter.set_result(None)
+
+        look()
         try:
-            assert isinstance(applicant.waiter, asyncio.Future)
-            await applicant.waiter
+            await waiter
         except BaseException:
             self._withdraw(applicant)
             raise
-        self._check_granted(applicant)
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self._granted(applicant)
 
-    def enter_blocking(self, samples: int, tokens: int) -> None:
+    def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
         """The same for a plain thread."""
         applicant = self._apply(samples, tokens, threading.Event())
         if applicant is None:
-            return
+            return True
+        assert isinstance(applicant.waiter, threading.Event)
         try:
-            assert isinstance(applicant.waiter, threading.Event)
-            applicant.waiter.wait()
+            while not applicant.waiter.is_set():
+                seconds = left()
+                if seconds <= 0 and self._withdraw_unless_granted(applicant):
+                    break
+                applicant.waiter.wait(None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except BaseException:  # KeyboardInterrupt
             self._withdraw(applicant)
             raise
-        self._check_granted(applicant)
+        return self._granted(applicant)
 
     def leave(self, samples: int, tokens: int) -> None:
         """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
@@ -105,6 +139,19 @@ class Gate:
             self._applicants.append(applicant)
             return applicant
 
+    def _withdraw_unless_granted(self, applicant: _Applicant) -> bool:
+        """Leave the line because the time is up. False: no longer in it, and the waiter is set or about to be."""
+        with self._lock:
+            if applicant not in self._applicants:
+                return False
+            self._applicants.remove(applicant)
+            applicant.expired = True
+            self.expired += applicant.samples
+            woken = self._grant()
+        if woken:
+            wake_all(woken)
+        return True
+
     def _withdraw(self, applicant: _Applicant) -> None:
         with self._lock:
             if applicant.granted:
@@ -133,9 +180,11 @@ class Gate:
         if self._closed:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
 
-    def _check_granted(self, applicant: _Applicant) -> None:
-        if not applicant.granted:
+    def _granted(self, applicant: _Applicant) -> bool:
+        """False: its time was up."""
+        if not applicant.granted and not applicant.expired:
             raise EngineClosed("the engine closed while the request waited for a place in its queue")
+        return applicant.granted
 
     def _behind_others(self) -> tuple[str, int] | None:
         return ("max_queued_requests", self._max_requests or 0) if self._applicants else None

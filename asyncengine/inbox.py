@@ -26,6 +26,10 @@ class Inbox(Generic[T]):
         self._reader: int | None = None
         self._closed = False
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def post(self, *items: T) -> bool:
         """Append all items at once, in order. False if the inbox is closed."""
         with self._lock:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from asyncengine.batch import TokenLogprob
 from asyncengine.errors import EngineDead
 from asyncengine.outputs import Chunk
+from asyncengine.process import PROCESS
 
 Waiter = asyncio.Future[None] | threading.Event
 
@@ -25,10 +26,12 @@ class Mailbox:
     looks again after it has announced itself, so no wake-up is lost."""
 
     __slots__ = (
-        "_chunks", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "prompt_logprobs", "started_at",
+        "_born", "_chunks", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "prompt_logprobs",
+        "started_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self._born = PROCESS.generation
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
         self.cached_tokens = 0
@@ -62,8 +65,9 @@ class Mailbox:
         """A future that is set when something is put, or None if there is something already.
 
         `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
-        as much. Cancelling the wait loses nothing.
+        as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where nobody puts.
         """
+        PROCESS.check_unforked(self._born)
         known = self._waiter
         if known is not None and not (isinstance(known, asyncio.Future) and known.done()):
             raise RuntimeError("two readers wait for one stream; read it in one place")
@@ -85,6 +89,7 @@ class Mailbox:
     def receive_blocking(self) -> list[Chunk]:
         """The same for a plain thread."""
         while not self._chunks:
+            PROCESS.check_unforked(self._born)
             event = threading.Event()
             self._waiter = event
             if self._chunks:

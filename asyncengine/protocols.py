@@ -73,6 +73,10 @@ class Runner(Protocol):
         """Stop after the current step and leave nothing behind. Idempotent."""
         ...
 
+    def close_soon(self) -> None:
+        """The same without waiting, from any thread: the event loop that launched is closed."""
+        ...
+
 
 class GrammarMatcher(Protocol):
     """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""

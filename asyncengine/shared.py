@@ -77,6 +77,14 @@ class _Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a dropped handle is released by whoever collects it
         self._engines: dict[Spec, _Shared] = {}
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """The handles are there in the child, the engines are not: each loads anew, if it may (see `process`)."""
+        self._lock = threading.RLock()
+        for shared in self._engines.values():
+            shared.loading, shared.lock = None, threading.Lock()
 
     def acquire(self, spec: Spec) -> _Shared:
         with self._lock:

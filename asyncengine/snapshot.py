@@ -11,6 +11,9 @@ def snapshot(loop: EngineLoop, adapters: dict[str, int], threads: ThreadStats, s
     scheduler, meter = loop.scheduler, loop.meter
     running = list(scheduler.running.values())
     counters = scheduler.counters
+    finished = dict(meter.finished)
+    if loop.gate.expired:
+        finished["timeout"] = finished.get("timeout", 0) + loop.gate.expired
     return EngineStats(
         requests={
             "waiting": len(scheduler.waiting),
@@ -18,7 +21,7 @@ def snapshot(loop: EngineLoop, adapters: dict[str, int], threads: ThreadStats, s
             "grammar_queue": len(scheduler.grammar_queue),
             "adapter_queue": len(scheduler.adapter_queue),
         },
-        finished=dict(meter.finished),
+        finished=finished,
         pages=scheduler.kv.counts([table for r in running if (table := r.table) is not None]),
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,

@@ -137,11 +137,15 @@ class TokenStream(_StreamBase):
 
 
 class SyncTokenStream(_StreamBase):
-    """Iterator of `Chunk`s for plain threads; otherwise as `TokenStream`."""
+    """Iterator of `Chunk`s for plain threads, of a request that has been submitted; otherwise as `TokenStream`."""
 
-    def __init__(self, start: Callable[[], Assembler], abort: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, assembler: Assembler, abort: Callable[[list[int]], None], check_thread: Callable[[], None]
+    ) -> None:
+        """`check_thread`: raises where waiting on this thread would wait for ever."""
         super().__init__(abort)
-        self._start = start
+        self._assembler = self._submitted = assembler
+        self._check_thread = check_thread
 
     def __iter__(self) -> Self:
         return self
@@ -150,23 +154,19 @@ class SyncTokenStream(_StreamBase):
         if self._exhausted():
             raise StopIteration
         if not self._ready:
-            assembler = self._started()
-            self._ready.extend(assembler.feed(assembler.accepted.mailbox.receive_blocking()))
+            self._ready.extend(self._receive())
         return self._ready.popleft()
 
-    def _started(self) -> Assembler:
-        if self._assembler is None:
-            self._check_startable()
-            self._assembler = self._start()
-            if self._left:
-                self.abort()
-        return self._assembler
+    def _receive(self) -> list[Chunk]:
+        mailbox = self._submitted.accepted.mailbox
+        if not mailbox.ready:
+            self._check_thread()
+        return self._submitted.feed(mailbox.receive_blocking())
 
     def result(self) -> Completion:
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
-        assembler = self._started()
-        while not assembler.finished:
-            assembler.feed(assembler.accepted.mailbox.receive_blocking())
+        while not self._submitted.finished:
+            self._receive()
         return self._completion()
 
     def close(self) -> None:
@@ -175,7 +175,6 @@ class SyncTokenStream(_StreamBase):
         self._closed = True
 
     def __enter__(self) -> Self:
-        self._started()
         return self
 
     def __exit__(

@@ -8,6 +8,7 @@ the two let be cancelled).
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,12 @@ class Accepted:
     def tickets(self) -> list[int]:
         return [submission.message.spec.ticket for submission in self.submissions]
 
+    def time_left(self, now: Callable[[], float]) -> Callable[[], float]:
+        """Seconds until it ends with reason "timeout" if it has not started by then; infinity: never."""
+        message = self.submissions[0].message
+        first = min(math.inf if at is None else at for at in (message.deadline, message.waiting_deadline))
+        return lambda: first - now()
+
     def use_adapter(self, digest: str) -> None:
         """What the adapter's name means for all samples of this request."""
         self.submissions = [
@@ -104,8 +111,12 @@ class Acceptance:
         self.adapters = adapters
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
-    def accept(self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions) -> Accepted:
+    def accept(
+        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions, arrival: float
+    ) -> Accepted:
         """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it.
+
+        `arrival`: when it was submitted, by the engine's clock; deadlines count from there.
 
         Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
         """
@@ -118,7 +129,6 @@ class Acceptance:
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
-        arrival = self.clock.now()
         label = options.request_id or f"req-{secrets.token_hex(8)}"
         accepted = Accepted(label, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
         accepted.check_text = self.text_check(params.grammar)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from asyncengine.assembler import Assembler
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
+from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,
@@ -50,9 +50,13 @@ class Engine:
         """
         from asyncengine.build import engine_config, load_core
 
-        config = engine_config(settings.pop("config", None), settings)
-        engine = AsyncEngine(lambda: load_core(os.fspath(model), config), hosted=True)
-        engine.start_blocking()
+        config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
+        engine = AsyncEngine(lambda: load_core(os.fspath(model), config, attempt), hosted=True, attempt=attempt)
+        try:
+            engine.start_blocking()
+        except BaseException:
+            engine.close_blocking()  # nobody else has it
+            raise
         return cls(engine)
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
@@ -74,7 +78,8 @@ class Engine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
     ) -> SyncTokenStream:
-        """Stream a completion of `prompt`. Submitted at once; iterate to read. As `AsyncEngine.stream`."""
+        """Stream a completion of `prompt`: submitted now, computed whether or not you iterate. As `AsyncEngine.stream`,
+        whose errors are raised here."""
         wanted = RequestOptions.of(options)
         return self._stream(lambda: self.aengine.core.prepare(prompt, params, wanted))
 
@@ -111,7 +116,7 @@ class Engine:
         streams: list[SyncTokenStream] = []
         try:
             for prompt in prompts:
-                streams.append(self.stream(prompt, params, **options).__enter__())
+                streams.append(self.stream(prompt, params, **options))
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
@@ -128,12 +133,9 @@ class Engine:
         self._check_thread()
         core = self.aengine.core
 
-        def start() -> Assembler:
-            accepted = prepare()
-            core.enter_blocking(accepted)
-            return core.post(accepted)
-
-        return SyncTokenStream(start, core.abort_tickets)
+        accepted = prepare()
+        assembler = core.post(accepted) if core.enter_blocking(accepted) else core.expired(accepted)
+        return SyncTokenStream(assembler, core.abort_tickets, self._check_thread)
 
     # ---------------------------------------------------------------- adapters
 

@@ -16,7 +16,20 @@ T = TypeVar("T")
 
 def on_own_thread(work: Callable[[], T], name: str) -> T:
     """`work`'s result, or what it raises, from a thread that ends with it."""
+    thread, done = _begin(work, name)
+    wait([done])
+    thread.join()
+    return done.result()
+
+
+def begun(work: Callable[[], T], name: str) -> Future[T]:
+    """What a thread of its own will have made of `work`. Nobody can cancel it for the others who wait."""
+    return _begin(work, name)[1]
+
+
+def _begin(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
     done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
@@ -26,9 +39,7 @@ def on_own_thread(work: Callable[[], T], name: str) -> T:
 
     thread = threading.Thread(target=run, name=name, daemon=True)  # leaving the program does not wait for it
     thread.start()
-    wait([done])
-    thread.join()
-    return done.result()
+    return thread, done
 
 
 def finished_blocking(work: Future[T]) -> T:

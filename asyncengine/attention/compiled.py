@@ -166,7 +166,7 @@ class CompiledBackend:
         widest = max(other.value_dim for other in self._layers)
         need = partials * spec.num_kv_heads * fields.partial_floats(group, widest)
         if self._partials.numel() < need:
-            self._partials = torch.empty(need)
+            self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
         bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, self._piece // _BYTES)
         table = np.ascontiguousarray(step.page_tables, dtype=np.int32)
         known = np.zeros(fields.STEP_FIELDS, dtype=np.int64)

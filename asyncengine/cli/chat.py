@@ -159,6 +159,9 @@ def _stopped_by_ctrl_c(stream: SyncTokenStream) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         stream.abort()
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # whoever started us has Ctrl-C for himself
+        yield
+        return
     before = signal.signal(signal.SIGINT, stop)
     try:
         yield

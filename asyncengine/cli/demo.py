@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 from typing import Any
 
 from rich.table import Table
@@ -17,6 +16,7 @@ from asyncengine.cli.loading import in_background, open_async_engine
 from asyncengine.cli.options import engine_config
 from asyncengine.cli.scenes import Tally
 from asyncengine.cli.show import Show
+from asyncengine.cli.text import write_json
 from asyncengine.config import EngineConfig
 from asyncengine.stats import EngineStats
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     show = Show(quiet=args.json, picture=args.export_svg)
     summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS, adapters=ADAPTERS), args.streams))
     if args.json:
-        print(json.dumps(summary, ensure_ascii=False))
+        write_json(summary)
     try:
         show.save()
     except OSError as error:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, given, sampling_params
-from asyncengine.cli.text import as_json, write
+from asyncengine.cli.text import as_json, write, write_json
 from asyncengine.grammar import Grammar
 from asyncengine.outputs import Completion
 from asyncengine.stream import SyncTokenStream
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             live = not args.json and params.n == 1
             completion = _show(stream) if live else stream.result()
         if args.json:
-            print(json.dumps(as_json(completion), ensure_ascii=False))
+            write_json(as_json(completion))
         elif not live:
             for index, sample in enumerate(completion.samples):
                 write(f"[{index}] {sample.text}\n")

@@ -13,6 +13,7 @@ from typing import NoReturn
 from asyncengine import __version__
 from asyncengine.cli import arguments
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
+from asyncengine.cli.text import drop_output, prepare_streams
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -43,6 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
+    if not prepare_streams():
+        return _fail("stdout is closed: there is nowhere to print to", FAILED)
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -50,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     try:
         command = import_module(f"asyncengine.cli.{args.command}")
-        return int(command.run(args))
+        code = int(command.run(args))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _interrupted()
     except (InvalidParameter, ModelNotFound, UnsupportedModel) as error:
@@ -59,13 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, error.code)
     except EngineError as error:
         return _fail(error, FAILED)
-    except BrokenPipeError:
-        # The reader of our output has left (`| head`); keep the interpreter from complaining when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has left (`| head`), and knows
+        drop_output()
         return FAILED
+    except OSError as error:  # a full disk, for one
+        drop_output()
+        return _fail(error, FAILED)
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print("asyncengine: error: " + " ".join(str(error).split()), file=sys.stderr)
     return code
 

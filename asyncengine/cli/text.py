@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import json
+import os
 import sys
 from typing import Any, TextIO
 
@@ -21,6 +25,30 @@ def write(text: str, stream: TextIO | None = None) -> None:
     out = stream or sys.stdout
     out.write(printable(text) if out.isatty() else text)
     out.flush()
+
+
+def write_json(data: Any) -> None:
+    """Print one JSON document; characters that the output's encoding lacks are escaped."""
+    unicode = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    print(json.dumps(data, ensure_ascii=not unicode))
+
+
+def prepare_streams() -> bool:
+    """Make the standard streams fit to be used: what a stream's encoding lacks is printed as "?", a closed stdin is
+    empty, a closed stderr swallows. False: stdout is closed."""
+    if sys.stdin is None:
+        sys.stdin = io.StringIO()
+    if sys.stderr is None:
+        sys.stderr = io.StringIO()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+    return sys.stdout is not None
+
+
+def drop_output() -> None:
+    """Nobody can be told any more: keep the interpreter from complaining when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):  # no real file: a test's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def as_json(completion: Completion) -> dict[str, Any]:

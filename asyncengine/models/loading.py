@@ -61,15 +61,17 @@ class LoadedModel:
     """What was replaced by faster, equal forms, e.g. "rms_norm x 57"."""
 
 
-def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None) -> LoadedModel:
-    """Load a folder or hub id.
+def load_model(
+    path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None, checkpoint: Checkpoint | None = None
+) -> LoadedModel:
+    """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet).
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
     """
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
-        checkpoint = open_checkpoint(path_or_id, config)
+        checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         hf_config = load_config(checkpoint, config)
         check_config(hf_config, checkpoint)
         device = resolve_device(config.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from contextvars import Token
 from types import TracebackType
 from typing import Any
@@ -16,11 +17,12 @@ logger = logging.getLogger("asyncengine")
 
 class LoadProgress:
     """Context manager, entered anew by each part of a load. `stage` begins a step of `total` units (None: unknown
-    length), `advance` counts one. Kernels that are compiled meanwhile have a line of their own and are counted over
-    the whole load.
+    length), `advance` counts one; either raises what `check` raises, where loading may be given up on the way. Kernels
+    that are compiled meanwhile have a line of their own and are counted over the whole load.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, check: Callable[[], None] | None = None) -> None:
+        self._check = check
         self._bar: Any = None
         self._task: Any = None
         self._kernels: Any = None
@@ -52,6 +54,8 @@ class LoadProgress:
         self._task = self._kernels = None
 
     def stage(self, text: str, total: int | None = None) -> None:
+        if self._check is not None:
+            self._check()
         if self._bar is not None:
             for task in (self._task, self._kernels):
                 if task is not None:
@@ -59,6 +63,8 @@ class LoadProgress:
             self._task, self._kernels = self._bar.add_task(text, total=total), None
 
     def advance(self) -> None:
+        if self._check is not None:
+            self._check()
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task)
 

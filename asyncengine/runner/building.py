@@ -78,8 +78,8 @@ def _build(
 
 
 def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress) -> None:
-    """Run a first step of one token, of a short prompt and of a long one, so that no request's step waits for a compiler. `most`: positions
-    that a sequence may have here."""
+    """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
+    compiler. `most`: positions that a sequence may have here."""
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
     most = max(1, min(most, config.max_num_batched_tokens))
     progress.stage("running a first step")

@@ -82,6 +82,14 @@ class Cores:
                 self._sharing.leave()
 
     @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, a model's weights are prepared: by all threads."""
+        with ExitStack() as within:
+            if self._team is not None:
+                within.enter_context(self._team.joined())
+            yield
+
+    @contextmanager
     def _use(self, threads: int, for_torch: int) -> Iterator[None]:
         self._used = threads
         began, preempted = time.perf_counter(), _preempted()

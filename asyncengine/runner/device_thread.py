@@ -99,6 +99,13 @@ class DeviceThread:
             _tell(launched.job, _outcome(launched.handle))
             del launched  # as above
 
+    def close_soon(self) -> None:
+        """`aclose` for whoever has no event loop left: nobody waits for the current step."""
+        if not self._closing:
+            self._closing = True
+            self._jobs.put(None)
+            self._start()
+
     async def aclose(self, patience: float = 5.0) -> None:
         """Stop after the current step; wait up to `patience` seconds for the thread to end."""
         if self._closing:

@@ -1,11 +1,13 @@
-"""What a request's next row is, and how a constrained request ends. Pure functions of one request."""
+"""What a request's next row is, and how it ends. Functions of one request."""
 
 from __future__ import annotations
 
 from asyncengine.batch import ConstrainedToken, Row
+from asyncengine.kvcache import KVCache
 from asyncengine.messages import EndReason
 from asyncengine.protocols import GrammarMatcher
 from asyncengine.request import Request
+from asyncengine.scheduler.budget import TokenBudget
 
 
 def may_overlap(request: Request) -> bool:
@@ -51,3 +53,14 @@ def next_row(request: Request, count: int) -> Row:
         request.adapter_slot,
         request.matcher,
     )
+
+
+def widened(row: Row, request: Request, budget: TokenBudget, kv: KVCache) -> Row:
+    """The row of a prompt that nobody shares the step with: as much more as budget and memory have for it."""
+    assert request.table is not None
+    count = row.num_scheduled
+    more = budget.rest(len(request.tokens) - request.num_launched - count)
+    if more <= 0 or not kv.grow(request.table, request.num_launched + count + more):
+        return row
+    budget.take(more)
+    return next_row(request, count + more)

@@ -29,7 +29,7 @@ from asyncengine.scheduler.budget import TokenBudget
 from asyncengine.scheduler.output import Counters, Output
 from asyncengine.scheduler.policy import scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
-from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row, plain_end
+from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row, plain_end, widened
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.victim import choose_victim
 
@@ -152,6 +152,9 @@ class Scheduler:
         had_to_preempt = self.counters.preemptions > preemptions
         if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
             self._admit(rows, budget, now)
+        if budget.threshold is not None and rows and len(self.running) == 1:
+            (request,) = self.running.values()
+            rows[request.ticket] = widened(rows[request.ticket], request, budget, self.kv)
         if rows:
             return self._launch(rows)
         if self.waiting and not self.running and not self._in_flight:
@@ -185,7 +188,7 @@ class Scheduler:
 
     def _schedule_prompt(self, request: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
         behind = len(request.tokens) - request.num_launched
-        count = budget.grant(behind, alone=len(self.running) == 1)
+        count = budget.grant(behind)
         if count and self._make_room(request, request.num_launched + count, rows, budget):
             rows[request.ticket] = next_row(request, count)
             budget.take(count)
@@ -240,7 +243,7 @@ class Scheduler:
                 self._count_left_queue(request)
                 self.counters.prompt_tokens += request.prompt_len
                 self.counters.cached_tokens += request.cached_tokens
-            count = budget.grant(len(request.tokens) - request.num_launched, alone=len(self.running) == 1)
+            count = budget.grant(len(request.tokens) - request.num_launched)
             assert request.table is not None
             if not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")

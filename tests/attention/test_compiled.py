@@ -174,6 +174,21 @@ def split_rows() -> None:
     assert joins.tolist() == [[0, 0, 3]]
 
 
+def test_another_load_may_change_the_default_type_meanwhile(threads: Any) -> None:
+    """transformers sets it while it makes a model, for the whole process: a load beside an engine that serves."""
+    threads(2)
+    rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
+    rows.attend([(0, 0, 1299)])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rows.attend([(0, 1299, 1300)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    partials = rows.backend._partials
+    assert partials.numel()
+    assert partials.dtype is torch.float32
+
+
 def test_a_row_of_nan_stays_alone() -> None:
     rows = Lengths(BASE, [40, 33, 21])
     before = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +18,12 @@ from typing import Self
 CTRL_C, CTRL_D = "\x03", "\x04"
 PATIENCE = 120.0
 """Seconds for anything to appear, on a busy machine. Only a failing test waits that long."""
+
+
+def _take_terminal() -> None:
+    """In the child. The tests may have been started in the background, where shells have Ctrl-C ignored for good."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -33,7 +40,7 @@ class Terminal:
             stderr=child,
             env={name: value for name, value in environment.items() if value},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509  # no thread holds a lock here
+            preexec_fn=_take_terminal,  # noqa: PLW1509  # no thread holds a lock here
         )
         os.close(child)
         self.output = ""

@@ -12,7 +12,7 @@ from support.fake_engine import executor_of, greedy, idle, in_thread, make_core,
 
 import asyncengine
 from asyncengine import Engine
-from asyncengine.errors import EngineClosed, ModelNotFound
+from asyncengine.errors import EngineClosed, ModelNotFound, WrongLoop
 from asyncengine.testing.leaks import assert_nothing_held
 
 
@@ -126,7 +126,7 @@ class Loader:
         self.go = threading.Event()
         self.go.set()
 
-    def __call__(self, model: str, config: Any) -> Any:
+    def __call__(self, model: str, config: Any, attempt: Any = None) -> Any:
         self.calls += 1
         self.go.wait(20)
         if self.fail is not None:
@@ -272,3 +272,38 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
         assert stats.requests == {"waiting": 0, "running": 0, "grammar_queue": 0, "adapter_queue": 0}
         pages = stats.pages
         assert pages.free + pages.cached + pages.shared + pages.held + pages.retiring == pages.total
+
+
+# -------------------------------------------------------------------- what a blocking stream promises
+
+
+def test_a_blocking_stream_is_submitted_when_it_is_made():
+    """Not at the first `next`: two streams share their steps, and refusals are raised where the stream is asked for."""
+    with Engine(make_engine(hosted=True)) as engine:
+        engine.aengine.start_blocking()
+        executor_of(engine.aengine).hold()
+        streams = [engine.stream([2 + i, 3], greedy(6)) for i in range(3)]
+        assert all(stream.request_id for stream in streams)
+        asyncio.run(until(lambda: engine.stats().requests["waiting"] + engine.stats().requests["running"] == 3))
+        executor_of(engine.aengine).release()
+        asyncio.run(idle(engine.aengine))  # nobody has read anything
+        assert [stream.result().token_ids for stream in streams] == [
+            oracle(engine.aengine, [2 + i, 3], 6) for i in range(3)
+        ]
+        with pytest.raises(ValueError, match="prompt"):
+            engine.stream([], greedy(2))
+        dropped = engine.stream([2, 3], greedy(300, ignore_eos=True))
+        del dropped
+        asyncio.run(idle(engine.aengine))
+        assert engine.stats().finished["abort"] == 1
+
+
+async def test_a_blocking_stream_read_on_the_thread_that_drives_its_engine_is_refused():
+    async with make_engine() as engine:
+        executor_of(engine).hold()
+        stream = await in_thread(lambda: Engine(engine).stream([2, 3], greedy(4)))
+        for read in (stream.result, lambda: next(stream)):
+            with pytest.raises(WrongLoop):
+                read()
+        executor_of(engine).release()
+        assert len((await in_thread(stream.result)).token_ids) == 4

@@ -11,6 +11,7 @@ from support.fake_engine import executor_of, greedy, idle, in_thread, make_engin
 from asyncengine import Engine, EngineConfig
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
 from asyncengine.gate import Gate
+from asyncengine.requests import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 
@@ -200,3 +201,60 @@ def test_an_interrupted_wait_gives_its_place_back():
     assert not gate._applicants
     gate.leave(1, 1)
     assert gate.waiting == 0
+
+
+# -------------------------------------------------------------------- deadlines at the gate
+
+
+@pytest.mark.parametrize("how", ["call", "chat of many samples", "request_timeout", "waiting_timeout", "thread"])
+async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
+    """However long the step in progress takes: the request never reached the engine."""
+    settings = {how: 0.05} if how.endswith("_timeout") else {}
+    engine, running = await engine_with_one_running(max_queued_requests=2, when_full="wait", hosted=how == "thread")
+    async with engine:
+        queued = engine.stream([4, 5], greedy(2, n=2))
+        await queued.__aenter__()
+        config, samples = engine.core.config, 2 if "many" in how else 1
+        if settings:
+            engine.core.acceptance.config = config.replace(**settings)
+        options: dict[str, float] = {} if settings else {"timeout": 0.05}
+        params = greedy(2, n=samples)
+        if how == "thread":
+            done = await in_thread(lambda: Engine(engine).generate([6, 7], params, **options))
+        else:
+            done = await engine.generate([6, 7], params, **options)
+        assert [sample.finish_reason for sample in done.samples] == ["timeout"] * samples
+        assert (done.text, done.usage.prompt_tokens, done.usage.completion_tokens) == ("", 2, 0)
+        assert done.timings.first_token is None
+        assert 0.05 <= done.timings.total < 5
+        assert engine.stats().finished == {"timeout": samples}
+        assert not engine.core.loop.gate._applicants
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), queued.result())
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_one_whose_time_is_up_makes_room_for_those_behind():
+    gate = Gate(None, 10)
+    gate.enter(1, 8)
+    times = [0.02, 0.0]
+    large = asyncio.create_task(gate.enter_when_free(1, 9, lambda: times.pop(0)))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(gate.enter_when_free(1, 2))
+    assert await large is False
+    assert await small is True
+    assert (gate.waiting, gate.expired) == (2, 1)
+
+
+async def test_deadlines_count_from_submit_and_not_from_the_gate():
+    engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
+    async with engine:
+        clock = engine.core.loop.clock
+        accepted = engine.core.prepare([4, 5], greedy(2), RequestOptions(timeout=9.0), clock.now() - 10.0)
+        queued = engine.stream([4, 5], greedy(2))
+        await queued.__aenter__()
+        assert accepted.time_left(clock.now)() <= 0
+        assert await engine.core.enter(accepted) is False
+        executor_of(engine).release()
+        await asyncio.gather(running.result(), queued.result())

@@ -9,8 +9,8 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
 from support.plug_points import Compiler, Letters
 
-from asyncengine import EngineConfig, SamplingParams
-from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, RequestFailed
+from asyncengine import EngineConfig
+from asyncengine.errors import EngineDead, InvalidParameter, RequestFailed
 from asyncengine.events import EngineDied, Event, StepDone, StepSlow
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
@@ -214,20 +214,6 @@ async def test_a_compiler_that_cannot_even_start_is_the_requests_error():
         with pytest.raises(RequestFailed, match="no more processes"):
             await engine.generate([2, 3], greedy(5, grammar=Letters([10], 5)))
         assert engine.alive
-
-
-def test_a_fork_guard_speaks_up(monkeypatch):
-    async def main() -> None:
-        async with make_engine() as engine:
-            monkeypatch.setattr("os.getpid", lambda: -1)
-            with pytest.raises(EngineClosed, match="before a fork"):
-                await engine.generate([2, 3], SamplingParams(max_tokens=2))
-            assert not engine.alive
-            engine.core.abort_tickets([1])
-            assert not engine.core.loop.inbox._items
-            monkeypatch.undo()
-
-    asyncio.run(main())
 
 
 def test_an_engine_on_uvloop_without_uvloop_is_refused_by_name(monkeypatch):

@@ -72,15 +72,43 @@ def test_the_prefill_cap_holds_in_shared_steps_and_not_for_a_lone_prompt():
     steps.assert_right([second])
 
 
+def test_the_prefill_cap_holds_for_the_first_newcomer_of_a_shared_step():
+    steps = Steps(max_num_batched_tokens=1024, long_prefill_token_threshold=100, pages=600)
+    long, short = steps.add([i % 90 + 2 for i in range(900)], 2), steps.add([i % 7 + 50 for i in range(100)], 2)
+    assert rows(steps.step()) == {long: 100, short: 100}
+    assert rows(steps.step()) == {short: 1, long: 100}
+    assert rows(steps.step()) == {long: 700}
+    steps.run()
+    steps.assert_right()
+
+
+def test_the_prefill_cap_holds_for_a_running_prompt_whose_step_newcomers_join():
+    steps = Steps(max_num_batched_tokens=20, long_prefill_token_threshold=4)
+    long = steps.add(range(2, 37), 2)
+    assert rows(steps.step()) == {long: 20}
+    short = steps.add(range(40, 46), 2)
+    assert rows(steps.step()) == {long: 4, short: 4}
+    steps.run()
+    steps.assert_right()
+
+
+def test_a_newcomer_that_cannot_start_leaves_the_lone_prompt_its_step():
+    steps = Steps(pages=9, max_num_batched_tokens=64, long_prefill_token_threshold=4)
+    long, kept_out = steps.add(range(2, 26), 2), steps.add(range(30, 50), 2)
+    assert rows(steps.step()) == {long: 24}
+    steps.run()
+    steps.assert_right([long, kept_out])
+
+
 def test_the_cap_never_holds_back_a_decode():
     budget = TokenBudget(10, 1)
-    assert budget.grant(1, alone=False) == 1
-    assert budget.grant(7, alone=False) == 1
-    assert budget.grant(7, alone=True) == 7
+    assert budget.grant(1) == 1
+    assert budget.grant(7) == 1
+    assert budget.rest(7) == 7
     budget.take(9)
-    assert budget.grant(7, alone=True) == 1
+    assert budget.rest(7) == 1
     budget.give_back(2)
-    assert budget.grant(7, alone=True) == 3
+    assert budget.rest(7) == 3
 
 
 def test_max_num_seqs_bounds_what_runs():

@@ -1,0 +1,102 @@
+"""What belongs to a whole process: whether it is a fork, and whose turn it is to load a model.
+
+Both are process-wide on purpose. Loading changes what all threads of a process share: transformers swaps functions of
+its own and of torch while it reads weights (tying, initialisation, the default dtype) and puts back what it found, so
+that two loads at once leave the swapped ones behind for good; and its lazy modules are not whole until their first
+import has ended. A fork copies memory but no threads: what an engine computes with is not there in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from asyncengine.errors import EngineClosed, WrongProcess
+
+_FORKED = (
+    "this process was forked from one that had loaded an engine, whose threads and locks a fork does not copy: start "
+    'processes by spawning (multiprocessing.get_context("spawn")), or fork before the first engine is loaded'
+)
+
+
+class Process:
+    """This process's place in a line of forks, and the line of those who want to load in it."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        """How many forks lie between the process that imported this and the one it is in now."""
+        self._loaded_in: int | None = None
+        self._changed = threading.Condition()
+        self._line: deque[LoadAttempt] = deque()
+        if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks either
+            os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self.generation += 1
+        self._changed = threading.Condition()  # whoever held the old one is not in this process
+        self._line = deque()
+
+    def check_unforked(self, born: int) -> None:
+        """Raises `WrongProcess` for what was made in `generation` `born`, if that was before a fork."""
+        if born != self.generation:
+            raise WrongProcess(_FORKED)
+
+    def check_may_load(self) -> None:
+        """Raises `WrongProcess` if a process that this one was forked from has loaded an engine."""
+        if self._loaded_in is not None:
+            self.check_unforked(self._loaded_in)
+
+    @contextmanager
+    def turn(self, attempt: LoadAttempt) -> Iterator[None]:
+        """Wait for all who came before, then load within. Blocks this thread.
+
+        Raises `WrongProcess`, and `EngineClosed` if the attempt is given up while it waits.
+        """
+        self.check_may_load()
+        self._loaded_in = self.generation
+        with self._changed:
+            self._line.append(attempt)
+            try:
+                self._changed.wait_for(lambda: self._line[0] is attempt or attempt.given_up)
+            except BaseException:
+                self._leave(attempt)
+                raise
+        try:
+            attempt.check()
+            yield
+        finally:
+            with self._changed:
+                self._leave(attempt)
+
+    def _leave(self, attempt: LoadAttempt) -> None:
+        self._line.remove(attempt)
+        self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have those in line look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+PROCESS = Process()
+
+
+class LoadAttempt:
+    """One try to load an engine. Whoever wanted it may give it up, from any thread."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+
+    def give_up(self) -> None:
+        """Nobody wants the engine any more: leave the line, or end at the next stage of loading. Idempotent."""
+        if not self.given_up:
+            self.given_up = True
+            PROCESS.wake()
+
+    def check(self) -> None:
+        """Raises `EngineClosed` once it is given up."""
+        if self.given_up:
+            raise EngineClosed("the engine was closed while it loaded")

@@ -1,0 +1,131 @@
+"""An owned engine whose event loop goes away without `aclose`: everybody who waits is told."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.fake_engine import executor_of, greedy, in_thread, make_engine, until
+
+from asyncengine import AsyncEngine, Engine
+from asyncengine.errors import EngineClosed, EngineDead, WrongLoop
+
+LONG = greedy(400, ignore_eos=True)
+
+
+def new_loop(kind: str) -> asyncio.AbstractEventLoop:
+    if kind == "asyncio":
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = pytest.importorskip("uvloop").new_event_loop()
+    return loop
+
+
+class Caller:
+    """A blocking call on a thread of its own: what became of it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.outcome: Any = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.outcome = self._work()
+        except BaseException as error:
+            self.outcome = error
+
+    def ended(self) -> Any:
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "it waits for ever"
+        return self.outcome
+
+
+def started(loop: asyncio.AbstractEventLoop, **settings: Any) -> AsyncEngine:
+    engine = make_engine(**settings)
+    loop.run_until_complete(engine.start())
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in a step"])
+def test_closing_the_loop_ends_the_engine(kind: str, busy: bool):
+    loop = new_loop(kind)
+    engine = started(loop, max_queued_requests=1, max_num_seqs=1, when_full="wait")
+    executor = executor_of(engine)
+    if busy:
+        executor.hold()
+    callers = [Caller(lambda: Engine(engine).generate([2, 3], LONG)) for _ in range(3)]
+    if busy:  # one runs, one is queued, one waits at the gate
+        gate = engine.core.loop.gate
+        there = until(lambda: executor.entered.is_set() and gate.waiting == 1 and bool(gate._applicants))
+        loop.run_until_complete(there)
+    elsewhere = Caller(lambda: asyncio.run(engine.generate([4, 5], LONG)))
+    loop.close()
+    executor.release()
+    assert not engine.alive
+    for caller in [*callers, elsewhere]:
+        assert isinstance(caller.ended(), (EngineDead, EngineClosed)), caller.ended()
+    with pytest.raises(EngineDead, match="its event loop was closed"):
+        Engine(engine).generate([2, 3], greedy(2))
+    assert Caller(lambda: asyncio.run(engine.aclose())).ended() is None
+    assert Caller(lambda: asyncio.run(engine.aclose(drain=True))).ended() is None
+    with pytest.raises(EngineDead):
+        asyncio.run(engine.generate([2, 3], greedy(2)))
+
+
+def test_a_loop_that_is_dropped_is_closed():
+    loop = asyncio.new_event_loop()
+    engine = started(loop)
+    caller = Caller(lambda: Engine(engine).generate([2, 3], LONG))
+    with pytest.warns(ResourceWarning, match="unclosed event loop"):
+        loop.__del__()  # what collecting it does; the engine's own task refers to it
+    assert isinstance(caller.ended(), (EngineDead, EngineClosed))
+
+
+def test_a_task_cancelled_before_it_began_leaves_a_dead_engine():
+    async def main() -> AsyncEngine:
+        engine = make_engine()
+        await engine.start()
+        return engine
+
+    engine = asyncio.run(main())  # cancels the engine's task before it has run
+    assert not engine.alive
+    with pytest.raises((EngineDead, EngineClosed)):
+        asyncio.run(engine.generate([2, 3], greedy(2)))
+    asyncio.run(engine.aclose())
+
+
+async def test_an_owned_engine_closed_from_another_loop():
+    """While its own loop runs."""
+    engine = make_engine()
+    await engine.start()
+    stream = engine.stream([2, 3], LONG)
+    await anext(stream)
+    await in_thread(lambda: asyncio.run(engine.aclose()))
+    assert (await stream.result()).finish_reason == "abort"
+    assert not engine.alive
+
+
+def test_an_owned_engine_cannot_be_closed_while_its_loop_stands_still():
+    loop = asyncio.new_event_loop()
+    engine = started(loop)
+    with pytest.raises(WrongLoop, match="not running"):
+        asyncio.run(engine.aclose())
+    loop.run_until_complete(engine.aclose())
+    loop.close()
+
+
+async def test_an_engine_that_ended_leaves_no_watch_on_its_loop():
+    loop = asyncio.get_running_loop()
+    async with make_engine():
+        pass
+    from asyncengine import hosting
+
+    watches = [handle for handle in loop._scheduled if isinstance(handle._callback, hosting._LoopWatch)]  # type: ignore[attr-defined]
+    for handle in watches:
+        handle._callback()
+    assert len([h for h in loop._scheduled if isinstance(h._callback, hosting._LoopWatch)]) == len(watches)  # type: ignore[attr-defined]

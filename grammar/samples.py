@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import re
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from asyncengine.grammar.spec import Grammar
+
 sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes costs a hint and no more."""
 MAX_SAMPLE = 256
+"""Letters. Longer ones are for the walk to find: thousands of letters tried in vain cost the library's patience."""
+MAX_SAMPLES = 64
+"""Of one pattern."""
 MAX_SUFFIXES = 12
+MAX_BYTES = 64 << 10
+"""Of all ways out of one grammar together: that much is tried in a few milliseconds."""
 _PRINTABLE = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " "
+_QUOTED = re.compile(r'"((?:[^"\\\n]|\\.){1,64})"')
+_PATTERN = re.compile(r"/((?:[^/\\\n]|\\.){1,200})/")
+_MARKUP = re.compile(r"<\\?/?[A-Za-z_|][^<>\s\\]{0,40}>|\[\\?/?[A-Z_]+\]")
 
 
-def sample(pattern: str) -> str | None:
-    """A shortest text that `pattern` matches, up to what look-around and the like would add; None if too long or not
-    readable."""
+def ways_out(grammar: Grammar, text: str) -> list[bytes]:
+    """Texts that may lead out of a free text of `grammar`, `text` being what the library compiles: samples of its
+    patterns, its options, its quoted literals and what looks like markup in it."""
+    found: list[str] = []
+    match grammar.kind:
+        case "json_schema":
+            found += pattern_samples(json.loads(grammar.text))
+        case "regex":
+            found += _endings(grammar.text)
+        case "choice":
+            found += sorted(json.loads(grammar.text), key=len)
+        case _:
+            found += [literal.encode().decode("unicode_escape", "replace") for literal in _QUOTED.findall(text)]
+            found += [markup.replace("\\", "") for markup in _MARKUP.findall(text)]
+            found += [ending for pattern in _PATTERN.findall(text) for ending in _endings(pattern)]
+    ways = [item.encode() for item in dict.fromkeys(found) if item]
+    room = itertools.accumulate(map(len, ways))
+    return [way for way, used in zip(ways, room, strict=True) if used <= MAX_BYTES]
+
+
+def samples(pattern: str) -> list[str]:
+    """Short texts that `pattern` matches, up to what look-around and the like would add: a shortest one for each of its
+    alternatives. None where it is not readable."""
     try:
-        text = _shortest(sre.parse(pattern))
+        found = itertools.islice(_variants(sre.parse(pattern)), MAX_SAMPLES)
+        return list(dict.fromkeys(text for text in found if text))
     except Exception:  # another dialect, too deep, too large: a hint less
-        return None
-    return text if len(text) <= MAX_SAMPLE else None
+        return []
+
+
+def _endings(pattern: str) -> list[str]:
+    return [ending for text in samples(pattern) for ending in suffixes(text)]
 
 
 def suffixes(text: str) -> list[str]:
@@ -41,9 +77,28 @@ def pattern_samples(schema: Any) -> Iterator[str]:
             pending += node.values()
             patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
             for pattern in patterns:
-                found = sample(pattern) if isinstance(pattern, str) else None
-                if found:
-                    yield from (json.dumps(part, ensure_ascii=False)[1:-1] for part in suffixes(found))
+                if isinstance(pattern, str):
+                    yield from (json.dumps(part, ensure_ascii=False)[1:-1] for part in _endings(pattern))
+
+
+def _variants(parsed: Any) -> Iterator[str]:
+    """The shortest text, then one for each alternative anywhere, the rest being shortest."""
+    yield _shortest(parsed)
+    items = list(parsed)
+    for index, (operator, argument) in enumerate(items):
+        inner: list[Any] = []
+        match str(operator):
+            case "BRANCH":
+                inner = list(argument[1])
+            case "SUBPATTERN":
+                inner = [argument[-1]]
+            case "ATOMIC_GROUP":
+                inner = [argument]
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                inner = [argument[-1]] if argument[1] else []
+        if inner:
+            before, after = _shortest(items[:index]), _shortest(items[index + 1 :])
+            yield from (before + text + after for part in inner for text in _variants(part))
 
 
 def _shortest(parsed: Any) -> str:

@@ -23,13 +23,17 @@ from asyncengine.grammar.ways import UNREACHABLE, Way, common, fits
 
 CHECKED = 48
 """Symbols of a long way that are checked where there is budget to spare."""
-CHECK_SHARE = 256
-"""Symbols of a long way for which one token may pass between full checks: so they cost the same for any length."""
+SPARE = 4
+"""Tokens left for each symbol of the way where there is budget to spare."""
+SAID = 6
+"""Symbols said last by which a place further on is known again."""
 SCAN = 40
 """Symbols of the known way that may be passed over to meet it again."""
 JOINT_RANGE, JOINTS = 96, 6
 FAR = 256
 """Tokens left that are far from the end."""
+LAST = (FAR, FAR // 4)
+"""Where no way is known yet when that many are left, searches get half their account again."""
 ACCOUNT = 300_000
 """Symbols that searches for one output may step over, some 150 ms in all, and what each token adds to it and
 may take at least (a twentieth of a millisecond and a half)."""
@@ -69,8 +73,9 @@ class ByteClosing:
         self._matcher = matcher
         self._way: Way | None = way
         self._at = 0
-        self._unchecked = 0
-        """Tokens that may pass before a long way is checked in full again."""
+        self._sure = True
+        """The way was checked in full from where the output left it last."""
+        self._next_way = 0
         self._said: list[int] = []
         self._account = Effort(ACCOUNT)
         self._heals = HEALS
@@ -93,7 +98,6 @@ class ByteClosing:
         if not self._follow(symbols):
             return False
         self._account.left = min(ACCOUNT, self._account.left + REFILL)
-        self._unchecked -= 1
         reached = self._reach(symbols, at_most)
         while self._matcher.is_error():  # met while searching, or somebody else's
             self._heal()
@@ -102,6 +106,7 @@ class ByteClosing:
             return True
         del self._said[len(self._said) - len(symbols) :]
         self._matcher.rollback(len(symbols))
+        self._assure(at_most + 1)
         return False
 
     # ---------------------------------------------------------------- where the output stands
@@ -131,7 +136,7 @@ class ByteClosing:
         self._heals -= 1
         if self._heals < 0:
             raise self._source.broken(self._matcher)
-        self._account.left = self._account.left // 8 if self._heals else 0
+        self._account.left //= 8
         self._matcher = self._source.own_bytes()
         if self._matcher.try_consume_tokens(self._said) != len(self._said):
             raise self._source.broken(self._matcher)
@@ -147,15 +152,16 @@ class ByteClosing:
             return True
         shared = common(symbols, way.symbols, self._at)
         if shared == len(symbols):  # along the known way
-            if way.within(self._at + shared, at_most):
-                self._at += shared
+            start = self._at + shared
+            if way.within(start, at_most) and (self._sure or self._leads(way, start, at_most)):
+                self._at = start
                 return True
         elif matcher.is_accepting():
             self._set(Way([], self._vocabulary))
             return True
         else:
             for start in self._meetings(way, shared, at_most):
-                if leads(matcher, self._tail(way, start, at_most)) and way.within(start, at_most):
+                if way.within(start, at_most) and self._leads(way, start, at_most):
                     self._at = start
                     return True
         return self._seek(way, shared, at_most)
@@ -168,30 +174,52 @@ class ByteClosing:
         if shared:
             yield self._at
         if len(way.symbols) - begin > CHECKED and not way.within(begin, at_most):
-            spare = at_most - CHECKED - 2 * len(way.symbols) // CHECK_SHARE
-            yield from (start for most in (spare, at_most) if (start := way.within_from(begin, most)) is not None)
+            yield way.within_from(begin, at_most)
+        if (start := self._said_later(way)) is not None:
+            yield start
         yield from range(begin + 1, min(begin + SCAN, len(way.symbols)))
 
+    def _said_later(self, way: Way) -> int | None:
+        """Where the known way goes on after what was said last, if it comes to say that: a value was left out."""
+        if len(way.symbols) - self._at <= SAID or any(symbol > 255 for symbol in self._said[-SAID:]):
+            return None
+        found = way.text.find(bytes(self._said[-SAID:]), self._at)
+        return None if found < 0 else found + SAID
+
     def _set(self, way: Way) -> None:
-        self._way, self._at, self._unchecked = way, 0, len(way.symbols) // CHECK_SHARE
+        self._way, self._at, self._sure = way, 0, True
 
-    def _tail(self, way: Way, start: int, at_most: int) -> Tail:
-        """The known way from `start`, to be checked in full, or only its beginning where there is budget to spare.
+    def _leads(self, way: Way, start: int, at_most: int) -> bool:
+        """The known way leads on from `start`; only its beginning is checked where there is budget to spare.
 
-        A way that goes wrong further on is found out by the next full check, in time for another.
+        One that goes wrong further on is found out when the budget gets tighter, in time for another.
         """
-        symbols = way.symbols
-        left = len(symbols) - start
-        if left > CHECKED and self._unchecked > 0 and way.within(start, at_most - 2 * self._unchecked - CHECKED):
-            return Tail(symbols[start : start + CHECKED])
-        self._unchecked = left // CHECK_SHARE
-        return Tail([*symbols[start:], self._search.end])
+        left = len(way.symbols) - start
+        sure = left <= CHECKED or at_most <= SPARE * left
+        if leads(self._matcher, self._tail(way, start) if sure else Tail(way.symbols[start : start + CHECKED])):
+            self._sure = sure
+            return True
+        return False
+
+    def _assure(self, at_most: int) -> None:
+        """A token was refused for the sake of the known way: see that it is one, or find another."""
+        way = self._way
+        if way is None or self._sure:
+            return
+        if leads(self._matcher, self._tail(way, self._at)):
+            self._sure = True
+        else:
+            self._seek(way, 0, at_most)
+
+    def _tail(self, way: Way, start: int) -> Tail:
+        return Tail([*way.symbols[start:], self._search.end])
 
     def _joints(self, way: Way, begin: int) -> list[int]:
         """Places soon after `begin` where the known way may be met again: at its next delimiters."""
-        symbols = way.symbols
+        symbols, later = way.symbols, self._said_later(way)
         near = range(begin, min(begin + JOINT_RANGE, len(symbols)))
-        return [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
+        joints = [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
+        return joints if later is None else [*joints, later]
 
     def _seek(self, old: Way, shared: int, at_most: int) -> bool:
         """Look for a way of at most `at_most` tokens: any first, then a short one.
@@ -216,9 +244,12 @@ class ByteClosing:
 
     def _find(self, at_most: int, amount: int, old: Way | None, starts: Sequence[int]) -> tuple[Way | None, bool]:
         """A way from here that may be longer than `at_most`; and, where there is none, whether that is sure."""
-        tails = [] if old is None else [self._tail(old, start, at_most) for start in starts]
+        if not self._heals:  # searching broke what it searched with, twice
+            return None, False
+        tails = [] if old is None else [self._tail(old, start) for start in starts]
         effort = self._spend(amount)
-        walk, path, cut = self._search.find(self._matcher, self._room(at_most), effort, tails)
+        room = self._room(at_most)
+        walk, path, cut, self._next_way = self._search.find(self._matcher, room, effort, tails, self._next_way)
         self._account.regain(effort)
         if walk is None:
             return None, not self._is_broken() and (not cut or not fits(path, self._vocabulary, at_most))
@@ -239,9 +270,11 @@ class ByteClosing:
             self._set(Way([], self._vocabulary))
             return
         self._waited += 1
-        if self._waited < self._pause and at_most > FAR // 4:
+        if self._waited < self._pause and at_most not in LAST:
             return
         self._waited, self._pause = 0, min(PAUSE, 2 * self._pause)
+        if at_most in LAST:
+            self._account.left = max(self._account.left, ACCOUNT // 2)
         found, _ = self._find(at_most, SEEK * self._pause, None, ())
         if found is not None and found.within(0, at_most):
             self._set(found)

@@ -106,7 +106,7 @@ class LlgTemplate:
                 break  # without hints only where they led nowhere
             search = Search(self.backend.vocabulary, exits, prose=prose)
             effort, probe = Effort(EFFORT), self._bytes.deep_copy()
-            walk, _, cut = search.find(probe, LONGEST, effort)
+            walk, _, cut, _ = search.find(probe, LONGEST, effort)
             probe.compute_bitmask()  # a lexer that was broken on the way says so only here
             if probe.is_error():
                 self._bytes = self.own_bytes()

@@ -14,8 +14,8 @@ from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes costs a hint and no more."""
-MAX_SAMPLE = 256
-"""Letters. Longer ones are for the walk to find: thousands of letters tried in vain cost the library's patience."""
+MAX_SAMPLE, MAX_ENDED = 2048, 256
+"""Letters of a sample, and of one that is also offered without its beginning."""
 MAX_SAMPLES = 64
 """Of one pattern."""
 MAX_SUFFIXES = 12
@@ -33,15 +33,16 @@ def ways_out(grammar: Grammar, text: str) -> list[bytes]:
     found: list[str] = []
     match grammar.kind:
         case "json_schema":
-            found += pattern_samples(json.loads(grammar.text))
+            inside = [json.dumps(text, ensure_ascii=False)[1:-1] for text in pattern_samples(json.loads(grammar.text))]
+            found += _endings(inside)
         case "regex":
-            found += _endings(grammar.text)
+            found += _endings(samples(grammar.text))
         case "choice":
             found += sorted(json.loads(grammar.text), key=len)
         case _:
             found += [literal.encode().decode("unicode_escape", "replace") for literal in _QUOTED.findall(text)]
             found += [markup.replace("\\", "") for markup in _MARKUP.findall(text)]
-            found += [ending for pattern in _PATTERN.findall(text) for ending in _endings(pattern)]
+            found += _endings([sample for pattern in _PATTERN.findall(text) for sample in samples(pattern)])
     ways = [item.encode() for item in dict.fromkeys(found) if item]
     room = itertools.accumulate(map(len, ways))
     return [way for way, used in zip(ways, room, strict=True) if used <= MAX_BYTES]
@@ -57,8 +58,9 @@ def samples(pattern: str) -> list[str]:
         return []
 
 
-def _endings(pattern: str) -> list[str]:
-    return [ending for text in samples(pattern) for ending in suffixes(text)]
+def _endings(texts: Sequence[str]) -> list[str]:
+    """`texts`, then what may be missing after their beginnings."""
+    return [*texts, *(ending for text in texts if len(text) <= MAX_ENDED for ending in suffixes(text))]
 
 
 def suffixes(text: str) -> list[str]:
@@ -67,18 +69,18 @@ def suffixes(text: str) -> list[str]:
 
 
 def pattern_samples(schema: Any) -> Iterator[str]:
-    """Suffixes of a sample of every pattern in a schema, as they stand inside a JSON string."""
+    """Samples of every pattern in a schema, in its order."""
     pending = [schema]
     while pending:
         node = pending.pop()
         if isinstance(node, list):
-            pending += node
+            pending += reversed(node)
         elif isinstance(node, dict):
-            pending += node.values()
+            pending += reversed(node.values())
             patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
             for pattern in patterns:
                 if isinstance(pattern, str):
-                    yield from (json.dumps(part, ensure_ascii=False)[1:-1] for part in _endings(pattern))
+                    yield from samples(pattern)
 
 
 def _variants(parsed: Any) -> Iterator[str]:

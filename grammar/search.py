@@ -37,6 +37,8 @@ class Found(NamedTuple):
     """How far the first walk came."""
     cut: bool
     """The effort was spent: where nothing was found, there may be something."""
+    next_way: int
+    """Of the ways out of free texts, the last that was of use."""
 
 
 class Search:
@@ -62,23 +64,23 @@ class Search:
             self._choices[mask] = known
         return known
 
-    def walker(self, matcher: Any, limit: int, effort: Effort) -> Walker:
-        return Walker(self.choices, self._ways_out, matcher, limit, effort)
+    def walker(self, matcher: Any, limit: int, effort: Effort, next_way: int = 0) -> Walker:
+        return Walker(self.choices, self._ways_out, matcher, limit, effort, next_way)
 
-    def find(self, matcher: Any, limit: int, effort: Effort, tails: Sequence[Tail] = ()) -> Found:
+    def find(self, matcher: Any, limit: int, effort: Effort, tails: Sequence[Tail] = (), next_way: int = 0) -> Found:
         """A completion of at most `limit` symbols from where `matcher` stands (it is left there), ended where one of
-        `tails` leads to the end."""
+        `tails` leads to the end. `next_way`: as the last search left it."""
         part = effort.part(effort.left - effort.left // 4)
-        first = self.walker(matcher, limit, part)
+        first = self.walker(matcher, limit, part, next_way)
         walk = first.run(tails)
         effort.regain(part)
         cut = part.left <= 0
         if walk is not None:
-            return Found(walk, first.path, cut)
+            return Found(walk, first.path, cut, first.next_way)
         for done, others in reversed(first.forks):
             for symbol in others[:MAX_ALTERNATIVES]:
                 if effort.left <= 0 or matcher.is_error():
-                    return Found(None, first.path, True)
+                    return Found(None, first.path, True, next_way)
                 begin = [*first.path[:done], symbol]
                 part = effort.part(1000 + effort.left // MAX_ALTERNATIVES)
                 part.left -= done
@@ -88,8 +90,8 @@ class Search:
                 effort.regain(part)
                 cut = cut or part.left <= 0
                 if rest is not None:
-                    return Found(Walk([*begin, *rest.symbols], rest.tail), first.path, cut)
-        return Found(None, first.path, cut)
+                    return Found(Walk([*begin, *rest.symbols], rest.tail), first.path, cut, next_way)
+        return Found(None, first.path, cut, next_way)
 
     def shortest(self, matcher: Any, limit: int, effort: Effort) -> list[int] | None:
         """The shortest completion found, of at most `limit` symbols."""

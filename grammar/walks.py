@@ -17,8 +17,10 @@ PATIENCE = 256
 nested values look alike, so it must not be impatient."""
 LOOK_AGAIN = 48
 """Steps in one place after which what leads out of it is looked for again."""
-STEP, LOOK = 8, 16
+STEP, LOOK = 8, 8
 """What a step and a tried symbol cost beside the symbols themselves, in symbols."""
+MORE = 16
+"""Texts that are tried after one that leads out of a place."""
 CYCLE, STRIDE = 64, 8
 """Symbols of the longest repetition that is noticed, and how often it is leapt over at first."""
 
@@ -72,14 +74,16 @@ class Walker:
     def __init__(
         self,
         choices: Callable[[bytes], Choices],
-        ways_out: Sequence[Sequence[int]],
+        ways_out: Sequence[list[int]],
         matcher: Any,
         limit: int,
         effort: Effort,
+        next_way: int,
     ) -> None:
-        """`ways_out`: texts that may end a free text. `limit`: symbols at most."""
+        """`ways_out`: texts that may end a free text; `next_way`: the one to try first. `limit`: symbols at most."""
         self.path: list[int] = []
         self.forks: list[Fork] = []
+        self.next_way = next_way
         self._choices = choices
         self._ways_out = ways_out
         self._matcher = matcher
@@ -177,14 +181,14 @@ class Walker:
         place.stride = STRIDE
         return 0
 
-    def _trim(self, place: _Place, rounds: int, step: Sequence[int]) -> None:
+    def _trim(self, place: _Place, rounds: int, step: list[int]) -> None:
         """Undo as many of the last `rounds` as leave `step` a step out of here."""
         matcher, cycle = self._matcher, place.cycle
         low, high = 0, rounds  # it is none after `low`, and is one after `high`, where the matcher stands
         while high - low > 1:
             middle = (low + high) // 2
             matcher.rollback((high - middle) * len(cycle))
-            self._effort.left -= (high - middle) * len(cycle) + LOOK
+            self._effort.left -= (high - middle) * len(cycle)
             if self._is_exit(place, step):
                 del self.path[-(high - middle) * len(cycle) :]
                 high = middle
@@ -195,19 +199,36 @@ class Walker:
 
     # ---------------------------------------------------------------- what leads out
 
-    def _exits(self, place: _Place) -> list[Sequence[int]]:
+    def _exits(self, place: _Place) -> list[list[int]]:
         """Steps after which something else is allowed than here. In free text an escape and the first byte of a longer
         character are none: they come back."""
         free, symbols = place.choices.free, place.choices.symbols
         singles = [[c] for c in symbols if not free or (c != ESCAPE and not 128 <= c < 256)]
-        self._effort.left -= LOOK * len(singles) + sum(map(len, self._ways_out)) // 8 + len(self._ways_out)
-        validate = self._matcher.validate_tokens
-        steps = [*singles, *(way for way in self._ways_out if validate(way) == len(way))]
-        return [step for step in steps if self._is_exit(place, step)]
+        found: list[list[int]] = [step for step in singles if self._is_exit(place, step)]
+        if [QUOTE] in found:
+            return found  # the end of a string, and with it of all that its text has to be
+        ways, more = self._ways_out, len(self._ways_out)
+        allowed = int.from_bytes(place.mask, "little")
+        # one that led out of such a place before did not lead far
+        begin = min(self.next_way + (place.left >= 0), len(ways))
+        for at in (*range(begin, len(ways)), *range(begin)):
+            # the values of a schema come in its order, and so do the ways out of them
+            if allowed >> ways[at][0] & 1 and self._is_exit(place, ways[at]):
+                if more > MORE:
+                    more, self.next_way = MORE, at
+                found.append(ways[at])
+            more -= 1
+            if not more or self._effort.left <= 0:
+                break
+        return found
 
-    def _is_exit(self, place: _Place, step: Sequence[int]) -> bool:
+    def _is_exit(self, place: _Place, step: list[int]) -> bool:
         matcher = self._matcher
-        taken = matcher.try_consume_tokens(list(step))
+        self._effort.left -= LOOK
+        if matcher.validate_tokens(step) != len(step):
+            return False
+        self._effort.left -= len(step)
+        taken = matcher.try_consume_tokens(step)
         found = taken == len(step) and (matcher.is_accepting() or matcher.compute_bitmask() != place.mask)
         matcher.rollback(taken)
         return bool(found)
@@ -236,7 +257,7 @@ class _Place:
         """What led from the last visit to this one, where it did so twice."""
         self.stride = STRIDE
         """Rounds of it to try at once."""
-        self.exits: list[Sequence[int]] = []
+        self.exits: list[list[int]] = []
         """Steps that lead out of here, as far as they were looked for."""
         self.left = -1
         """How often one of them was taken."""

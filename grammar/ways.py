@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from asyncengine.grammar.vocabulary import Vocabulary
 
@@ -21,9 +22,15 @@ class Way:
     ) -> None:
         """`costs` and `firsts`: of the last positions, where they are known."""
         self.symbols = symbols
+        """Not to be changed."""
         self._vocabulary = vocabulary
         self._costs = costs or [0]
         self._firsts = firsts or []
+
+    @cached_property
+    def text(self) -> bytes:
+        """The bytes among the symbols, and a byte that no text has for each of the others."""
+        return bytes(symbol if symbol < 256 else 0xFF for symbol in self.symbols)
 
     def after(self, symbols: list[int], start: int) -> Way:
         """`symbols`, then this way from `start` on. What is known about its cuts is kept."""
@@ -37,11 +44,10 @@ class Way:
             return True
         return self.cost(start) <= at_most
 
-    def within_from(self, start: int, at_most: int) -> int | None:
-        """The first position from `start` on from which it takes at most `at_most` tokens; None if that is the end."""
+    def within_from(self, start: int, at_most: int) -> int:
+        """The first position from `start` on from which it takes at most `at_most` tokens."""
         self._cut()
-        found = (at for at in range(start, len(self.symbols)) if self._costs[at] <= at_most)
-        return next(found, None)
+        return next(at for at in range(start, len(self._costs)) if self._costs[at] <= at_most)
 
     def cost(self, start: int) -> int:
         """Tokens from position `start` to the end; `UNREACHABLE` or more if the vocabulary cannot spell it."""
@@ -59,10 +65,10 @@ class Way:
             return
         vocabulary, symbols = self._vocabulary, self.symbols
         table, lengths, marks = vocabulary.by_bytes, vocabulary.lengths, vocabulary.marks
-        size = len(symbols)
+        size = min(len(symbols), todo + vocabulary.longest)  # no token reaches further
         costs = [UNREACHABLE] * todo + self._costs
         firsts = [-1] * todo + self._firsts
-        data = bytes(symbol if symbol < 256 else 0 for symbol in symbols)
+        data = bytes(symbol if symbol < 256 else 0 for symbol in symbols[:size])
         stop = next((at for at in range(todo, size) if symbols[at] >= 256), size)  # the end of the run of plain bytes
         for at in range(todo - 1, -1, -1):
             if symbols[at] >= 256:

@@ -26,7 +26,7 @@ from asyncengine.grammar.backend import Mask
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lower import to_llguidance
-from asyncengine.grammar.samples import ways_out
+from asyncengine.grammar.samples import needed_keys, ways_out
 from asyncengine.grammar.search import EFFORT, LONGEST, Search
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
@@ -98,13 +98,14 @@ class LlgTemplate:
         Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
         """
         hints = ways_out(self.grammar, self.text)
+        keys = needed_keys(self.grammar)
         habits = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
         found: list[tuple[int, Search, Way]] = []
         reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
         for exits, prose in (*habits, ((), False)):
             if found and not exits:
                 break  # without hints only where they led nowhere
-            search = Search(self.backend.vocabulary, exits, prose=prose)
+            search = Search(self.backend.vocabulary, exits, keys, prose=prose)
             effort, probe = Effort(EFFORT), self._bytes.deep_copy()
             walk, _, cut, _ = search.find(probe, LONGEST, effort)
             probe.compute_bitmask()  # a lexer that was broken on the way says so only here

@@ -10,6 +10,7 @@ import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from asyncengine.grammar.schemas import subschemas
 from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
@@ -19,6 +20,7 @@ MAX_SAMPLE, MAX_ENDED = 2048, 256
 MAX_SAMPLES = 64
 """Of one pattern."""
 MAX_SUFFIXES = 12
+MAX_KEYS = 256
 MAX_BYTES = 64 << 10
 """Of all ways out of one grammar together: that much is tried in a few milliseconds."""
 _PRINTABLE = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " "
@@ -46,6 +48,15 @@ def ways_out(grammar: Grammar, text: str) -> list[bytes]:
     ways = [item.encode() for item in dict.fromkeys(found) if item]
     room = itertools.accumulate(map(len, ways))
     return [way for way, used in zip(ways, room, strict=True) if used <= MAX_BYTES]
+
+
+def needed_keys(grammar: Grammar) -> list[bytes]:
+    """The keys that objects of a schema must have, in its order, as they stand behind their first quote."""
+    names: dict[str, None] = {}
+    for _, node in subschemas(json.loads(grammar.text)) if grammar.kind == "json_schema" else ():
+        needed = node.get("required")
+        names.update((name, None) for name in (needed if isinstance(needed, list) else ()) if isinstance(name, str))
+    return [json.dumps(name, ensure_ascii=False)[1:].encode("utf-8", "replace") for name in list(names)[:MAX_KEYS]]
 
 
 def samples(pattern: str) -> list[str]:

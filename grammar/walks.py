@@ -87,6 +87,8 @@ class Walker:
         self.forks: list[Fork] = []
         self.next_way = next_way
         self._keys = keys
+        self._used: dict[int, int] = {}
+        """How often each key was written, by its index."""
         self._choices = choices
         self._ways_out = ways_out
         self._matcher = matcher
@@ -155,7 +157,8 @@ class Walker:
         return (symbols[0 if free else turn % len(symbols)],)
 
     def _key(self) -> Sequence[int]:
-        """A key that is needed, where one can stand: those that may be left out come first only in the alphabet."""
+        """A key that is needed, where one can stand: those that may be left out come first only in the alphabet. Of
+        several the one used least so far, for one of them may lead out of a recursion."""
         begun: list[int] = []
         for symbol in reversed(self.path[-CYCLE:]):
             if symbol == QUOTE:
@@ -163,9 +166,15 @@ class Walker:
             begun.insert(0, symbol)
         else:
             return ()
+        self._effort.left -= len(self._keys)
         size, validate = len(begun), self._matcher.validate_tokens
-        rests = (key[size:] for key in self._keys if key[:size] == begun)
-        return next((rest for rest in rests if rest and validate(rest) == len(rest)), ())
+        rests = ((at, key[size:]) for at, key in enumerate(self._keys) if key[:size] == begun)
+        found = [(self._used.get(at, 0), at, rest) for at, rest in rests if rest and validate(rest) == len(rest)]
+        if not found:
+            return ()
+        used, at, rest = min(found)
+        self._used[at] = used + 1
+        return rest
 
     # ---------------------------------------------------------------- what repeats
 

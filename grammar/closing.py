@@ -31,7 +31,7 @@ SCAN = 40
 """Symbols of the known way that may be passed over to meet it again."""
 JOINT_RANGE, JOINTS = 96, 6
 FAR = 256
-"""Tokens left that are far from the end."""
+"""Tokens left, beyond those of the way known so far, with which the end is far."""
 LAST = (FAR, FAR // 4)
 """Where no way is known yet when that many are left, searches get half their account again."""
 ACCOUNT = 300_000
@@ -237,7 +237,7 @@ class ByteClosing:
         if found is not None and found.within(0, at_most):
             self._set(found)
             return True
-        if surely or at_most < FAR or self._matcher.is_error():
+        if surely or at_most < FAR + old.cost(self._at) or self._matcher.is_error():
             return False
         self._way, self._pause, self._waited = None, 1, 0
         return True

@@ -15,8 +15,8 @@ from asyncengine.grammar.spec import Grammar
 
 sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes costs a hint and no more."""
-MAX_SAMPLE, MAX_ENDED = 2048, 256
-"""Letters of a sample, and of one that is also offered without its beginning."""
+MAX_SAMPLE, MAX_BEGUN = 2048, 256
+"""Letters of a sample, and of one that is also offered without its first letters, one after the other."""
 MAX_SAMPLES = 64
 """Of one pattern."""
 MAX_SUFFIXES = 12
@@ -71,12 +71,14 @@ def samples(pattern: str) -> list[str]:
 
 def _endings(texts: Sequence[str]) -> list[str]:
     """`texts`, then what may be missing after their beginnings."""
-    return [*texts, *(ending for text in texts if len(text) <= MAX_ENDED for ending in suffixes(text))]
+    return [*texts, *(ending for text in texts for ending in suffixes(text))]
 
 
 def suffixes(text: str) -> list[str]:
-    """What may be missing after a beginning of `text`, longest first."""
-    return [text[start:] for start in range(min(len(text), MAX_SUFFIXES))]
+    """What may be missing after a beginning of `text`, longest first: all but a few letters, or the last few."""
+    few = range(min(len(text), MAX_SUFFIXES))
+    begun = [text[start:] for start in few] if len(text) <= MAX_BEGUN else []
+    return [*begun, *(text[-MAX_SUFFIXES:][start:] for start in few)]
 
 
 def pattern_samples(schema: Any) -> Iterator[str]:
@@ -92,6 +94,9 @@ def pattern_samples(schema: Any) -> Iterator[str]:
             for pattern in patterns:
                 if isinstance(pattern, str):
                     yield from samples(pattern)
+            if isinstance(node.get("allOf"), list):  # one after the other they may match all at once
+                parts = [part.get("pattern") for part in node["allOf"] if isinstance(part, dict)]
+                yield "".join(text for part in parts if isinstance(part, str) for text in samples(part)[:1])
 
 
 def _variants(parsed: Any) -> Iterator[str]:

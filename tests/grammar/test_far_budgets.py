@@ -75,6 +75,8 @@ HARD = {
         "properties": {"description": {"minLength": 5}, "url": {"pattern": "^(http)|(https)://(.*)$"}},
     },
     "the second alternative only": {"type": "string", "pattern": "(ab.*){3}x$|:://", "minLength": 20},
+    "two patterns at once": {"type": "string", "allOf": [{"pattern": "a.*b"}, {"pattern": "c.*d"}]},
+    "counted letters, then a text": {"type": "string", "pattern": "^.{300}foo.*bar$"},
     "an optional property nobody can write": {
         "type": "object",
         "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"type": "integer"}},

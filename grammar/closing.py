@@ -31,7 +31,7 @@ SCAN = 40
 """Symbols of the known way that may be passed over to meet it again."""
 JOINT_RANGE, JOINTS = 96, 6
 FAR = 256
-"""Tokens left, beyond those of the way known so far, with which the end is far."""
+"""Tokens left, beyond twice those of the way known so far, with which the end is far."""
 LAST = (FAR, FAR // 4)
 """Where no way is known yet when that many are left, searches get half their account again."""
 ACCOUNT = 300_000
@@ -72,6 +72,8 @@ class ByteClosing:
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._way: Way | None = way
+        self._lost = way
+        """The last way known, where none is: it may be met again."""
         self._at = 0
         self._sure = True
         """The way was checked in full from where the output left it last."""
@@ -148,7 +150,8 @@ class ByteClosing:
         on without?"""
         way, matcher = self._way, self._matcher
         if way is None:
-            self._look_again(at_most)
+            if not self._meet(self._lost, 0, at_most):
+                self._look_again(at_most)
             return True
         shared = common(symbols, way.symbols, self._at)
         if shared == len(symbols):  # along the known way
@@ -159,12 +162,17 @@ class ByteClosing:
         elif matcher.is_accepting():
             self._set(Way([], self._vocabulary))
             return True
-        else:
-            for start in self._meetings(way, shared, at_most):
-                if way.within(start, at_most) and self._leads(way, start, at_most):
-                    self._at = start
-                    return True
+        elif self._meet(way, shared, at_most):
+            return True
         return self._seek(way, shared, at_most)
+
+    def _meet(self, way: Way, shared: int, at_most: int) -> bool:
+        """Go on along `way` where it can be met again."""
+        for start in self._meetings(way, shared, at_most):
+            if way.within(start, at_most) and self._leads(way, start, at_most):
+                self._way, self._at = way, start
+                return True
+        return False
 
     def _meetings(self, way: Way, shared: int, at_most: int) -> Iterator[int]:
         """Where the known way may be met again, past what the output has said otherwise: another number, another
@@ -237,15 +245,15 @@ class ByteClosing:
         if found is not None and found.within(0, at_most):
             self._set(found)
             return True
-        if surely or at_most < FAR + old.cost(self._at) or self._matcher.is_error():
+        if surely or at_most < FAR + 2 * old.cost(self._at) or self._matcher.is_error():
             return False
-        self._way, self._pause, self._waited = None, 1, 0
+        self._way, self._lost, self._pause, self._waited = None, old, 1, 0
         return True
 
     def _find(self, at_most: int, amount: int, old: Way | None, starts: Sequence[int]) -> tuple[Way | None, bool]:
         """A way from here that may be longer than `at_most`; and, where there is none, whether that is sure."""
         if not self._heals:  # searching broke what it searched with, twice
-            return None, False
+            return None, self._is_broken()
         tails = [] if old is None else [self._tail(old, start) for start in starts]
         effort = self._spend(amount)
         room = self._room(at_most)

@@ -115,7 +115,7 @@ class EngineConfig:
     """What compiles grammars that do not say: "llguidance" or "outlines_core"; "none": refuse grammars and save the
     time and memory of preparing for them."""
     grammar_timeout: float = 10.0
-    """Seconds a request waits for its grammar to compile."""
+    """Seconds a request waits for its grammar to compile, from when a worker has begun with it."""
     grammar_workers: int = 2
     """Threads that compile grammars."""
     grammar_cache_memory: int | str = "256MiB"

@@ -297,5 +297,4 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
-        adapters = {} if self.adapters is None else self.adapters.counts()
-        return snapshot(self.loop, adapters, self._threads(), self.started_at)
+        return snapshot(self.loop, self.adapters, self._threads(), self.started_at)

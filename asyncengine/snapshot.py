@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from asyncengine.engine import EngineLoop
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
+if TYPE_CHECKING:
+    from asyncengine.lora.registry import AdapterRegistry
 
-def snapshot(loop: EngineLoop, adapters: dict[str, int], threads: ThreadStats, started_at: float) -> EngineStats:
+
+def snapshot(
+    loop: EngineLoop, adapters: AdapterRegistry | None, threads: ThreadStats, started_at: float
+) -> EngineStats:
     """From any thread: nothing is locked, so counts may be a step apart from each other."""
     scheduler, meter = loop.scheduler, loop.meter
     running = list(scheduler.running.values())
@@ -35,6 +42,6 @@ def snapshot(loop: EngineLoop, adapters: dict[str, int], threads: ThreadStats, s
         step=Summary.of(list(meter.step)),
         loop_lag=Summary.of(list(meter.loop_lag)),
         uptime=loop.clock.now() - started_at,
-        adapters=adapters,
+        adapters={} if adapters is None else adapters.counts(),
         threads=threads,
     )

@@ -155,7 +155,7 @@ def apply_cost(masks: list[Mask], width: int, rounds: int) -> dict[str, float]:
     for start in range(0, rounds * ROWS):
         for rows, times in taken.items():
             chosen = [masks[(start * 7 + row * 13) % len(masks)] for row in range(rows)]
-            filled = FilledMasks(list(range(rows)), torch.from_numpy(np.stack(chosen)), {})
+            filled = FilledMasks(list(range(rows)), torch.from_numpy(np.stack(chosen)), {}, [])
             part = logits[:rows].clone()
             began = clock()
             apply_masks(part, filled)

@@ -50,7 +50,8 @@ class Closing(Protocol):
     """The nearest complete output known from where one output stands. Moves along with the `State`.
 
     Invariant: `cost` tokens, beginning with `first()`, lead to a complete output. It may exceed the true minimum only
-    where the grammar is too rich to search.
+    where the grammar is too rich to search; where that hid any way at all from it, `cost` is beyond all budgets and
+    `first()` raises `GrammarError`.
     """
 
     @property
@@ -63,7 +64,8 @@ class Closing(Protocol):
         ...
 
     def advance(self, token: int, at_most: int) -> bool:
-        """Move past `token` if a completion of at most `at_most` tokens is known from there. Else False, unmoved."""
+        """Move past `token` if a completion of at most `at_most` tokens is known from there, or if there may be one and
+        `at_most` is far from 0. Else False, unmoved."""
         ...
 
 

@@ -2,195 +2,287 @@
 
 `ByteClosing` keeps a known way to the end. Most tokens leave it as it is or shorten it (inside a string the way out
 stays `"}`), which a two-microsecond check confirms. After the others it is looked for anew (`search`), but only until
-it meets the old one again: a value that was opened is closed, and the rest of the way is what it was. The way is found
-in bytes and then cut into as few tokens as the vocabulary allows.
+it meets the old one again: a value that was opened is closed, and the rest of the way is what it was. How far a way
+may lead follows from the budget that is left; how long one is looked for, from an account that each output has.
+
+Where the account does not suffice, nobody knows whether there is a way. A token is not forbidden for that while the
+budget is far from spent: the output goes on, and the way is looked for now and then, longer each time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
-from asyncengine.grammar.search import Search, Tail, leads
+from asyncengine.errors import GrammarError
+from asyncengine.grammar.search import Search
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.walks import Effort, Tail, leads
+from asyncengine.grammar.ways import UNREACHABLE, Way, common, fits
 
 CHECKED = 48
 """Symbols of a long way that are checked where there is budget to spare."""
+SPARE = 4
+"""Tokens left for each symbol of the way where there is budget to spare."""
+SAID = 6
+"""Symbols said last by which a place further on is known again."""
 SCAN = 40
 """Symbols of the known way that may be passed over to meet it again."""
 JOINT_RANGE, JOINTS = 96, 6
+FAR = 256
+"""Tokens left, beyond twice those of the way known so far, with which the end is far."""
+LAST = (FAR, FAR // 4)
+"""Where no way is known yet when that many are left, searches get half their account again."""
+ACCOUNT = 300_000
+"""Symbols that searches for one output may step over, some 150 ms in all, and what each token adds to it and
+may take at least (a twentieth of a millisecond and a half)."""
+REFILL, LEAST = 100, 1_000
+SEEK, SHORTEN = 40_000, 4_000
+"""Symbols of one search: for any way, some twenty milliseconds at worst; for a shorter one."""
+PAUSE = 64
+"""Most tokens between two searches where no way is known."""
+HEALS = 2
 _DELIMITERS = frozenset(b',}]"')
-WALK = 512
-"""Symbols a walk may take while an output is generated, where the known way is short."""
-SHORT_SEARCH = 4000
-SEARCHES = 16
-"""Searches of `SHORT_SEARCH` symbols that one output may cause."""
-UNREACHABLE = 1 << 60
+
+
+class Source(Protocol):
+    """The compiled grammar that a closing belongs to."""
+
+    def own_bytes(self) -> Any:
+        """A matcher over bytes, at the beginning, that shares nothing with any other."""
+        ...
+
+    def spoil(self) -> None:
+        """A limit of the library was hit: what shares its lexer is of no more use to new outputs."""
+        ...
+
+    def broken(self, matcher: Any) -> GrammarError:
+        """What to raise for a matcher that hit a limit."""
+        ...
 
 
 class ByteClosing:
     """A `Closing` over the byte vocabulary. Belongs to one request."""
 
-    def __init__(self, search: Search, vocabulary: Vocabulary, matcher: Any, way: Way) -> None:
-        """`matcher` (owned from here on) stands where `way` begins."""
+    def __init__(self, source: Source, search: Search, vocabulary: Vocabulary, matcher: Any, way: Way) -> None:
+        """`matcher` (owned from here on, though others may share its lexer) stands where `way` begins."""
+        self._source = source
         self._search = search
         self._vocabulary = vocabulary
         self._matcher = matcher
-        self._way = way
+        self._way: Way | None = way
+        self._lost = way
+        """The last way known, where none is: it may be met again."""
         self._at = 0
-        self._searches = SEARCHES
+        self._sure = True
+        """The way was checked in full from where the output left it last."""
+        self._next_way = 0
+        self._said: list[int] = []
+        self._account = Effort(ACCOUNT)
+        self._heals = HEALS
+        self._pause = self._waited = 0
 
     @property
     def cost(self) -> int:
-        return self._way.cost(self._at)
+        return UNREACHABLE if self._way is None else self._way.cost(self._at)
 
     def first(self) -> int:
-        if self._at == len(self._way.symbols):
-            return self._vocabulary.eos_ids[0]
-        return self._way.first(self._at)
+        way = self._way
+        if way is None:
+            raise GrammarError("grammar", "no way to a complete output was found in time")
+        return self._vocabulary.eos_ids[0] if self._at == len(way.symbols) else way.first(self._at)
 
     def advance(self, token: int, at_most: int) -> bool:
-        matcher = self._matcher
         if token in self._vocabulary.eos_ids:
-            return bool(matcher.is_accepting())
+            return bool(self._matcher.is_accepting())
         symbols = list(self._vocabulary.symbols(token))
-        taken = matcher.try_consume_tokens(symbols)
-        if taken != len(symbols):
-            matcher.rollback(taken)
+        if not self._follow(symbols):
             return False
-        if self._reach(symbols, at_most):
+        self._account.left = min(ACCOUNT, self._account.left + REFILL)
+        reached = self._reach(symbols, at_most)
+        while self._matcher.is_error():  # met while searching, or somebody else's
+            self._heal()
+            reached = self._reach(symbols, at_most)
+        if reached:
             return True
-        matcher.rollback(len(symbols))
+        del self._said[len(self._said) - len(symbols) :]
+        self._matcher.rollback(len(symbols))
+        self._assure(at_most + 1)
         return False
 
-    def _reach(self, symbols: list[int], at_most: int) -> bool:
-        """The matcher has taken `symbols`: is a way of at most `at_most` tokens known from there?"""
-        way, matcher = self._way, self._matcher
-        shared = _common(symbols, way.symbols, self._at)
-        if shared == len(symbols):  # along the known way
-            if way.within(self._at + shared, at_most):
-                self._at += shared
-                return True
-        elif matcher.is_accepting():
-            self._way, self._at = Way([], self._vocabulary), 0
-            return True
-        else:
-            # the rest of the way, past what the output has said otherwise: another number, another choice
-            begin = self._at + shared
-            again = (self._at,) if shared else ()
-            for start in (begin, *again, *range(begin + 1, min(begin + SCAN, len(way.symbols)))):
-                if leads(matcher, self._tail(start, at_most)) and way.within(start, at_most):
-                    self._at = start
-                    return True
-        return self._walk(shared, at_most)
+    # ---------------------------------------------------------------- where the output stands
 
-    def _joints(self, begin: int) -> list[int]:
-        """Places soon after `begin` where the known way may be met again: at its next delimiters."""
-        symbols = self._way.symbols
-        near = range(begin, min(begin + JOINT_RANGE, len(symbols)))
-        return [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
-
-    def _tail(self, start: int, at_most: int) -> Tail:
-        """The known way from `start`, to be checked in full, or only its beginning where there is budget to spare.
-
-        A way that goes wrong further on is found out when the budget gets tighter, in time for another.
-        """
-        symbols = self._way.symbols
-        left = len(symbols) - start
-        if left > CHECKED and at_most > 4 * left:
-            return Tail(symbols[start : start + CHECKED], False)
-        return Tail(symbols[start:], True)
-
-    def _walk(self, shared: int, at_most: int) -> bool:
-        """Look for a way of at most `at_most` tokens: any first, then a short one.
-
-        This runs while others wait for the step: the first takes some ten microseconds, the second up to ten
-        milliseconds, so an output gets only a few of the second kind.
-        """
-        old = self._way
-        room = max(2 * len(old.symbols), WALK)
-        starts = self._joints(self._at + shared)
-        walk = self._search.greedy(self._matcher, room, [self._tail(start, at_most) for start in starts])
-        if walk is None:
+    def _follow(self, symbols: list[int]) -> bool:
+        taken = self._matcher.try_consume_tokens(symbols)
+        if taken != len(symbols) and self._is_broken():
+            self._heal()
+            taken = self._matcher.try_consume_tokens(symbols)
+            if taken != len(symbols) and self._is_broken():
+                raise self._source.broken(self._matcher)
+        if taken != len(symbols):
+            self._matcher.rollback(taken)
             return False
-        way = old.after(walk.symbols, starts[walk.tail]) if walk.tail >= 0 else Way(walk.symbols, self._vocabulary)
-        if not way.within(0, at_most):
-            if not self._searches:
-                return False
-            self._searches -= 1
-            found = self._search.shortest(self._matcher, room, SHORT_SEARCH)
-            way = way if found is None else Way(found, self._vocabulary)
-            if not way.within(0, at_most):
-                return False
-        self._way, self._at = way, 0
+        self._said += symbols
         return True
 
+    def _is_broken(self) -> bool:
+        """A limit was hit, by this matcher or by one that shares its lexer: those refuse whatever they are given, and
+        say why only when they are asked for a mask."""
+        self._matcher.compute_bitmask()
+        return bool(self._matcher.is_error())
 
-class Way:
-    """Symbols that lead to a complete output, and how they are cut into the fewest tokens from each position on."""
+    def _heal(self) -> None:
+        """Go the same way again with a matcher that shares its lexer with nobody, and search less with it."""
+        self._source.spoil()
+        self._heals -= 1
+        if self._heals < 0:
+            raise self._source.broken(self._matcher)
+        self._account.left //= 8
+        self._matcher = self._source.own_bytes()
+        if self._matcher.try_consume_tokens(self._said) != len(self._said):
+            raise self._source.broken(self._matcher)
 
-    def __init__(
-        self,
-        symbols: list[int],
-        vocabulary: Vocabulary,
-        costs: list[int] | None = None,
-        firsts: list[int] | None = None,
-    ) -> None:
-        """`costs` and `firsts`: of the last positions, where they are known."""
-        self.symbols = symbols
-        self._vocabulary = vocabulary
-        self._costs = costs or [0]
-        self._firsts = firsts or []
+    # ---------------------------------------------------------------- the way from there
 
-    def after(self, symbols: list[int], start: int) -> Way:
-        """`symbols`, then this way from `start` on. What is known about its cuts is kept."""
-        known = max(start, len(self.symbols) - len(self._firsts))
-        behind = known - (len(self.symbols) - len(self._firsts))
-        return Way([*symbols, *self.symbols[start:]], self._vocabulary, self._costs[behind:], self._firsts[behind:])
-
-    def within(self, start: int, at_most: int) -> bool:
-        """From `start` on it takes at most `at_most` tokens. Every byte is one at worst, so most need no cutting."""
-        if len(self.symbols) - start <= at_most and self._vocabulary.spells_bytes:
+    def _reach(self, symbols: list[int], at_most: int) -> bool:
+        """The matcher has taken `symbols`: is a way of at most `at_most` tokens known from there, or may the output go
+        on without?"""
+        way, matcher = self._way, self._matcher
+        if way is None:
+            if not self._meet(self._lost, 0, at_most):
+                self._look_again(at_most)
             return True
-        return self.cost(start) <= at_most
+        shared = common(symbols, way.symbols, self._at)
+        if shared == len(symbols):  # along the known way
+            start = self._at + shared
+            if way.within(start, at_most) and (self._sure or self._leads(way, start, at_most)):
+                self._at = start
+                return True
+        elif matcher.is_accepting():
+            self._set(Way([], self._vocabulary))
+            return True
+        elif self._meet(way, shared, at_most):
+            return True
+        return self._seek(way, shared, at_most)
 
-    def cost(self, start: int) -> int:
-        """Tokens from position `start` to the end; `UNREACHABLE` or more if the vocabulary cannot spell it."""
-        self._cut()
-        return self._costs[start]
+    def _meet(self, way: Way, shared: int, at_most: int) -> bool:
+        """Go on along `way` where it can be met again."""
+        for start in self._meetings(way, shared, at_most):
+            if way.within(start, at_most) and self._leads(way, start, at_most):
+                self._way, self._at = way, start
+                return True
+        return False
 
-    def first(self, start: int) -> int:
-        self._cut()
-        return self._firsts[start]
+    def _meetings(self, way: Way, shared: int, at_most: int) -> Iterator[int]:
+        """Where the known way may be met again, past what the output has said otherwise: another number, another
+        choice; or as much of a long text as the output has said in other words."""
+        begin = self._at + shared
+        yield begin
+        if shared:
+            yield self._at
+        if len(way.symbols) - begin > CHECKED and not way.within(begin, at_most):
+            yield way.within_from(begin, at_most)
+        if (start := self._said_later(way)) is not None:
+            yield start
+        yield from range(begin + 1, min(begin + SCAN, len(way.symbols)))
 
-    def _cut(self) -> None:
-        """Fewest tokens to the end, position by position backwards."""
-        todo = len(self.symbols) - len(self._firsts)
-        if not todo:
+    def _said_later(self, way: Way) -> int | None:
+        """Where the known way goes on after what was said last, if it comes to say that: a value was left out."""
+        if len(way.symbols) - self._at <= SAID or any(symbol > 255 for symbol in self._said[-SAID:]):
+            return None
+        found = way.text.find(bytes(self._said[-SAID:]), self._at)
+        return None if found < 0 else found + SAID
+
+    def _set(self, way: Way) -> None:
+        self._way, self._at, self._sure = way, 0, True
+
+    def _leads(self, way: Way, start: int, at_most: int) -> bool:
+        """The known way leads on from `start`; only its beginning is checked where there is budget to spare.
+
+        One that goes wrong further on is found out when the budget gets tighter, in time for another.
+        """
+        left = len(way.symbols) - start
+        sure = left <= CHECKED or at_most <= SPARE * left
+        if leads(self._matcher, self._tail(way, start) if sure else Tail(way.symbols[start : start + CHECKED])):
+            self._sure = sure
+            return True
+        return False
+
+    def _assure(self, at_most: int) -> None:
+        """A token was refused for the sake of the known way: see that it is one, or find another."""
+        way = self._way
+        if way is None or self._sure:
             return
-        vocabulary, symbols = self._vocabulary, self.symbols
-        table, longest, marks = vocabulary.by_bytes, vocabulary.longest, vocabulary.marks
-        size = len(symbols)
-        costs = [UNREACHABLE] * todo + self._costs
-        firsts = [-1] * todo + self._firsts
-        data = bytes(symbol if symbol < 256 else 0 for symbol in symbols)
-        stop = next((at for at in range(todo, size) if symbols[at] >= 256), size)  # the end of the run of plain bytes
-        for at in range(todo - 1, -1, -1):
-            if symbols[at] >= 256:
-                costs[at], firsts[at], stop = costs[at + 1] + 1, marks[symbols[at] - 256], at
-                continue
-            for end in range(at + 1, min(stop, at + longest) + 1):
-                if costs[end] + 1 < costs[at] and (token := table.get(data[at:end])) is not None:
-                    costs[at], firsts[at] = costs[end] + 1, token
-        self._costs, self._firsts = costs, firsts
+        if leads(self._matcher, self._tail(way, self._at)):
+            self._sure = True
+        else:
+            self._seek(way, 0, at_most)
 
+    def _tail(self, way: Way, start: int) -> Tail:
+        return Tail([*way.symbols[start:], self._search.end])
 
-def _common(symbols: Sequence[int], path: Sequence[int], at: int) -> int:
-    """How many of `symbols` are the next ones of `path` from `at` on."""
-    count = 0
-    for symbol in symbols:
-        if at + count >= len(path) or path[at + count] != symbol:
-            break
-        count += 1
-    return count
+    def _joints(self, way: Way, begin: int) -> list[int]:
+        """Places soon after `begin` where the known way may be met again: at its next delimiters."""
+        symbols, later = way.symbols, self._said_later(way)
+        near = range(begin, min(begin + JOINT_RANGE, len(symbols)))
+        joints = [begin, *itertools.islice((at for at in near if symbols[at] in _DELIMITERS), JOINTS)]
+        return joints if later is None else [*joints, later]
+
+    def _seek(self, old: Way, shared: int, at_most: int) -> bool:
+        """Look for a way of at most `at_most` tokens: any first, then a short one.
+
+        This runs while others wait for the step. Most searches take some ten microseconds.
+        """
+        starts = self._joints(old, self._at + shared)
+        found, surely = self._find(at_most, SEEK, old, starts)
+        if found is not None and not found.within(0, at_most):
+            effort = self._spend(SHORTEN)
+            shorter = self._search.shortest(self._matcher, self._room(at_most), effort)
+            self._account.regain(effort)
+            found = None if shorter is None else Way(shorter, self._vocabulary)
+            surely = True  # what is known of it is that it is too long
+        if found is not None and found.within(0, at_most):
+            self._set(found)
+            return True
+        if surely or at_most < FAR + 2 * old.cost(self._at) or self._matcher.is_error():
+            return False
+        self._way, self._lost, self._pause, self._waited = None, old, 1, 0
+        return True
+
+    def _find(self, at_most: int, amount: int, old: Way | None, starts: Sequence[int]) -> tuple[Way | None, bool]:
+        """A way from here that may be longer than `at_most`; and, where there is none, whether that is sure."""
+        if not self._heals:  # searching broke what it searched with, twice
+            return None, self._is_broken()
+        tails = [] if old is None else [self._tail(old, start) for start in starts]
+        effort = self._spend(amount)
+        room = self._room(at_most)
+        walk, path, cut, self._next_way = self._search.find(self._matcher, room, effort, tails, self._next_way)
+        self._account.regain(effort)
+        if walk is None:
+            return None, not self._is_broken() and (not cut or not fits(path, self._vocabulary, at_most))
+        if old is None or walk.tail < 0:
+            return Way(walk.symbols, self._vocabulary), True
+        return old.after(walk.symbols, starts[walk.tail]), True
+
+    def _spend(self, amount: int) -> Effort:
+        return self._account.part(max(LEAST, min(amount, self._account.left)))
+
+    def _room(self, at_most: int) -> int:
+        """Symbols of the longest way that `at_most` tokens can spell."""
+        return max(at_most, 0) * max(1, self._vocabulary.longest)
+
+    def _look_again(self, at_most: int) -> None:
+        """No way is known: look for one now and then, longer each time."""
+        if self._matcher.is_accepting():
+            self._set(Way([], self._vocabulary))
+            return
+        self._waited += 1
+        if self._waited < self._pause and at_most not in LAST:
+            return
+        self._waited, self._pause = 0, min(PAUSE, 2 * self._pause)
+        if at_most in LAST:
+            self._account.left = max(self._account.left, ACCOUNT // 2)
+        found, _ = self._find(at_most, SEEK * self._pause, None, ())
+        if found is not None and found.within(0, at_most):
+            self._set(found)

@@ -32,16 +32,18 @@ from asyncengine.grammar.spec import Grammar
 MAX_CHAIN = 256
 """Most rules or schemas open at once, counted through references: a seventh of what overflows 8 MiB."""
 MAX_REPEAT = 10_000
-"""Largest count in `{m,n}` and `minItems`."""
+"""Largest count in `{m,n}`, `minItems` and `minProperties`."""
 MAX_OPTIONAL = 2_000
 """Optional properties of one object; 10,000 keep a worker busy for 39 s."""
 MAX_ALTERNATIVES = 20_000
 """Bars in one Lark text; 50,000 keep a worker busy for 8 s."""
 MAX_LITERAL = 64 << 10
-"""Longest text that leaves no choice: a literal, a key, a `const`, the shortest match of a pattern."""
+"""Longest text that leaves no choice (a literal, a key, a `const`, the shortest match of a pattern), and largest
+`minLength`: of 10**6 letters the library does not see the end, and looks for it for a second."""
 MAX_MULTIPLE = 100_000
 """Largest common multiple of a schema's `multipleOf` (powers of ten are cheap and exempt)."""
 
+_LEAST = (("minLength", MAX_LITERAL), ("minItems", MAX_REPEAT), ("minProperties", MAX_REPEAT))
 _REGEX = re.compile(
     r"""
       \\.
@@ -148,9 +150,10 @@ def _check_schema(text: str, max_depth: int, check: _Patterns) -> None:
                 check.pattern(pattern)
         if "multipleOf" in node:
             multiple = _multiple(multiple, node["multipleOf"])
-        least = node.get("minItems")
-        if isinstance(least, (int, float)) and least > MAX_REPEAT:
-            raise _too_large("minItems", str(MAX_REPEAT), least)
+        for keyword, most in _LEAST:
+            least = node.get(keyword)
+            if isinstance(least, (int, float)) and least > most:
+                raise _too_large(keyword, str(most), least)
         named, required = node.get("properties"), node.get("required")
         if isinstance(named, dict) and len(named) > MAX_OPTIONAL:
             optional = len(named) - (len(required) if isinstance(required, list) else 0)

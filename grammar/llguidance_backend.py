@@ -4,8 +4,10 @@ What the library does not do for us, each with a test:
 
 * It never raises: after a limit was hit its mask allows the end of sequence only, which would truncate silently. Every
   mask and every step is followed by a look at `is_error()`.
-* Copies of one matcher share a lexer. A limit hit by one breaks all of them and the template; a broken state heals by
-  compiling its own copy and going through its tokens again, so that it was somebody else's fault costs it nothing.
+* Copies of one matcher share a lexer. A limit hit by one breaks all of them and the template, and the others refuse
+  every token without a word until they are asked for a mask; a broken state heals by compiling its own copy and going
+  through its tokens again, so that it was somebody else's fault costs it nothing. The template is marked and makes no
+  further states: who asks for one compiles the grammar again.
 * Rollback does not count an end of sequence consumed after the grammar had stopped; ends of sequence are counted here
   and never shown to it.
 * `max_tokens=` inside a grammar switches rollback off, and its error texts quote the output; the first is refused, the
@@ -21,13 +23,16 @@ import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
 from asyncengine.grammar.backend import Mask
-from asyncengine.grammar.closing import UNREACHABLE, ByteClosing, Way
+from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import to_llguidance, without_numbers
-from asyncengine.grammar.search import EFFORT, Search, ways_out
+from asyncengine.grammar.samples import needed_keys, ways_out
+from asyncengine.grammar.search import EFFORT, LONGEST, Search
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
+from asyncengine.grammar.walks import Effort
+from asyncengine.grammar.ways import UNREACHABLE, Way
 
 TEMPLATE_BYTES = 600_000
 """Memory of a compiled grammar after use, measured over 285 schemas at 150,000 tokens; llguidance does not say."""
@@ -82,27 +87,52 @@ class LlgTemplate:
         self.text = to_llguidance(grammar)
         vocabulary = backend.vocabulary
         self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
-        self._bytes = backend.matcher(grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
+        self._bytes = self.own_bytes()
+        self._spoiled = False
         self._search, self._way = self._first_way()
         self.refined = False
+
+    def own_bytes(self) -> Any:
+        """A matcher over bytes, at the beginning, that shares nothing with any other."""
+        vocabulary = self.backend.vocabulary
+        return self.backend.matcher(self.grammar, _in_bytes(self.text, vocabulary), vocabulary.byte_tokenizer)
+
+    def spoil(self) -> None:
+        """A limit of the library was hit by what shares a lexer with this: it makes no further states."""
+        self._spoiled = True
+
+    def broken(self, matcher: Any) -> GrammarError:
+        """What to raise for `matcher`, which hit a limit."""
+        return explain(self.grammar, matcher.get_error())
 
     def _first_way(self) -> tuple[Search, Way]:
         """The first way found, and the search that found it: JSON's habits, or for Lark those that lead there sooner.
 
         Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
         """
-        exits = ways_out(self.grammar, self.text)
+        hints = ways_out(self.grammar, self.text)
+        keys = needed_keys(self.grammar)
+        habits = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
         found: list[tuple[int, Search, Way]] = []
-        probe = self._bytes.deep_copy()
-        for prose in (False, True) if self.grammar.kind == "lark" else (False,):
-            search = Search(self.backend.vocabulary, exits, prose=prose)
-            walk = search.greedy(probe, EFFORT)
-            symbols = search.shortest(probe) if walk is None else walk.symbols
-            if symbols is not None:
-                way = Way(symbols, self.backend.vocabulary)
+        reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
+        for exits, prose in (*habits, ((), False)):
+            if found and not exits:
+                break  # without hints only where they led nowhere
+            search = Search(self.backend.vocabulary, exits, keys, prose=prose)
+            effort, probe = Effort(EFFORT), self._bytes.deep_copy()
+            walk, _, cut, _ = search.find(probe, LONGEST, effort)
+            probe.compute_bitmask()  # a lexer that was broken on the way says so only here
+            if probe.is_error():
+                self._bytes = self.own_bytes()
+            if walk is not None:
+                way = Way(walk.symbols, self.backend.vocabulary)
                 found.append((way.cost(0), search, way))
+            elif probe.is_error():  # there may be one, but the library could not follow it
+                reason = self.broken(probe)
+            elif cut:
+                reason = GrammarTooLarge("grammar", f"no complete output was found within {EFFORT} steps of the search")
         if not found:
-            raise _no_output(self.grammar, probe)
+            raise reason
         cost, search, way = min(found, key=lambda item: item[0])
         if cost >= UNREACHABLE:
             raise GrammarImpossible("grammar", "this model's tokens cannot spell any output found for it")
@@ -114,7 +144,11 @@ class LlgTemplate:
 
     def refine(self) -> None:
         if not self.refined:
-            symbols = self._search.shortest(self._bytes.deep_copy())
+            matcher = self._bytes.deep_copy()
+            symbols = self._search.shortest(matcher, LONGEST, Effort(EFFORT))
+            matcher.compute_bitmask()
+            if matcher.is_error():
+                self._bytes = self.own_bytes()
             way = self._way if symbols is None else Way(symbols, self.backend.vocabulary)
             if way.cost(0) < self._way.cost(0):
                 self._way = way
@@ -125,16 +159,16 @@ class LlgTemplate:
         return TEMPLATE_BYTES + 4 * len(self.text)
 
     def new_state(self) -> LlgState:
-        matcher = self._matcher.deep_copy()
-        if matcher.is_error():
-            raise GrammarError("grammar", "its compiled form is broken")
-        return LlgState(self, matcher)
+        return LlgState(self, self._copy(self._matcher))
 
     def new_closing(self) -> ByteClosing:
-        matcher = self._bytes.deep_copy()
-        if matcher.is_error():
+        return ByteClosing(self, self._search, self.backend.vocabulary, self._copy(self._bytes), self._way)
+
+    def _copy(self, matcher: Any) -> Any:
+        copy = matcher.deep_copy()
+        if self._spoiled or copy.is_error():
             raise GrammarError("grammar", "its compiled form is broken")
-        return ByteClosing(self._search, self.backend.vocabulary, matcher, self._way)
+        return copy
 
     def fresh_matcher(self) -> Any:
         """A matcher that shares its lexer with nobody."""
@@ -172,7 +206,7 @@ class LlgState:
         if self._ends:
             return False
         taken = self._matcher.try_consume_tokens([token])
-        if self._matcher.is_error():
+        if not taken and self._is_broken():
             self._heal()
             taken = self._matcher.try_consume_tokens([token])
             self._raise_if_broken()
@@ -206,24 +240,20 @@ class LlgState:
         for token in self._vocabulary.eos_ids:
             mask.view("uint32")[token // 32] |= 1 << (token % 32)
 
+    def _is_broken(self) -> bool:
+        self._matcher.compute_bitmask()  # says what a broken lexer keeps to itself when it refuses a token
+        return bool(self._matcher.is_error())
+
     def _heal(self) -> None:
         """A sibling's limit may have broken the lexer we share: go the same way again with one of our own."""
+        self._template.spoil()
         self._matcher = self._template.fresh_matcher()
         self._matcher.consume_tokens(self._tokens)
         self._raise_if_broken()
 
     def _raise_if_broken(self) -> None:
         if self._matcher.is_error():
-            raise explain(self._template.grammar, self._matcher.get_error())
-
-
-def _no_output(grammar: Grammar, probe: Any) -> GrammarError:
-    """Why the search, done with `probe`, found no complete output."""
-    if probe.is_error():
-        error = explain(grammar, probe.get_error())
-        if isinstance(error, GrammarTooLarge):  # there may be one, but the library could not follow it
-            return error
-    return GrammarImpossible("grammar", "allows no complete output, or none was found within the search's limit")
+            raise self._template.broken(self._matcher)
 
 
 def _in_bytes(text: str, vocabulary: Vocabulary) -> str:

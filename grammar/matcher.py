@@ -3,7 +3,8 @@
 Contract line 15: a constrained output that ends for lack of budget is complete. Beside the grammar's state walks a
 `Closing`, a known way to a complete output. A sampled token from which that way would no longer fit into what is left
 of the budget is not taken; the first token of the way is, in its place. So the way always fits, and the output is
-complete when the budget is spent.
+complete when the budget is spent. Where no way is known (a grammar too rich to search in time) nothing is steered: the
+output goes on as long as the budget is far from spent, and one that is not complete in the end is an error.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Matcher:
         return self._state.is_terminated()
 
     def overrun(self) -> str | None:
-        if self._on_budget == "error" and not self._state.is_accepting():
-            return "the budget (max_tokens or the context) ended before the constrained output was complete"
-        return None
+        if self._on_budget == "truncate" or self._state.is_accepting():
+            return None
+        if self._on_budget == "close":
+            return "no way to a complete output was found before the budget (max_tokens or the context) ended"
+        return "the budget (max_tokens or the context) ended before the constrained output was complete"

@@ -3,47 +3,120 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+import re
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from asyncengine.grammar.schemas import subschemas
+from asyncengine.grammar.spec import Grammar
+
 sre: Any = importlib.import_module("re._parser")
 """Python's own parser of patterns; private, so whatever it raises or changes costs a hint and no more."""
-MAX_SAMPLE = 256
+MAX_SAMPLE, MAX_BEGUN = 2048, 256
+"""Letters of a sample, and of one that is also offered without its first letters, one after the other."""
+MAX_SAMPLES = 64
+"""Of one pattern."""
 MAX_SUFFIXES = 12
+MAX_KEYS = 256
+MAX_BYTES = 64 << 10
+"""Of all ways out of one grammar together: that much is tried in a few milliseconds."""
 _PRINTABLE = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " "
+_QUOTED = re.compile(r'"((?:[^"\\\n]|\\.){1,64})"')
+_PATTERN = re.compile(r"/((?:[^/\\\n]|\\.){1,200})/")
+_MARKUP = re.compile(r"<\\?/?[A-Za-z_|][^<>\s\\]{0,40}>|\[\\?/?[A-Z_]+\]")
 
 
-def sample(pattern: str) -> str | None:
-    """A shortest text that `pattern` matches, up to what look-around and the like would add; None if too long or not
-    readable."""
+def ways_out(grammar: Grammar, text: str) -> list[bytes]:
+    """Texts that may lead out of a free text of `grammar`, `text` being what the library compiles: samples of its
+    patterns, its options, its quoted literals and what looks like markup in it."""
+    found: list[str] = []
+    match grammar.kind:
+        case "json_schema":
+            inside = [json.dumps(text, ensure_ascii=False)[1:-1] for text in pattern_samples(json.loads(grammar.text))]
+            found += _endings(inside)
+        case "regex":
+            found += _endings(samples(grammar.text))
+        case "choice":
+            found += sorted(json.loads(grammar.text), key=len)
+        case _:
+            found += [literal.encode().decode("unicode_escape", "replace") for literal in _QUOTED.findall(text)]
+            found += [markup.replace("\\", "") for markup in _MARKUP.findall(text)]
+            found += _endings([sample for pattern in _PATTERN.findall(text) for sample in samples(pattern)])
+    ways = [item.encode() for item in dict.fromkeys(found) if item]
+    room = itertools.accumulate(map(len, ways))
+    return [way for way, used in zip(ways, room, strict=True) if used <= MAX_BYTES]
+
+
+def needed_keys(grammar: Grammar) -> list[bytes]:
+    """The keys that objects of a schema must have, in its order, as they stand behind their first quote."""
+    names: dict[str, None] = {}
+    for _, node in subschemas(json.loads(grammar.text)) if grammar.kind == "json_schema" else ():
+        needed = node.get("required")
+        names.update((name, None) for name in (needed if isinstance(needed, list) else ()) if isinstance(name, str))
+    return [json.dumps(name, ensure_ascii=False)[1:].encode("utf-8", "replace") for name in list(names)[:MAX_KEYS]]
+
+
+def samples(pattern: str) -> list[str]:
+    """Short texts that `pattern` matches, up to what look-around and the like would add: a shortest one for each of its
+    alternatives. None where it is not readable."""
     try:
-        text = _shortest(sre.parse(pattern))
+        found = itertools.islice(_variants(sre.parse(pattern)), MAX_SAMPLES)
+        return list(dict.fromkeys(text for text in found if text))
     except Exception:  # another dialect, too deep, too large: a hint less
-        return None
-    return text if len(text) <= MAX_SAMPLE else None
+        return []
+
+
+def _endings(texts: Sequence[str]) -> list[str]:
+    """`texts`, then what may be missing after their beginnings."""
+    return [*texts, *(ending for text in texts for ending in suffixes(text))]
 
 
 def suffixes(text: str) -> list[str]:
-    """What may be missing after a beginning of `text`, longest first."""
-    return [text[start:] for start in range(min(len(text), MAX_SUFFIXES))]
+    """What may be missing after a beginning of `text`, longest first: all but a few letters, or the last few."""
+    few = range(min(len(text), MAX_SUFFIXES))
+    begun = [text[start:] for start in few] if len(text) <= MAX_BEGUN else []
+    return [*begun, *(text[-MAX_SUFFIXES:][start:] for start in few)]
 
 
 def pattern_samples(schema: Any) -> Iterator[str]:
-    """Suffixes of a sample of every pattern in a schema, as they stand inside a JSON string."""
+    """Samples of every pattern in a schema, in its order."""
     pending = [schema]
     while pending:
         node = pending.pop()
         if isinstance(node, list):
-            pending += node
+            pending += reversed(node)
         elif isinstance(node, dict):
-            pending += node.values()
+            pending += reversed(node.values())
             patterns = [node.get("pattern"), *(node.get("patternProperties") or ())]
             for pattern in patterns:
-                found = sample(pattern) if isinstance(pattern, str) else None
-                if found:
-                    yield from (json.dumps(part, ensure_ascii=False)[1:-1] for part in suffixes(found))
+                if isinstance(pattern, str):
+                    yield from samples(pattern)
+            if isinstance(node.get("allOf"), list):  # one after the other they may match all at once
+                parts = [part.get("pattern") for part in node["allOf"] if isinstance(part, dict)]
+                yield "".join(text for part in parts if isinstance(part, str) for text in samples(part)[:1])
+
+
+def _variants(parsed: Any) -> Iterator[str]:
+    """The shortest text, then one for each alternative anywhere, the rest being shortest."""
+    yield _shortest(parsed)
+    items = list(parsed)
+    for index, (operator, argument) in enumerate(items):
+        inner: list[Any] = []
+        match str(operator):
+            case "BRANCH":
+                inner = list(argument[1])
+            case "SUBPATTERN":
+                inner = [argument[-1]]
+            case "ATOMIC_GROUP":
+                inner = [argument]
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                inner = [argument[-1]] if argument[1] else []
+        if inner:
+            before, after = _shortest(items[:index]), _shortest(items[index + 1 :])
+            yield from (before + text + after for part in inner for text in _variants(part))
 
 
 def _shortest(parsed: Any) -> str:

@@ -2,7 +2,8 @@
 
 One shared job per grammar, no polling, no sleeping. Requests that wait for the same grammar share its job; the last
 one to leave cancels it if it has not begun. A job that takes too long fails those who wait, each by its own clock, and
-is left to finish into the cache: nothing is remembered about the timeout.
+is left to finish into the cache: nothing is remembered about the timeout. The clocks start with the job: waiting for a
+worker that compiles somebody else's grammar is not this grammar's fault (a request's own deadline covers it).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class _Waiter:
     order: GrammarOrder
     done: GrammarDone
     loop: asyncio.AbstractEventLoop
-    alarm: asyncio.TimerHandle
+    alarm: asyncio.TimerHandle | None = None
+    """Set when a worker has begun with its grammar."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,7 @@ class _Job:
 
     key: str
     waiters: dict[int, _Waiter] = field(default_factory=dict)
+    begun: bool = False
     future: Future[None] | None = None
 
 
@@ -145,10 +148,25 @@ class GrammarService:
                 job.future = self._pool.submit(self._run, job, spec)  # may start a thread
             finally:
                 threading.stack_size(usual)
-        loop = asyncio.get_running_loop()
-        alarm = loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
-        job.waiters[ticket] = _Waiter(order, done, loop, alarm)
+        waiter = job.waiters[ticket] = _Waiter(order, done, asyncio.get_running_loop())
         self._job_of[ticket] = job
+        if job.begun:
+            waiter.alarm = waiter.loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
+
+    def _begin(self, job: _Job) -> Template | GrammarError | None:
+        """From now on its waiters' clocks run. What the cache has meanwhile."""
+        with self._lock:
+            job.begun = True
+            for ticket, waiter in job.waiters.items():
+                with contextlib.suppress(RuntimeError):  # its loop is closed
+                    waiter.loop.call_soon_threadsafe(self._set_alarm, ticket, job)
+            return self._cache.get(job.key)
+
+    def _set_alarm(self, ticket: int, job: _Job) -> None:
+        with self._lock:
+            waiter = job.waiters.get(ticket)
+            if waiter is not None and not self._closed:
+                waiter.alarm = waiter.loop.call_later(self._config.grammar_timeout, self._time_out, ticket)
 
     def cancel(self, ticket: int) -> None:
         self._leave(ticket)
@@ -162,7 +180,8 @@ class GrammarService:
             waiter = job.waiters.pop(ticket)
             if not job.waiters and job.future is not None and job.future.cancel():
                 self._jobs.pop(job.key, None)
-        waiter.alarm.cancel()
+        if waiter.alarm is not None:
+            waiter.alarm.cancel()
         return waiter
 
     def _time_out(self, ticket: int) -> None:
@@ -174,8 +193,7 @@ class GrammarService:
     # ---------------------------------------------------------------- on a worker thread
 
     def _run(self, job: _Job, spec: Grammar) -> None:
-        with self._lock:
-            known = self._cache.get(job.key)
+        known = self._begin(job)
         outcome: Template | Exception
         try:
             if known is None or isinstance(known, GrammarError):
@@ -198,8 +216,9 @@ class GrammarService:
             elif not isinstance(outcome, GrammarTimeout):
                 self._cache.put_error(job.key, outcome)
         for ticket, waiter in waiters.items():
-            with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
-                waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
+            if waiter.alarm is not None:
+                with contextlib.suppress(RuntimeError):  # its loop is closed, and the alarm with it
+                    waiter.loop.call_soon_threadsafe(waiter.alarm.cancel)
             waiter.done(ticket, _outcome(outcome, waiter.order))
 
     def _backend(self, spec: Grammar) -> Backend:
@@ -217,11 +236,12 @@ class GrammarService:
             self._closed = True
             pool, self._pool = self._pool, None
             backends = list(self._backends.values())
-            alarms = [waiter.alarm for job in self._jobs.values() for waiter in job.waiters.values()]
+            waiters = [waiter for job in self._jobs.values() for waiter in job.waiters.values()]
             self._jobs.clear()
             self._job_of.clear()
-        for alarm in alarms:
-            alarm.cancel()
+        for waiter in waiters:
+            if waiter.alarm is not None:
+                waiter.alarm.cancel()
         for backend in backends:
             backend.close()
         if pool is not None:

@@ -91,6 +91,16 @@ class Vocabulary:
         return max(map(len, self.by_bytes), default=0)
 
     @cached_property
+    def lengths(self) -> dict[bytes, tuple[int, ...]]:
+        """Lengths of the tokens in `by_bytes` that begin with these two bytes, ascending; the one for single bytes is
+        in none of them."""
+        table: dict[bytes, set[int]] = {}
+        for data in self.by_bytes:
+            if len(data) > 1:
+                table.setdefault(data[:2], set()).add(len(data))
+        return {begin: tuple(sorted(found)) for begin, found in table.items()}
+
+    @cached_property
     def filler(self) -> int:
         """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
         runs = [data for data in self.by_bytes if 33 <= data[0] < 127 and data == data[:1] * len(data)]
@@ -146,6 +156,7 @@ class Vocabulary:
         self.spells_bytes  # noqa: B018
         self.filler  # noqa: B018
         self.longest  # noqa: B018
+        self.lengths  # noqa: B018
 
 
 class _Source:

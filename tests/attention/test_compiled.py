@@ -174,9 +174,13 @@ def split_rows() -> None:
     assert joins.tolist() == [[0, 0, 3]]
 
 
-def test_another_load_may_change_the_default_type_meanwhile(threads: Any) -> None:
+def test_another_load_may_change_the_default_type_meanwhile() -> None:
     """transformers sets it while it makes a model, for the whole process: a load beside an engine that serves."""
-    threads(2)
+    with team_of(2):
+        split_in_another_type()
+
+
+def split_in_another_type() -> None:
     rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
     rows.attend([(0, 0, 1299)])
     torch.set_default_dtype(torch.bfloat16)

@@ -195,7 +195,10 @@ class GrammarLife(Life):
 
     def _check_valid(self, plan: Plan, tokens: list[int]) -> None:
         """What ended by itself or by its budget is complete, whatever was foretold (contract line 15)."""
-        if plan.grammar is None or plan.own_stops or plan.reason == "error":
+        if plan.grammar is None or plan.own_stops:
+            return
+        if plan.reason == "error":
+            assert plan.on_budget != "close", "the way to a complete output of a small grammar is always known"
             return
         if plan.reason == "stop" or plan.on_budget == "close":
             plan.grammar.validate(text_of(shared_vocabulary(), tokens))

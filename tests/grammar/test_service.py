@@ -204,6 +204,23 @@ async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
         assert desk.service.check(A, 10, "close") == A
 
 
+async def test_waiting_for_a_worker_is_not_the_grammars_own_time():
+    """Somebody's slow grammar keeps the only worker busy: it times out, those behind it do not."""
+    async with Desk(grammar_timeout=0.05, grammar_workers=1) as desk:
+        desk.backend.go.clear()
+        slow = desk.start(1, A)
+        behind = [desk.start(2, B), desk.start(3, C)]
+        assert isinstance(await slow, GrammarTimeout)
+        done, _ = await asyncio.wait(behind, timeout=0.1)
+        assert not done
+        desk.backend.go.set()
+        assert not any(isinstance(answer, Exception) for answer in await asyncio.gather(*behind))
+        desk.backend.go.clear()
+        late = desk.start(4, Grammar.regex("d+"))  # its own time counts from when a worker has it
+        assert isinstance(await late, GrammarTimeout)
+        desk.backend.go.set()
+
+
 async def test_errors_that_will_not_go_away_are_remembered():
     async with Desk() as desk:
 

@@ -10,13 +10,22 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from asyncengine.assembler import Assembler
+from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_adapter
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.messages import Abort, Drain
-from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
+from asyncengine.requests import (
+    ChatMessages,
+    ChatRequest,
+    Prompt,
+    RequestOptions,
+    ToolSpecs,
+    template_tools,
+    template_variables,
+)
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.snapshot import snapshot
 from asyncengine.stats import EngineStats
@@ -69,7 +78,7 @@ class EngineCore:
         if not isinstance(prompt, str):
             if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
                 raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
-            return list(prompt)
+            return list(as_items("prompt", prompt))
         if not prompt:
             raise InvalidParameter("prompt", "must not be empty")
         return self._tokenizer("prompt").encode(prompt)
@@ -78,7 +87,7 @@ class EngineCore:
         """Length in tokens of a prompt, or of a chat as the model would see it."""
         if isinstance(text, str):
             return len(self.encode(text))
-        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools) if tools else None))
+        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools)))
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -96,8 +105,8 @@ class EngineCore:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
         self.check_open()
         tokenizer = self._tokenizer("messages")
-        tools = template_tools(chat.tools) if chat.tools else None
-        text = tokenizer.render_chat(chat.messages, tools, **(chat.template_kwargs or {}))
+        tools = template_tools(chat.tools)
+        text = tokenizer.render_chat(chat.messages, tools, **template_variables(chat.template_kwargs))
         prompt = tokenizer.encode(text, add_special_tokens=False)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidParameter("params", "must be a SamplingParams", params)

@@ -67,7 +67,7 @@ def _check_tool(field: str, tool: object) -> Tool:
     strict = function.get("strict")
     if strict is None:
         strict = tool.get("strict")
-    if strict not in (None, True, False):
+    if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
     schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False)
     return Tool(str(name), schema, strict is not False)
@@ -75,7 +75,7 @@ def _check_tool(field: str, tool: object) -> Tool:
 
 def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
     """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
-    match tool_choice:
+    match tool_choice if isinstance(tool_choice, (str, Mapping)) else _other(tool_choice):
         case None | "auto":
             return Choice("auto" if tools else "none")
         case "none":
@@ -92,8 +92,16 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
                 limit = f"must be 'none', 'auto', 'required' or a tool's name, and the tools are: {_listed(known)}"
                 raise InvalidParameter("tool_choice", limit, name)
             return Choice("named", name)
-    shape = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
-    raise InvalidParameter("tool_choice", shape, tool_choice)
+    raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
+
+
+_SHAPE = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
+
+
+def _other(tool_choice: object) -> None:
+    """None passes; what is neither that nor a choice is not even compared: an array would answer with an array."""
+    if tool_choice is not None:
+        raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
 
 
 def _listed(names: list[str]) -> str:

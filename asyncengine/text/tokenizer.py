@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncengine.checks import MIN_INT64, as_integer, as_items
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.text.chat_template import ChatTemplate
@@ -94,8 +95,12 @@ class TextTokenizer:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token (a padded vocabulary) have none."""
-        ids = [token for token in token_ids if 0 <= token < self.table.size]
+        """Text of token ids; ids without a token (a padded vocabulary) have none.
+
+        Raises `InvalidParameter` for what are no ids.
+        """
+        given = [as_integer("token_ids", token, MIN_INT64) for token in as_items("token_ids", token_ids)]
+        ids = [token for token in given if 0 <= token < self.table.size]
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
     def count_tokens(self, text: str, add_special_tokens: bool = True) -> int:

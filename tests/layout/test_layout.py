@@ -120,7 +120,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
 
 BASE = {
     "errors", "sampling_params", "batch", "protocols", "config", "clock", "outputs", "messages", "request", "events",
-    "stats",
+    "stats", "checks",
 }  # fmt: skip
 """Plain data and plug points: anybody may import them."""
 
@@ -136,7 +136,7 @@ ALLOWED = {
     "grammar": {"grammar", "text"},
     "lora": {"lora"},
 }
-PURE = ("kvcache", "scheduler", "batch", "request", "messages", "protocols", "sampling_params", "config")
+PURE = ("kvcache", "scheduler", "batch", "request", "messages", "protocols", "sampling_params", "config", "checks")
 """No await, no torch."""
 
 

@@ -71,7 +71,7 @@ class AsyncEngine:
         from asyncengine.build import engine_config, load_core
 
         resolved = engine_config(config, settings)
-        engine = cls(lambda: load_core(os.fspath(model), resolved), hosted=hosted)
+        engine = cls(lambda: load_core(model, resolved), hosted=hosted)
         await engine.start()
         return engine
 

@@ -101,9 +101,15 @@ class AdapterInUse(AdapterError):
 class ModelNotFound(EngineError):
     """No model at that path or hub id, or its files are incomplete."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message, _LONGEST_LIMIT))
+
 
 class UnsupportedModel(EngineError):
     """The model loads, but this engine cannot run its family; the message says which part."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message, _LONGEST_LIMIT))
 
 
 class OutOfMemory(EngineError):

@@ -51,7 +51,7 @@ class Engine:
         from asyncengine.build import engine_config, load_core
 
         config = engine_config(settings.pop("config", None), settings)
-        engine = AsyncEngine(lambda: load_core(os.fspath(model), config), hosted=True)
+        engine = AsyncEngine(lambda: load_core(model, config), hosted=True)
         engine.start_blocking()
         return cls(engine)
 

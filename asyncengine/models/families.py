@@ -11,7 +11,8 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.attention_function import NAME, Recorder, attach, register
-from asyncengine.models.checkpoint import Checkpoint
+from asyncengine.models.checkpoint import Checkpoint, first_line
+from asyncengine.models.kinds import not_causal
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _PROBE_TOKENS = 7
@@ -49,7 +50,9 @@ def load_config(checkpoint: Checkpoint, config: EngineConfig) -> Any:
             str(checkpoint.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # config classes validate in many ways, each with its own exception
-        raise ModelNotFound(f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {error}") from error
+        raise ModelNotFound(
+            f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
+        ) from error
 
 
 def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
@@ -59,11 +62,12 @@ def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
     family = hf_config.model_type
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"family {family!r} is an encoder-decoder; only decoder-only models run here")
-    auto_map = checkpoint.config.get("auto_map") or {}
-    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in auto_map:
-        raise UnsupportedModel(f"family {family!r} is not a causal language model")
-    if checkpoint.config.get("quantization_config"):
-        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+    auto_map = checkpoint.config.get("auto_map")
+    has_own = isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own:
+        raise not_causal(family, checkpoint.config)
+    if quantized := checkpoint.config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
         raise UnsupportedModel(f"quantized checkpoints ({method}) are not supported; use the unquantized weights")
     text_config = hf_config.get_text_config()
     for kind in getattr(text_config, "layer_types", None) or ():
@@ -97,7 +101,9 @@ def probe(module: Any, device: torch.device) -> Probed:
         module.set_attn_implementation(NAME)
         found, recorder = run_recorded(module, device)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        raise UnsupportedModel(f"family {family!r} does not run on flat, unpadded batches: {error}") from error
+        raise UnsupportedModel(
+            f"family {family!r} does not run on flat, unpadded batches: {first_line(error)}"
+        ) from error
     if module.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedModel(f"family {family!r} does not let its attention be set")
     _check_layers(module, recorder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncengine.checks import MIN_INT64, as_integer, as_items
 from asyncengine.config import EngineConfig
-from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable
@@ -210,11 +210,18 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(path), revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except Exception as error:  # transformers raises many types for missing and broken files
+        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+    except BaseException as error:  # transformers raises many types for missing and broken files
+        if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):
+            raise
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(f"the tokenizer of {path} needs its own code: set trust_remote_code=True") from error
-        raise ModelNotFound(f"no usable tokenizer at {path}: {error}") from error
-    return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+        raise ModelNotFound(f"no usable tokenizer at {path}: {shorten(str(error), 300)}") from error
+
+
+def _panicked(error: BaseException) -> bool:
+    """A fault inside the Rust library: not an `Exception`, but here it is about one file only."""
+    return type(error).__name__ == "PanicException"
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
         "vision model: it writes no text",
     ),
     "vision and language": (
-        {"config.json": {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}},
+        {"config.json": {"model_type": "llava", "architectures": ["LlavaForCausalLM"], "vision_config": {}}},
         UnsupportedModel,
         "vision-language model, and images are not read here",
     ),

@@ -50,7 +50,7 @@ def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
 
 def as_integer(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:
     """An integer of any kind between `low` and `high`. Raises `InvalidParameter`."""
-    number = _plain(value, numbers.Integral, int)
+    number: int | None = _plain(value, numbers.Integral, int)
     if number is None:
         raise InvalidParameter(name, "must be an integer", value)
     if not low <= number <= high:
@@ -63,7 +63,7 @@ def as_number(name: str, value: object, low: float, high: float, *, exclusive_lo
     """A number of any kind in [low, high], or in (low, high]. Raises `InvalidParameter`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidParameter(name, "must be a number", value)
-    number = _plain(value, numbers.Real, float)
+    number: float | None = _plain(value, numbers.Real, float)
     if number is None or not math.isfinite(number):
         raise InvalidParameter(name, "must be finite", value)
     too_low = number <= low if exclusive_low else number < low
@@ -74,7 +74,7 @@ def as_number(name: str, value: object, low: float, high: float, *, exclusive_lo
 
 def as_seconds(name: str, value: object) -> float:
     """A time limit in seconds, in (0, MAX_SECONDS]. Raises `InvalidParameter`."""
-    number = _plain(value, numbers.Real, float)
+    number: float | None = _plain(value, numbers.Real, float)
     if number is None or not 0 < number <= MAX_SECONDS:
         raise InvalidParameter(name, f"must be a positive, finite number of seconds, at most {MAX_SECONDS:g}", value)
     return number

@@ -239,7 +239,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(name: str, value: int | str | None) -> int | None:
+def parse_bytes(name: str, value: Any) -> int | None:
     """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
     if value is None:
         return None

@@ -210,7 +210,7 @@ class Acceptance:
     def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""
         limit = self.info.max_model_len
-        if prompt_len >= limit:
+        if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
             raise ContextLengthExceeded(
                 "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
             )

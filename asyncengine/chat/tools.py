@@ -75,7 +75,9 @@ def _check_tool(field: str, tool: object) -> Tool:
 
 def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
     """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
-    match tool_choice if isinstance(tool_choice, (str, Mapping)) else _other(tool_choice):
+    if tool_choice is not None and not isinstance(tool_choice, (str, Mapping)):
+        raise InvalidParameter("tool_choice", _SHAPE, tool_choice)  # not even compared: an array answers with an array
+    match tool_choice:
         case None | "auto":
             return Choice("auto" if tools else "none")
         case "none":
@@ -96,12 +98,6 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
 
 
 _SHAPE = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
-
-
-def _other(tool_choice: object) -> None:
-    """None passes; what is neither that nor a choice is not even compared: an array would answer with an array."""
-    if tool_choice is not None:
-        raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
 
 
 def _listed(names: list[str]) -> str:

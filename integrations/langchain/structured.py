@@ -69,7 +69,7 @@ def value_of(kind: Any, text: str) -> Any:
 def is_type(schema: Any) -> bool:
     """A dataclass, a plain type or one put together of others (`list[int]`, `A | B`), rather than a class of pydantic,
     a TypedDict, a function or a dict."""
-    if isinstance(schema, type) and not isinstance(schema, types.GenericAlias):
+    if isinstance(schema, type):
         return dataclasses.is_dataclass(schema) or issubclass(schema, Enum) or schema in (str, int, float, bool)
     return get_origin(schema) is not None or isinstance(schema, types.UnionType)
 

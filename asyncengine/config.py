@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from typing import Any, Literal
 
 from asyncengine.checks import MAX_BYTES, MAX_COUNT, as_integer, as_seconds, check_known
@@ -243,8 +243,8 @@ def parse_bytes(name: str, value: Any) -> int | None:
     """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
     if value is None:
         return None
-    if isinstance(value, Integral) and not isinstance(value, bool) and 0 < value <= MAX_BYTES:
-        return int(value)
+    if isinstance(value, numbers.Integral):
+        return as_integer(name, value, 1, MAX_BYTES)
     if isinstance(value, str):
         text = value.strip()
         digits = text.rstrip("KMGiBkmgb ")

@@ -97,8 +97,6 @@ class SamplingParams:
             raise InvalidParameter("on_budget", "must be 'close', 'truncate' or 'error'", self.on_budget)
         if self.top_logprobs and not self.logprobs:
             self._set("logprobs", True)
-        if self.max_tokens == 0 and not self.prompt_logprobs:
-            raise InvalidParameter("max_tokens", "must be >= 1 (or 0 with prompt_logprobs: score the prompt only)", 0)
         if self.max_tokens == 0 and self.n != 1:
             raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
         if self.max_tokens == 0 and self.grammar is not None:
@@ -107,8 +105,9 @@ class SamplingParams:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
 
     def _check_integers(self) -> None:
+        least = 0 if self.prompt_logprobs is True else 1
         ranges = (
-            ("max_tokens", 0, MAX_COUNT), ("min_tokens", 0, MAX_COUNT), ("top_k", -1, MAX_COUNT),
+            ("max_tokens", least, MAX_COUNT), ("min_tokens", 0, MAX_COUNT), ("top_k", -1, MAX_COUNT),
             ("seed", MIN_INT64, MAX_SEED), ("n", 1, MAX_COUNT), ("top_logprobs", 0, MAX_COUNT),
         )  # fmt: skip
         for name, low, high in ranges:

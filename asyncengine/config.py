@@ -67,7 +67,8 @@ class EngineConfig:
     long_prefill_token_threshold: int | None = None
     """A prompt takes at most this many tokens of a step that others share; None: no such cap."""
     max_model_len: int | None = None
-    """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds."""
+    """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds. Models with "longrope" or
+    "dynamic" positions use the frequencies for this length throughout (docs/contract.md, 5)."""
     max_passes: int = 64
     """How often a waiting request may be passed over by later ones before it goes first."""
     admission_lookahead: int = 64

@@ -15,6 +15,8 @@ from asyncengine.models.checkpoint import Checkpoint, first_line
 from asyncengine.models.kinds import not_causal
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
+"""Last parts of the names of weights that recurrent layers have and attention has not."""
 _PROBE_TOKENS = 7
 _PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference to eager attention, relative to the largest logit."""
@@ -76,15 +78,35 @@ def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)])
+        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], text_config)
 
 
-def check_class(family: str, kind: Any) -> None:
+def check_class(family: str, kind: Any, text_config: Any) -> None:
     """Refuse a model class whose attention is out of our reach. Raises `UnsupportedModel`."""
-    if getattr(kind, "_is_stateful", False):
-        raise UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
+    if getattr(kind, "_is_stateful", False) and not _only_attends(text_config):
+        raise _keeps_state(family)
     if not (getattr(kind, "_supports_attention_backend", False) or kind._can_set_attn_implementation()):
         raise UnsupportedModel(f"family {family!r} does not route its attention through transformers' interface")
+
+
+def check_module(family: str, module: Any) -> None:
+    """`check_class` of a loaded model, whose layers show whether they keep state. Raises `UnsupportedModel`."""
+    check_class(family, type(module), module.config.get_text_config())
+    if getattr(module, "_is_stateful", False):
+        if any(isinstance(part, torch.nn.Conv1d) for part in module.modules()):
+            raise _keeps_state(family)
+        if any(name.endswith(_STATE_WEIGHTS) for name, _ in module.named_parameters()):
+            raise _keeps_state(family)
+
+
+def _only_attends(text_config: Any) -> bool:
+    """A family whose layers may be of either kind (Granite 4), with none that keeps state."""
+    kinds = getattr(text_config, "layer_types", None)
+    return bool(kinds) and all(kind in _ATTENTION_LAYERS for kind in kinds)
+
+
+def _keeps_state(family: str) -> UnsupportedModel:
+    return UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
 
 
 def probe(module: Any, device: torch.device) -> Probed:

@@ -21,7 +21,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
 from asyncengine.models.dummy import count_elements, make_random
-from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
+from asyncengine.models.families import Probed, agree, check_config, check_module, load_config, probe, run_recorded
 from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
 from asyncengine.models.kernels import compiled_kernels, device_kernels
@@ -84,7 +84,7 @@ def load_model(path_or_id: str, config: EngineConfig, progress: LoadProgress | N
         bar.stage("reading weights")
         with _typed(checkpoint.folder):
             module = _load_module(checkpoint, hf_config, config, dtype, device)
-            check_class(hf_config.model_type, type(module))
+            check_module(hf_config.model_type, module)
             bar.stage("checking attention")
             probed = probe(module, device)
         fused = _prepare(module, probed, config, bits, max_model_len, device, bar)

@@ -101,8 +101,8 @@ def check_module(family: str, module: Any) -> None:
 
 def _only_attends(text_config: Any) -> bool:
     """A family whose layers may be of either kind (Granite 4), with none that keeps state."""
-    kinds = getattr(text_config, "layer_types", None)
-    return bool(kinds) and all(kind in _ATTENTION_LAYERS for kind in kinds)
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return len(kinds) > 0 and all(kind in _ATTENTION_LAYERS for kind in kinds)
 
 
 def _keeps_state(family: str) -> UnsupportedModel:

@@ -54,7 +54,7 @@ def as_integer(name: str, value: object, low: int, high: int = MAX_COUNT) -> int
     if number is None:
         raise InvalidParameter(name, "must be an integer", value)
     if not low <= number <= high:
-        bound = f"an integer >= {low}" if high == MAX_COUNT and number < low else f"between {low} and {high}"
+        bound = f"an integer >= {low}" if number < low else f"between {low} and {high}"
         raise InvalidParameter(name, f"must be {bound}", value)
     return number
 

@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 import anyio.to_thread
 
 from asyncengine.assembler import Assembler
+from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
 from asyncengine.core import INLINE_CHARS, EngineCore
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
@@ -68,7 +69,7 @@ class AsyncEngine:
         from asyncengine.build import engine_config, load_core
 
         resolved, attempt = engine_config(config, settings), LoadAttempt()
-        engine = cls(lambda: load_core(os.fspath(model), resolved, attempt), hosted=hosted, attempt=attempt)
+        engine = cls(lambda: load_core(model, resolved, attempt), hosted=hosted, attempt=attempt)
         try:
             await engine.start()
         except BaseException:
@@ -111,8 +112,10 @@ class AsyncEngine:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
         no task, thread or memory behind. Idempotent. What killed the engine was told to its streams, not here.
 
-        Raises `WrongLoop` for an owned engine from another loop, while its own stands still.
+        Raises `WrongLoop` for an owned engine from another loop, while its own stands still; `InvalidParameter` for a
+        malformed timeout.
         """
+        _check_patience(timeout)
         core, host = self._stop_serving()
         if core is None or host is None:
             return
@@ -132,6 +135,7 @@ class AsyncEngine:
 
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
+        _check_patience(timeout)
         core, host = self._stop_serving()
         if core is not None and isinstance(host, ThreadHost):
             core.start_closing(drain, timeout)
@@ -277,3 +281,8 @@ class AsyncEngine:
         if self.core.tokenizer is None:
             raise InvalidParameter("token_ids", f"{self.info.name} has no tokenizer")
         return self.core.tokenizer.decode(token_ids)
+
+
+def _check_patience(timeout: float | None) -> None:
+    if timeout is not None:
+        as_number("timeout", timeout, 0.0, MAX_SECONDS)

@@ -53,15 +53,21 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
     return config.replace(**settings) if settings else config
 
 
-def resolve_model(model: str) -> str:
+def resolve_model(model: str | os.PathLike[str]) -> str:
     """What to load for `model`: "demo" is the bundled one unless a folder of that name is here; a folder becomes
-    absolute, so that the same one is the same whatever the working directory; anything else is a hub id."""
+    absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
+
+    Raises `InvalidParameter` for what is no path.
+    """
+    model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
+    if not isinstance(model, str) or "\0" in model:
+        raise InvalidParameter("model", 'must be a folder, a hub id or "demo"', model)
     if model == DEMO and not os.path.isdir(model):
         return str(MODEL_PATH)
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
-def load_core(model: str, config: EngineConfig, attempt: LoadAttempt | None = None) -> EngineCore:
+def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> EngineCore:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from asyncengine.checks import MAX_BYTES, MAX_COUNT, as_integer, as_seconds, check_known
 from asyncengine.errors import InvalidParameter
-from asyncengine.sampling_params import check_known
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -71,7 +72,8 @@ class EngineConfig:
     long_prefill_token_threshold: int | None = None
     """A prompt takes at most this many tokens of a step that others share; None: no such cap."""
     max_model_len: int | None = None
-    """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds."""
+    """Prompt plus output, tokens; None takes the model's, cut to what the KV cache holds. Models with "longrope" or
+    "dynamic" positions use the frequencies for this length throughout (docs/contract.md, 5)."""
     max_passes: int = 64
     """How often a waiting request may be passed over by later ones before it goes first."""
     admission_lookahead: int = 64
@@ -161,19 +163,22 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InvalidParameter(name, f"must be an integer >= {low}", value)
+            object.__setattr__(self, name, as_integer(name, value, low, _MAXIMUM.get(name, MAX_COUNT)))
         for name in _SECONDS:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise InvalidParameter(name, "must be a positive, finite number of seconds", value)
+            object.__setattr__(self, name, as_seconds(name, value))
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), getattr(self, name))
-        if self.quantization not in (None, "int8", "int4"):
-            raise InvalidParameter("quantization", "must be 'int8', 'int4' or None", self.quantization)
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, str) or value not in choices:
+                raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), value)
+        for name in _NAMES:
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name not in _OPTIONAL):
+                raise InvalidParameter(name, "must be a str", value)
         for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name not in _OPTIONAL):
@@ -200,7 +205,7 @@ class EngineConfig:
 _OPTIONAL = {
     "num_threads", "switch_interval", "long_prefill_token_threshold", "max_model_len", "max_queued_requests",
     "max_queued_tokens", "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout",
-    "request_timeout", "inter_token_timeout",
+    "request_timeout", "inter_token_timeout", "quantization", "revision",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
@@ -209,6 +214,7 @@ _SECONDS = (
 _SWITCHES = (
     "fuse", "cuda_graphs", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward",
 )  # fmt: skip
+_NAMES = ("device", "revision")
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
     "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0,
@@ -217,10 +223,17 @@ _MINIMUM = {
     "grammar_workers": 1, "max_pending_grammars": 1, "max_grammar_bytes": 1, "max_grammar_depth": 1,
     "max_loras": 1, "max_lora_rank": 1, "adapter_workers": 1,
 }  # fmt: skip
+_MAXIMUM = {
+    "num_threads": 1024, "page_size": 2**16, "max_num_seqs": 2**16, "max_num_batched_tokens": 2**24,
+    "max_steps_in_flight": 64, "grammar_workers": 1024, "adapter_workers": 1024, "max_grammar_depth": 4096,
+    "max_loras": 4096, "max_lora_rank": 2**16,
+}  # fmt: skip
+"""Where memory or threads are taken for as many; others count something and may be as large as a count can be."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention_backend": ("auto", "torch", "compiled", "flashinfer"),
     "load_format": ("auto", "dummy"),
+    "quantization": ("int8", "int4"),
     "kv_cache_dtype": ("auto", "fp8"),
     "eviction": ("lru", "lfu", "fifo", "priority"),
     "policy": ("fcfs", "priority", "longest-prefix-match", "shortest-remaining"),
@@ -232,12 +245,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(name: str, value: int | str | None) -> int | None:
+def parse_bytes(name: str, value: Any) -> int | None:
     """ "2GiB" -> 2147483648; integers and None pass through. Raises `InvalidParameter`."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
+    if isinstance(value, numbers.Integral):
+        return as_integer(name, value, 1, MAX_BYTES)
     if isinstance(value, str):
         text = value.strip()
         digits = text.rstrip("KMGiBkmgb ")
@@ -246,9 +259,9 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
             number = float(digits)
         except ValueError:
             number = 0.0
-        if unit in _UNITS and 0 < number < float("inf"):
+        if unit in _UNITS and 0 < number * _UNITS[unit] <= MAX_BYTES:
             return int(number * _UNITS[unit])
-    raise InvalidParameter(name, 'must be a positive number of bytes, as an integer or like "2GiB"', value)
+    raise InvalidParameter(name, 'must be a positive number of bytes below 2**63, as an integer or like "2GiB"', value)
 
 
 def _parse_adapters(value: Any) -> tuple[tuple[str, str], ...]:

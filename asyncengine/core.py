@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from asyncengine.assembler import Assembler
+from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_adapter
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
+from asyncengine.labels import Labels
 from asyncengine.messages import Abort, Drain
 from asyncengine.outputs import Chunk
 from asyncengine.process import PROCESS
-from asyncengine.requests import ChatMessages, ChatRequest, Prompt, RequestOptions, ToolSpecs, template_tools
+from asyncengine.requests import (
+    ChatMessages,
+    ChatRequest,
+    Prompt,
+    RequestOptions,
+    ToolSpecs,
+    template_tools,
+    template_variables,
+)
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.snapshot import snapshot
 from asyncengine.stats import EngineStats, ThreadStats
@@ -58,8 +67,7 @@ class EngineCore:
         self._threads = threads
         self.started_at = loop.clock.now()
         self.closing = False
-        self._labels: dict[str, list[int]] = {}
-        self._labels_lock = threading.Lock()
+        self._labels = Labels(loop.delivery)
         self._born = PROCESS.generation
 
     @property
@@ -73,7 +81,7 @@ class EngineCore:
         if not isinstance(prompt, str):
             if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
                 raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
-            return list(prompt)
+            return list(as_items("prompt", prompt))
         if not prompt:
             raise InvalidParameter("prompt", "must not be empty")
         return self._tokenizer("prompt").encode(prompt)
@@ -82,7 +90,7 @@ class EngineCore:
         """Length in tokens of a prompt, or of a chat as the model would see it."""
         if isinstance(text, str):
             return len(self.encode(text))
-        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools) if tools else None))
+        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools)))
 
     def _tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -109,8 +117,8 @@ class EngineCore:
         self.check_open()
         arrival = self.loop.clock.now() if arrival is None else arrival
         tokenizer = self._tokenizer("messages")
-        tools = template_tools(chat.tools) if chat.tools else None
-        text = tokenizer.render_chat(chat.messages, tools, **(chat.template_kwargs or {}))
+        tools = template_tools(chat.tools)
+        text = tokenizer.render_chat(chat.messages, tools, **template_variables(chat.template_kwargs))
         prompt = tokenizer.encode(text, add_special_tokens=False)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidParameter("params", "must be a SamplingParams", params)
@@ -186,7 +194,7 @@ class EngineCore:
         Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
         """
         self._claim_adapter(accepted)
-        self._remember(accepted)
+        self._labels.remember(accepted.request_id, accepted.tickets)
         if not self.loop.inbox.post(*accepted.submissions):
             for ticket in accepted.tickets:
                 self.loop.delivery.expected.pop(ticket, None)
@@ -216,30 +224,9 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one."""
-        with self._labels_lock:
-            tickets = [t for t in self._labels.get(request_id, ()) if self._alive(t)]
+        tickets = self._labels.unfinished(request_id)
         self.abort_tickets(tickets)
         return bool(tickets)
-
-    def _remember(self, accepted: Accepted) -> None:
-        delivery = self.loop.delivery
-        with self._labels_lock:
-            if len(self._labels) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
-                self._forget_ended()
-            delivery.expected.update(dict.fromkeys(accepted.tickets))
-            self._labels.setdefault(accepted.request_id, []).extend(accepted.tickets)
-
-    def _forget_ended(self) -> None:
-        """Labels of ended requests pile up; drop them now and then, so that each costs O(1) on average."""
-        for label, tickets in list(self._labels.items()):
-            alive = [t for t in tickets if self._alive(t)]
-            if alive:
-                self._labels[label] = alive
-            else:
-                del self._labels[label]
-
-    def _alive(self, ticket: int) -> bool:
-        return ticket in self.loop.delivery.expected or ticket in self.loop.delivery.streams
 
     def check_open(self) -> None:
         """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""

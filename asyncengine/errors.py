@@ -8,6 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_LONGEST_NAME, _LONGEST_VALUE, _LONGEST_LIMIT = 80, 80, 1000
+"""Characters of what a message quotes."""
+
+
+def shorten(text: str, most: int) -> str:
+    """At most `most` characters of `text`."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _shown(value: object) -> str:
+    try:
+        return shorten(repr(value), _LONGEST_VALUE)
+    except Exception:  # an integer of too many digits, a structure too deep, somebody's own __repr__
+        return f"a {type(value).__name__} that cannot be shown"
+
 
 class EngineError(Exception):
     """Root of all errors raised by asyncengine."""
@@ -23,11 +38,8 @@ class InvalidParameter(EngineError, ValueError):
         self.field = field
         self.limit = limit
         self.value = value
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        got = "" if value is None else f", got {shown}"
-        super().__init__(f"{field}: {limit}{got}")
+        got = "" if value is None else f", got {_shown(value)}"
+        super().__init__(f"{shorten(field, _LONGEST_NAME)}: {shorten(limit, _LONGEST_LIMIT)}{got}")
 
 
 class ContextLengthExceeded(InvalidParameter):
@@ -89,9 +101,15 @@ class AdapterInUse(AdapterError):
 class ModelNotFound(EngineError):
     """No model at that path or hub id, or its files are incomplete."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message, _LONGEST_LIMIT))
+
 
 class UnsupportedModel(EngineError):
     """The model loads, but this engine cannot run its family; the message says which part."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message, _LONGEST_LIMIT))
 
 
 class OutOfMemory(EngineError):

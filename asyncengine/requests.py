@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypedDict
 
-from asyncengine.sampling_params import check_known
+from asyncengine.checks import check_known
+from asyncengine.errors import InvalidParameter
 
 Prompt = str | Sequence[int]
 ToolSpecs = Sequence[Mapping[str, Any]]
@@ -78,7 +79,7 @@ class ChatRequest:
         size += rough_size(self.response_format)
         if isinstance(self.messages, (list, tuple)):
             for message in self.messages:
-                size += len(str(message.get("content", ""))) + 64 if isinstance(message, Mapping) else 0
+                size += rough_size(message.get("content", "")) + 64 if isinstance(message, Mapping) else 0
         return size
 
 
@@ -98,11 +99,33 @@ def rough_size(grammar: Any, most: int = 1 << 16) -> int:
     return size
 
 
-def template_tools(tools: ToolSpecs) -> ToolSpecs:
-    """The tools as the model is to see them: without `strict`, which is said to the engine."""
-    if not isinstance(tools, (list, tuple)):
-        return tools  # refused by name where tools are checked
-    return [_without_strict(tool) if isinstance(tool, Mapping) else tool for tool in tools]
+def template_variables(given: object) -> dict[str, Any]:
+    """What `template_kwargs` sets. Raises `InvalidParameter` for what is no mapping of names, or names no variable."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidParameter("template_kwargs", "must map names of template variables to values", given)
+    for name, value in given.items():
+        if name in _TEMPLATE_SWITCHES and not isinstance(value, bool):
+            raise InvalidParameter(name, "must be True or False", value)
+        if name in ("self", "messages", "tools"):
+            raise InvalidParameter("template_kwargs", f"cannot set {name!r}")
+    return dict(given)
+
+
+_TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
+
+
+def template_tools(tools: object) -> list[Any] | None:
+    """The tools as the model is to see them: without `strict`, which is said to the engine. None for none.
+
+    Raises `InvalidParameter` for what is no list; the tools themselves are checked later.
+    """
+    if tools is None:
+        return None
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
+        raise InvalidParameter("tools", "must be a list of dicts", tools)
+    return [_without_strict(tool) if isinstance(tool, Mapping) else tool for tool in tools] or None
 
 
 def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:

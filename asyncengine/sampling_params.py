@@ -6,16 +6,24 @@ Limits that depend on the engine (context, vocabulary, number of stop strings) a
 
 from __future__ import annotations
 
-import difflib
-import math
-import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from asyncengine.checks import MAX_COUNT, MIN_INT64, as_integer, as_items, as_number, check_known
 from asyncengine.errors import InvalidParameter
 
 OnBudget = Literal["close", "truncate", "error"]
+
+GREEDY_BELOW = 1e-5
+"""A temperature below it is taken as 0 (as in vLLM): nothing but the likeliest token is ever drawn there."""
+MAX_TEMPERATURE = 1e6
+"""Any two tokens are equally likely long before it."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+"""Logits times or divided by these, then by any temperature, stay far inside float32."""
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +37,12 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate (>= 1). `None`: up to the model's context length."""
+    """Most tokens to generate (>= 1). `None`: up to the model's context length. 0 with `prompt_logprobs`: the prompt is
+    scored and nothing generated."""
     min_tokens: int = 0
     """End-of-sequence and stop ids are masked, stop strings ignored, before this many tokens."""
     temperature: float | None = None
-    """0 is greedy. Logits are divided by it."""
+    """0 is greedy, and so is what lies below `GREEDY_BELOW`. Logits are divided by it; at most `MAX_TEMPERATURE`."""
     top_p: float | None = None
     """Nucleus: the smallest set of tokens whose probability reaches it, in (0, 1] (Holtzman et al. 2020)."""
     top_k: int | None = None
@@ -41,7 +50,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than `min_p` times the likeliest, in [0, 1]."""
     seed: int | None = None
-    """Same seed, same prompt, same parameters: same tokens in any batch. `None`: a fresh random seed."""
+    """Same seed, same prompt, same parameters: same tokens in any batch. From -2**63 to 2**64-1; `None`: a fresh
+    random one."""
     stop: Sequence[str] = ()
     """Strings that end the text; they are not part of it unless `include_stop`."""
     stop_token_ids: Sequence[int] = ()
@@ -53,7 +63,8 @@ class SamplingParams:
     n: int = 1
     """Number of independent samples for the prompt; they share the prompt's pages. All or nothing at submit."""
     repetition_penalty: float | None = None
-    """> 0; divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019)."""
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output (Keskar et al. 2019); in
+    [0.001, 1000]."""
     presence_penalty: float = 0.0
     """Subtracted once from the logits of tokens already in the output, in [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -82,50 +93,60 @@ class SamplingParams:
         for name in ("include_stop", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, "must be True or False", getattr(self, name))
-        if self.on_budget not in ("close", "truncate", "error"):
+        if not isinstance(self.on_budget, str) or self.on_budget not in ("close", "truncate", "error"):
             raise InvalidParameter("on_budget", "must be 'close', 'truncate' or 'error'", self.on_budget)
         if self.top_logprobs and not self.logprobs:
-            object.__setattr__(self, "logprobs", True)
+            self._set("logprobs", True)
+        if self.max_tokens == 0 and self.n != 1:
+            raise InvalidParameter("n", "must be 1 where max_tokens is 0: there is nothing to sample", self.n)
+        if self.max_tokens == 0 and self.grammar is not None:
+            raise InvalidParameter("grammar", "has nothing to constrain where max_tokens is 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameter("min_tokens", f"must not exceed max_tokens={self.max_tokens}", self.min_tokens)
 
     def _check_integers(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1, None, optional=True)
-        _integer("min_tokens", self.min_tokens, 0, None)
-        _integer("top_k", self.top_k, -1, None, optional=True)
-        _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        _integer("n", self.n, 1, None)
-        _integer("top_logprobs", self.top_logprobs, 0, None)
+        least = 0 if self.prompt_logprobs is True else 1
+        ranges = (
+            ("max_tokens", least, MAX_COUNT), ("min_tokens", 0, MAX_COUNT), ("top_k", -1, MAX_COUNT),
+            ("seed", MIN_INT64, MAX_SEED), ("n", 1, MAX_COUNT), ("top_logprobs", 0, MAX_COUNT),
+        )  # fmt: skip
+        for name, low, high in ranges:
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, as_integer(name, value, low, high))
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, None, optional=True)
-        _number("top_p", self.top_p, 0.0, 1.0, optional=True, exclusive_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, None, optional=True, exclusive_low=True)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        ranges = (
+            ("temperature", 0.0, MAX_TEMPERATURE), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+            ("presence_penalty", -MAX_PENALTY, MAX_PENALTY), ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
+        )  # fmt: skip
+        for name, low, high in ranges:
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, as_number(name, value, low, high, exclusive_low=name == "top_p"))
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else as_items("stop", self.stop)
         for item in stop:
             if not isinstance(item, str) or not item:
                 raise InvalidParameter("stop", "each stop string must be a non-empty str", item)
-        object.__setattr__(self, "stop", stop)
-        ids = _items("stop_token_ids", self.stop_token_ids)
-        for item in ids:
-            _integer("stop_token_ids", item, 0, None)
-        object.__setattr__(self, "stop_token_ids", ids)
+        self._set("stop", stop)
+        ids = as_items("stop_token_ids", self.stop_token_ids)
+        self._set("stop_token_ids", tuple(as_integer("stop_token_ids", item, 0) for item in ids))
 
     def _check_logit_bias(self) -> None:
-        if not isinstance(self.logit_bias or {}, Mapping):
-            raise InvalidParameter("logit_bias", "must map token ids to numbers", self.logit_bias)
+        given = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(given, Mapping):
+            raise InvalidParameter("logit_bias", "must map token ids to numbers", given)
         bias: dict[int, float] = {}
-        for key, value in (self.logit_bias or {}).items():
-            token_id = _json_key(key)
-            _integer("logit_bias", token_id, 0, None)
-            _number(f"logit_bias[{token_id}]", value, -100.0, 100.0)
-            bias[token_id] = float(value)
-        object.__setattr__(self, "logit_bias", bias)
+        for key, value in given.items():
+            token_id = as_integer("logit_bias", _json_key(key), 0)
+            bias[token_id] = as_number(f"logit_bias[{token_id}]", value, -MAX_BIAS, MAX_BIAS)
+        self._set("logit_bias", bias)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -139,58 +160,9 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse the first name in `values` that is not in `known`, suggesting the nearest one."""
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InvalidParameter(name, f"unknown parameter{hint}")
+_OPTIONAL = ("max_tokens", "top_k", "seed", "temperature", "top_p", "repetition_penalty")
 
 
 def _json_key(key: Any) -> Any:
     """JSON object keys are strings: "17" means 17."""
-    return int(key) if isinstance(key, str) and key.isdigit() else key
-
-
-def _items(name: str, value: object) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable) or isinstance(value, Mapping):
-        raise InvalidParameter(name, "must be a sequence", value)
-    return tuple(value)
-
-
-def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidParameter(name, "must be an integer" + (" or None" if optional else ""), value)
-    if int(value) < low or (high is not None and int(value) > high):
-        bound = f">= {low}" if high is None else f"between {low} and {high}"
-        raise InvalidParameter(name, f"must be {bound}", value)
-
-
-def _number(
-    name: str,
-    value: object,
-    low: float,
-    high: float | None,
-    *,
-    optional: bool = False,
-    exclusive_low: bool = False,
-) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidParameter(name, "must be a number" + (" or None" if optional else ""), value)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidParameter(name, "must be finite", value)
-    too_low = number <= low if exclusive_low else number < low
-    if too_low or (high is not None and number > high):
-        above = f"> {low:g}" if exclusive_low else f">= {low:g}"
-        raise InvalidParameter(name, f"must be {above}" + ("" if high is None else f" and <= {high:g}"), value)
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key

@@ -152,4 +152,4 @@ def shared_engine(
     """
     from asyncengine.build import engine_config, resolve_model
 
-    return EngineHandle(_REGISTRY, (resolve_model(os.fspath(model)), engine_config(config, settings)))
+    return EngineHandle(_REGISTRY, (resolve_model(model), engine_config(config, settings)))

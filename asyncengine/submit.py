@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.batch import RowSpec
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
 from asyncengine.config import EngineConfig
 from asyncengine.delivery import OutputStream
 from asyncengine.engine import Submission
@@ -23,7 +24,7 @@ from asyncengine.mailbox import Mailbox
 from asyncengine.messages import Generate
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler
 from asyncengine.requests import RequestOptions
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Acceptance:
         params = self._resolve(params or SamplingParams())
         tokens = self._check_prompt(prompt)
         self._check_limits(params)
-        self._check_options(options)
+        options = self._check_options(options)
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
@@ -189,16 +190,19 @@ class Acceptance:
         """
         defaults = self.info.generation_defaults
         changes: dict[str, Any] = {}
-        if params.temperature is None:
+        temperature = params.temperature
+        if temperature is None:
             greedy = defaults.get("do_sample") is False
-            changes["temperature"] = 0.0 if greedy else float(defaults.get("temperature", 1.0))
+            temperature = 0.0 if greedy else defaults.get("temperature", 1.0)
+        if temperature != params.temperature or temperature < GREEDY_BELOW:
+            changes["temperature"] = 0.0 if temperature < GREEDY_BELOW else temperature
         if params.top_p is None:
-            changes["top_p"] = float(defaults.get("top_p", 1.0))
+            changes["top_p"] = defaults.get("top_p", 1.0)
         if params.top_k is None or params.top_k < 0:
             default = defaults.get("top_k", 0) if params.top_k is None else 0
-            changes["top_k"] = max(0, int(default))
+            changes["top_k"] = max(0, default)
         if params.repetition_penalty is None:
-            changes["repetition_penalty"] = float(defaults.get("repetition_penalty", 1.0))
+            changes["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
         return params.replace(**changes) if changes else params
 
     def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
@@ -216,7 +220,7 @@ class Acceptance:
     def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""
         limit = self.info.max_model_len
-        if prompt_len >= limit:
+        if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
             raise ContextLengthExceeded(
                 "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
             )
@@ -266,21 +270,21 @@ class Acceptance:
             raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
         return self.grammars.check(params.grammar, budget, params.on_budget)
 
-    def _check_options(self, options: RequestOptions) -> None:
+    def _check_options(self, options: RequestOptions) -> RequestOptions:
+        """The options, their numbers in plain types."""
         if options.adapter is not None:
             if self.adapters is None:
                 raise AdapterNotFound("adapter", "this engine takes no adapters", options.adapter)
             self.adapters.find(options.adapter)
-        if isinstance(options.priority, bool) or not isinstance(options.priority, int):
-            raise InvalidParameter("priority", "must be an integer", options.priority)
         for name in ("request_id", "cache_salt"):
             value = getattr(options, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidParameter(name, "must be a str or None", value)
-        timeout = options.timeout
-        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if timeout is not None and not (number and 0 < timeout < float("inf")):
-            raise InvalidParameter("timeout", "must be a positive, finite number of seconds", timeout)
+        return replace(
+            options,
+            priority=as_integer("priority", options.priority, MIN_INT64, MAX_INT64),
+            timeout=None if options.timeout is None else as_seconds("timeout", options.timeout),
+        )
 
 
 def _sample_seed(seed: int | None, index: int) -> int:

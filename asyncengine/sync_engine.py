@@ -51,7 +51,7 @@ class Engine:
         from asyncengine.build import engine_config, load_core
 
         config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
-        engine = AsyncEngine(lambda: load_core(os.fspath(model), config, attempt), hosted=True, attempt=attempt)
+        engine = AsyncEngine(lambda: load_core(model, config, attempt), hosted=True, attempt=attempt)
         try:
             engine.start_blocking()
         except BaseException:

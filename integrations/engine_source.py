@@ -74,15 +74,20 @@ class EngineSource:
         engine = self._engine
         return engine.get().info if isinstance(engine, EngineHandle) else engine.info
 
-    def known_context(self) -> int | None:
-        """Most tokens of prompt and output together, if the model is loaded already."""
+    def known(self) -> ModelInfo | None:
+        """What the model is, if it is loaded already."""
         engine = self._engine
         try:
             if isinstance(engine, EngineHandle):
-                return engine.get().info.max_model_len if engine.loaded else None
-            return engine.info.max_model_len
+                return engine.get().info if engine.loaded else None
+            return engine.info
         except EngineClosed:  # not started yet, or closed by its owner
             return None
+
+    def known_context(self) -> int | None:
+        """Most tokens of prompt and output together, if the model is loaded already."""
+        known = self.known()
+        return None if known is None else known.max_model_len
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineSource:
         return self

@@ -26,6 +26,24 @@ EMPTY_MEANS_NONE = ("tools", "template_kwargs")
 """Frameworks pass them empty where there are none."""
 
 
+OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
+"""What OpenAI's and Hugging Face's classes in the frameworks call a field."""
+
+
+def as_named_here(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords with other libraries' names for a field exchanged for ours.
+
+    Raises `InvalidParameter` for one that is given under two names with two values.
+    """
+    named: dict[str, Any] = {}
+    for name, value in keywords.items():
+        mine = OTHER_NAMES.get(name, name)
+        if mine in named and named[mine] != value:
+            raise InvalidParameter(name, f"contradicts another value of {mine}", value)
+        named[mine] = value
+    return named
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request but for its prompt: the same for the sync and async, the streaming and whole calls."""
@@ -71,7 +89,9 @@ class EngineFields(BaseModel):
     """Further `EngineConfig` fields of the shared engine."""
 
     temperature: float | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(
+        default=None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens", "max_new_tokens")
+    )
     min_tokens: int | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -148,7 +168,7 @@ class EngineFields(BaseModel):
         """What was set on this object, by the names of per-call keywords."""
         names = (*SAMPLING_FIELDS, "adapter", "timeout", "priority")
         mine = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return {**mine, **self.model_kwargs}
+        return {**mine, **as_named_here(self.model_kwargs)}
 
     def _adapter(self, kwargs: Mapping[str, Any]) -> Any:
         """The adapter that a call with these keywords names; None: the base model alone.
@@ -170,6 +190,7 @@ class EngineFields(BaseModel):
 
         Raises `InvalidParameter` naming the field for anything unknown or malformed.
         """
+        kwargs = as_named_here(kwargs)
         model, adapter = kwargs.get("model"), kwargs.get("adapter")
         if model is not None and adapter is not None and model != adapter:
             raise InvalidParameter("adapter", f"contradicts model={model!r}: a call names one of the two", adapter)

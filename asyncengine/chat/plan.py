@@ -65,7 +65,7 @@ class ChatPlanner:
         """
         checked = check_tools(tools)
         choice = check_choice(tool_choice, checked)
-        if parallel_tool_calls not in (None, True, False):
+        if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             raise InvalidParameter("parallel_tool_calls", "must be a bool", parallel_tool_calls)
         final = response_grammar(response_format)
         if checked and choice.mode != "none" and self.tool_format is None:

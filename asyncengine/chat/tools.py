@@ -67,7 +67,7 @@ def _check_tool(field: str, tool: object) -> Tool:
     strict = function.get("strict")
     if strict is None:
         strict = tool.get("strict")
-    if strict not in (None, True, False):
+    if strict is not None and not isinstance(strict, bool):
         raise InvalidParameter(f"{inside}.strict", "must be a bool", strict)
     schema = tool_schema(f"{inside}.parameters", function.get("parameters"), strict is not False)
     return Tool(str(name), schema, strict is not False)
@@ -75,6 +75,8 @@ def _check_tool(field: str, tool: object) -> Tool:
 
 def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
     """Raises `InvalidParameter` for what is unknown, or asks for a call where there are no tools."""
+    if tool_choice is not None and not isinstance(tool_choice, (str, Mapping)):
+        raise InvalidParameter("tool_choice", _SHAPE, tool_choice)  # not even compared: an array answers with an array
     match tool_choice:
         case None | "auto":
             return Choice("auto" if tools else "none")
@@ -92,8 +94,10 @@ def check_choice(tool_choice: object, tools: Sequence[Tool]) -> Choice:
                 limit = f"must be 'none', 'auto', 'required' or a tool's name, and the tools are: {_listed(known)}"
                 raise InvalidParameter("tool_choice", limit, name)
             return Choice("named", name)
-    shape = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
-    raise InvalidParameter("tool_choice", shape, tool_choice)
+    raise InvalidParameter("tool_choice", _SHAPE, tool_choice)
+
+
+_SHAPE = "must be 'none', 'auto', 'required', a name or {'type': 'function', 'function': {'name': ...}}"
 
 
 def _listed(names: list[str]) -> str:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFound
+from asyncengine.errors import ModelNotFound, shorten
+from asyncengine.models.kinds import GGUF, check_architectures, check_files
+from asyncengine.models.sizes import check_sizes
 
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +51,31 @@ _ITEM_BYTES = {
 def open_checkpoint(path_or_id: str, config: EngineConfig) -> Checkpoint:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
-    Raises `ModelNotFound` naming what is missing or broken.
+    Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
     """
     folder = _find_folder(path_or_id, config)
-    raw = _read_json(folder / "config.json", path_or_id)
+    check_files(folder)
+    raw = read_json(folder / "config.json", path_or_id)
+    check_architectures(folder, raw)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, tuple[str, int]] = {}
     for file in files:
         tensors.update(_read_header(file))
+    check_sizes(raw, len(tensors) if files else None)
     return Checkpoint(folder, raw, files, tensors)
 
 
 def _find_folder(path_or_id: str, config: EngineConfig) -> Path:
     expanded = Path(os.path.expanduser(path_or_id))
-    if path_or_id and expanded.is_dir():
+    if path_or_id and os.path.isdir(expanded):  # not Path's own: it raises for a name that is too long
         return expanded
-    if expanded.is_file():
+    if os.path.isfile(expanded):
+        if expanded.suffix == ".gguf":
+            raise ModelNotFound(f"{path_or_id} {GGUF}")
         raise ModelNotFound(f"{path_or_id} is a file; pass the folder that holds config.json and *.safetensors")
     looks_like_path = path_or_id.startswith((".", "/", "~", "\\")) or path_or_id.count("/") > 1 or "\\" in path_or_id
     if looks_like_path or not path_or_id:
-        raise ModelNotFound(f"no folder {path_or_id!r}")
+        raise ModelNotFound(f"no folder {shorten(repr(path_or_id), 500)}")
     return _download(path_or_id, config)
 
 
@@ -100,13 +107,14 @@ def _download(hub_id: str, config: EngineConfig) -> Path:
         ) from error
 
 
-def _read_json(file: Path, path_or_id: str) -> dict[str, Any]:
+def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder. Raises `ModelNotFound`."""
     if not file.is_file():
         raise ModelNotFound(f"{path_or_id} has no {file.name}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelNotFound(f"{file} cannot be read: {error}") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelNotFound(f"{file} cannot be read: {first_line(error)}") from None
     if not isinstance(content, dict):
         raise ModelNotFound(f"{file} does not hold a JSON object")
     return content
@@ -117,14 +125,22 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     if single.is_file():
         return (single,)
     if index.is_file():
-        weight_map = _read_json(index, path_or_id).get("weight_map")
+        weight_map = read_json(index, path_or_id).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ModelNotFound(f"{index} has no weight_map")
-        files = [folder / name for name in dict.fromkeys(map(str, weight_map.values()))]
+        names = list(dict.fromkeys(map(str, weight_map.values())))
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ModelNotFound(
+                    f"{index} names {shorten(name, 100)!r}, which is no safetensors file of this folder"
+                )
+        files = [folder / name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelNotFound(f"{path_or_id} lacks {len(missing)} of {len(files)} weight files: {missing[0]}")
         return tuple(files)
+    if any(folder.glob("*.gguf")):
+        raise ModelNotFound(f"{path_or_id} {GGUF}")
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise ModelNotFound(
@@ -146,8 +162,8 @@ def _read_header(file: Path) -> dict[str, tuple[str, int]]:
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         tensors = {name: (str(entry["dtype"]), _product(entry["shape"])) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ModelNotFound(f"{file} is not a whole safetensors file: {error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
+        raise ModelNotFound(f"{file} is not a whole safetensors file: {first_line(error)}") from None
     if 8 + length + end != size:
         raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return tensors
@@ -158,3 +174,8 @@ def _product(shape: list[int]) -> int:
     for extent in shape:
         result *= int(extent)
     return result
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, in one short line."""
+    return shorten(" ".join(str(error).split()), 300) or type(error).__name__

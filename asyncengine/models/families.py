@@ -11,9 +11,12 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.attention_function import NAME, Recorder, attach, register
-from asyncengine.models.checkpoint import Checkpoint
+from asyncengine.models.checkpoint import Checkpoint, first_line
+from asyncengine.models.kinds import not_causal
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
+"""Last parts of the names of weights that recurrent layers have and attention has not."""
 _PROBE_TOKENS = 7
 _PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference to eager attention, relative to the largest logit."""
@@ -49,7 +52,9 @@ def load_config(checkpoint: Checkpoint, config: EngineConfig) -> Any:
             str(checkpoint.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # config classes validate in many ways, each with its own exception
-        raise ModelNotFound(f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {error}") from error
+        raise ModelNotFound(
+            f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
+        ) from error
 
 
 def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
@@ -59,11 +64,12 @@ def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
     family = hf_config.model_type
     if getattr(hf_config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"family {family!r} is an encoder-decoder; only decoder-only models run here")
-    auto_map = checkpoint.config.get("auto_map") or {}
-    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in auto_map:
-        raise UnsupportedModel(f"family {family!r} is not a causal language model")
-    if checkpoint.config.get("quantization_config"):
-        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+    auto_map = checkpoint.config.get("auto_map")
+    has_own = isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own:
+        raise not_causal(family, checkpoint.config)
+    if quantized := checkpoint.config.get("quantization_config"):
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
         raise UnsupportedModel(f"quantized checkpoints ({method}) are not supported; use the unquantized weights")
     text_config = hf_config.get_text_config()
     for kind in getattr(text_config, "layer_types", None) or ():
@@ -72,15 +78,35 @@ def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)])
+        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], text_config)
 
 
-def check_class(family: str, kind: Any) -> None:
+def check_class(family: str, kind: Any, text_config: Any) -> None:
     """Refuse a model class whose attention is out of our reach. Raises `UnsupportedModel`."""
-    if getattr(kind, "_is_stateful", False):
-        raise UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
+    if getattr(kind, "_is_stateful", False) and not _only_attends(text_config):
+        raise _keeps_state(family)
     if not (getattr(kind, "_supports_attention_backend", False) or kind._can_set_attn_implementation()):
         raise UnsupportedModel(f"family {family!r} does not route its attention through transformers' interface")
+
+
+def check_module(family: str, module: Any) -> None:
+    """`check_class` of a loaded model, whose layers show whether they keep state. Raises `UnsupportedModel`."""
+    check_class(family, type(module), module.config.get_text_config())
+    if getattr(module, "_is_stateful", False):
+        if any(isinstance(part, torch.nn.Conv1d) for part in module.modules()):
+            raise _keeps_state(family)
+        if any(name.endswith(_STATE_WEIGHTS) for name, _ in module.named_parameters()):
+            raise _keeps_state(family)
+
+
+def _only_attends(text_config: Any) -> bool:
+    """A family whose layers may be of either kind (Granite 4), with none that keeps state."""
+    kinds = getattr(text_config, "layer_types", None) or ()
+    return len(kinds) > 0 and all(kind in _ATTENTION_LAYERS for kind in kinds)
+
+
+def _keeps_state(family: str) -> UnsupportedModel:
+    return UnsupportedModel(f"family {family!r} keeps recurrent state (Mamba or linear attention)")
 
 
 def probe(module: Any, device: torch.device) -> Probed:
@@ -97,7 +123,9 @@ def probe(module: Any, device: torch.device) -> Probed:
         module.set_attn_implementation(NAME)
         found, recorder = run_recorded(module, device)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        raise UnsupportedModel(f"family {family!r} does not run on flat, unpadded batches: {error}") from error
+        raise UnsupportedModel(
+            f"family {family!r} does not run on flat, unpadded batches: {first_line(error)}"
+        ) from error
     if module.config.get_text_config()._attn_implementation != NAME:
         raise UnsupportedModel(f"family {family!r} does not let its attention be set")
     _check_layers(module, recorder)

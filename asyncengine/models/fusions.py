@@ -112,6 +112,9 @@ def _child(part: Any, name: str) -> Any:
     return getattr(part, name, None)
 
 
+_NO_CODE = (lambda: None).__code__
+
+
 class _Fuser:
     """Swaps parts of one model and counts what it did."""
 
@@ -221,8 +224,10 @@ class _Fuser:
             self.done["output_layer"] += 1
 
     def pack_linears(self, module: Any) -> None:
-        """Every linear left, but for those that share their weight with the embedding."""
+        """Every linear left, but for those that share their weight with the embedding or whose parent reads weights."""
         for parent in list(module.modules()):
+            if "weight" in getattr(type(parent).forward, "__code__", _NO_CODE).co_names:
+                continue  # HunYuan's router asks for its type
             for name, child in list(parent.named_children()):
                 if type(child) is not nn.Linear or child.weight.data_ptr() in self._shared:
                     continue

@@ -18,10 +18,10 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
-from asyncengine.errors import InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
-from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
 from asyncengine.models.dummy import count_elements, make_random
-from asyncengine.models.families import Probed, agree, check_class, check_config, load_config, probe, run_recorded
+from asyncengine.models.families import Probed, agree, check_config, check_module, load_config, probe, run_recorded
 from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
 from asyncengine.models.kernels import compiled_kernels, device_kernels
@@ -30,10 +30,11 @@ from asyncengine.models.memory import bound_kernel_caches, free_bytes, is_out_of
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes
 from asyncengine.models.rotary import freeze_rotary
+from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
+from asyncengine.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
-_LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _DEFAULT_LENGTH = 2048
 
 
@@ -72,30 +73,32 @@ def load_model(
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
-        hf_config = load_config(checkpoint, config)
-        check_config(hf_config, checkpoint)
+        with _typed(checkpoint.folder):
+            hf_config = load_config(checkpoint, config)
+            check_config(hf_config, checkpoint)
+            max_model_len = _max_model_len(hf_config, config)
+            dtype = _resolve_dtype(config, hf_config, checkpoint)
+        defaults = _generation_defaults(checkpoint)
         device = resolve_device(config.device)
-        dtype = _resolve_dtype(config, hf_config, checkpoint)
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
         bar.stage("reading weights")
-        module = _load_module(checkpoint, hf_config, config, dtype, device)
-        check_class(hf_config.model_type, type(module))
-        bar.stage("checking attention")
-        probed = probe(module, device)
-        max_model_len = _max_model_len(hf_config, config)
+        with _typed(checkpoint.folder):
+            module = _load_module(checkpoint, hf_config, config, dtype, device)
+            check_module(hf_config.model_type, module)
+            bar.stage("checking attention")
+            probed = probe(module, device)
         fused = _prepare(module, probed, config, bits, max_model_len, device, bar)
         freeze_rotary(module, max_model_len, device)
     text_config = hf_config.get_text_config()
-    defaults = _generation_defaults(checkpoint)
     return LoadedModel(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         folder=checkpoint.folder,
         module=module,
         hf_config=hf_config,
         generation_defaults=defaults,
-        eos_token_ids=_eos_ids(defaults, hf_config, text_config),
+        eos_token_ids=_eos_ids(probed.logits.shape[-1], defaults, hf_config, text_config),
         vocab_size=probed.logits.shape[-1],
         input_vocab_size=module.get_input_embeddings().weight.shape[0],
         max_model_len=max_model_len,
@@ -174,6 +177,8 @@ def _load_module(
             _check_memory(count_elements(hf_config, config, dtype), dtype, device)
             module = make_random(hf_config, config, dtype, device)
     else:
+        with _quiet_transformers():
+            check_elements(count_elements(hf_config, config, dtype), checkpoint.elements)
         _check_memory(checkpoint.elements, dtype, device)
         module = _from_pretrained(checkpoint, hf_config, config, dtype).to(device)
     return module.eval().requires_grad_(False)
@@ -192,27 +197,34 @@ def _from_pretrained(checkpoint: Checkpoint, hf_config: Any, config: EngineConfi
     from transformers import AutoModelForCausalLM
 
     with _quiet_transformers():
-        try:
-            module, info = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.folder),
-                config=hf_config,
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                attn_implementation="eager",
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-            )
-        except (RuntimeError, OSError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ModelNotFound(f"{checkpoint.folder} cannot be loaded: {_first_line(error)}") from error
+        module, info = AutoModelForCausalLM.from_pretrained(
+            str(checkpoint.folder),
+            config=hf_config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            attn_implementation="eager",
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told apart below, by name
+        )
     for kind, what in (("missing_keys", "lacks"), ("mismatched_keys", "has a wrong shape for")):
         bad = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get(kind) or ())
         if bad:
             more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
             raise ModelNotFound(f"{checkpoint.folder} {what} the tensor {bad[0]}{more}")
     return module
+
+
+@contextmanager
+def _typed(folder: Path) -> Iterator[None]:
+    """Around what transformers and safetensors do with a folder's content: they raise whatever came up."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, EngineError) or is_out_of_memory(error):
+            raise
+        raise ModelNotFound(f"{folder} cannot be loaded: {type(error).__name__}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -231,34 +243,37 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def _generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
-    import json
-
+    """What generation_config.json sets. Raises `ModelNotFound` for a value that no request could be served with."""
     file = checkpoint.folder / "generation_config.json"
+    content = read_json(file, str(checkpoint.folder)) if file.is_file() else {}
+    found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (ValueError, OSError) as error:
-        raise ModelNotFound(f"{file} cannot be read: {error}") from None
-    return {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
+        checked = SamplingParams.from_dict({name: found[name] for name in _DEFAULTS if name in found})
+    except InvalidParameter as error:
+        raise ModelNotFound(f"{file}: {error}") from None
+    if not isinstance(found.get("do_sample", False), bool):
+        raise ModelNotFound(f"{file}: do_sample must be true or false")
+    return {name: getattr(checked, name) if name in _DEFAULTS else value for name, value in found.items()}
 
 
-def _eos_ids(defaults: dict[str, Any], *configs: Any) -> list[int]:
-    """Every end-of-sequence id that generation_config.json or config.json names, in that order."""
+def _eos_ids(vocab_size: int, defaults: dict[str, Any], *configs: Any) -> list[int]:
+    """Every end-of-sequence id that generation_config.json or config.json names, in that order, of those that the model
+    can write."""
     found: dict[int, None] = {}
     for value in (defaults.get("eos_token_id"), *(getattr(item, "eos_token_id", None) for item in configs)):
         for token in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(token, int) and token >= 0:
+            if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size:
                 found[token] = None
     return list(found)
 
 
 def _max_model_len(hf_config: Any, config: EngineConfig) -> int:
     text_config = hf_config.get_text_config()
-    lengths = [getattr(text_config, name, None) for name in _LENGTH_FIELDS]
+    lengths = [getattr(text_config, name, None) for name in LENGTH_FIELDS]
     own = next((value for value in lengths if isinstance(value, int) and value > 0), None)
     if config.max_model_len is None:
         return own or _DEFAULT_LENGTH

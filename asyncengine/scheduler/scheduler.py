@@ -292,8 +292,11 @@ class Scheduler:
                 entries = (row.start + 1, result.prompt_logprobs[index])
                 self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
             if row.samples:
-                sampled += 1
                 request.num_pending -= 1
+                if request.max_total == request.prompt_len:  # it is asked for no token, only for its prompt's scores
+                    self._end(request, "length")
+                    continue
+                sampled += 1
                 logprob = logprobs.get(index) if logprobs else None
                 if request.matcher is None:
                     self._accept(request, tokens[index], logprob, now)

@@ -14,6 +14,9 @@ ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 MAX_DEPTH = 64
 """Nesting of lists and dicts in messages, tools and template variables."""
 
+MAX_INTEGER_BITS = 4096
+"""Python refuses to write integers that are much longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
@@ -69,6 +72,8 @@ def plain(name: str, value: object, budget: Budget, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise InvalidParameter(name, f"is nested deeper than {MAX_DEPTH}")
     budget.spend(name, len(value) if isinstance(value, str) else 1)
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise InvalidParameter(name, f"must not have integers of more than {MAX_INTEGER_BITS} bits")
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncengine.checks import MIN_INT64, as_integer, as_items
 from asyncengine.config import EngineConfig
-from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable
@@ -94,8 +95,12 @@ class TextTokenizer:
             return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token (a padded vocabulary) have none."""
-        ids = [token for token in token_ids if 0 <= token < self.table.size]
+        """Text of token ids; ids without a token (a padded vocabulary) have none.
+
+        Raises `InvalidParameter` for what are no ids.
+        """
+        given = [as_integer("token_ids", token, MIN_INT64) for token in as_items("token_ids", token_ids)]
+        ids = [token for token in given if 0 <= token < self.table.size]
         return str(self._hf.decode(ids, skip_special_tokens=skip_special_tokens)) if ids else ""
 
     def count_tokens(self, text: str, add_special_tokens: bool = True) -> int:
@@ -205,11 +210,18 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             str(path), revision=config.revision, trust_remote_code=config.trust_remote_code
         )
-    except Exception as error:  # transformers raises many types for missing and broken files
+        return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+    except BaseException as error:  # transformers raises many types for missing and broken files
+        if isinstance(error, EngineError) or not (isinstance(error, Exception) or _panicked(error)):
+            raise
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(f"the tokenizer of {path} needs its own code: set trust_remote_code=True") from error
-        raise ModelNotFound(f"no usable tokenizer at {path}: {error}") from error
-    return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
+        raise ModelNotFound(f"no usable tokenizer at {path}: {shorten(str(error), 300)}") from error
+
+
+def _panicked(error: BaseException) -> bool:
+    """A fault inside the Rust library: not an `Exception`, but here it is about one file only."""
+    return type(error).__name__ == "PanicException"
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -155,8 +155,9 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """A model whose answers are objects of `schema`: a pydantic class (v1 or v2), a TypedDict, a JSON schema or an
-        OpenAI tool. Classes of pydantic give instances, the others dicts.
+        """A model whose answers are objects of `schema`: a pydantic class (v1 or v2), a dataclass, a type such as
+        `list[int]` or `A | B`, a TypedDict, a JSON schema or an OpenAI tool. Classes and types give what they say, the
+        others dicts.
 
         With "json_schema" and "json_mode" the answer's text is the object; "json_mode" may go without a schema and
         then gives any JSON object. With "function_calling" the model calls a tool made of the schema, which it is told
@@ -256,6 +257,12 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         params["ls_model_type"] = "chat"
         return params
 
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """The key of LangChain's caches. The base class would take what `dumps` writes, which says nothing of a model
+        with an engine of its caller's own, and of a class as grammar nothing but its name."""
+        params = {**self._get_invocation_params(stop=stop, **kwargs), **kwargs}
+        return str(sorted(params.items()))
+
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
         outputs = [output for output in _llm_outputs if output and "token_usage" in output]
         if not outputs:
@@ -264,7 +271,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return {"token_usage": usage, "model_name": outputs[0]["model_name"]}
 
     def _resolve_model_profile(self) -> ModelProfile:
-        return model_profile(self._name(), self._settings(), self._engines().known_context())
+        return model_profile(self._name(), self._settings(), self._engines().known())
 
 
 def _widened(

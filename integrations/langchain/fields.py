@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.fields import Call, EngineFields
+from asyncengine.integrations.fields import OTHER_NAMES, Call, EngineFields
 from asyncengine.integrations.langchain.outputs import PROVIDER
 
 MAX_BATCH_THREADS = 256
@@ -24,6 +24,26 @@ class LangChainFields(EngineFields):
     """Accepted and ignored: nothing here fails that a retry would mend."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """Accepted and ignored: there is no server."""
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        """The module name that LangChain's conventions give this package; it stays when files here move."""
+        return ["langchain_asyncengine"]
+
+    def to_json(self) -> Any:
+        """What `dumps` writes and `loads` makes the same model of: the fields that are not at their defaults.
+
+        A model with an engine of its caller's own cannot be made again from text, and says so when it is loaded.
+        """
+        if self.engine is not None:
+            return self.to_json_not_implemented()  # type: ignore[attr-defined]
+        written: Any = super().to_json()  # type: ignore[misc]
+        written.get("kwargs", {}).pop("profile", None)  # follows from the other fields
+        return written
 
     @property
     def model_name(self) -> str:
@@ -56,7 +76,7 @@ class LangChainFields(EngineFields):
 
     def _langsmith_params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> LangSmithParams:
         """`ls_model_type` is left to the caller. Never raises: tracing must not break a call that would be refused."""
-        given = {**self._defaults(), **kwargs}
+        given = {**self._defaults(), **{OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}}
         params = LangSmithParams(ls_provider=PROVIDER, ls_model_name=self._name(kwargs))
         if isinstance(given.get("temperature"), (int, float)):
             params["ls_temperature"] = given["temperature"]

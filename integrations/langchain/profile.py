@@ -7,12 +7,14 @@ from typing import Any
 
 from langchain_core.language_models import ModelProfile
 
+from asyncengine import ModelInfo
 
-def model_profile(name: str, config: Mapping[str, Any], context: int | None) -> ModelProfile:
-    """`config` are the engine's settings and `context` is the loaded model's, if it is loaded.
 
-    Every model is taken to call tools: whether its template writes calls is known once it is loaded, and a request
-    with tools says so where it does not. Whether it reasons is left out for the same reason.
+def model_profile(name: str, config: Mapping[str, Any], model: ModelInfo | None) -> ModelProfile:
+    """`config` are the engine's settings and `model` is the loaded one, if it is loaded.
+
+    Whether a model calls tools is known once it is loaded, for its chat template says so, or from a `tool_format` in
+    the settings; until then nothing is said about it. Whether it reasons is left out for the same reason.
     """
     grammars = config.get("grammar_backend") != "none"
     profile = ModelProfile(
@@ -26,13 +28,20 @@ def model_profile(name: str, config: Mapping[str, Any], context: int | None) -> 
         pdf_inputs=False,
         image_tool_message=False,
         pdf_tool_message=False,
-        tool_calling=grammars,
-        tool_choice=grammars,
-        tool_call_streaming=grammars,
         structured_output=grammars,
         temperature=True,
     )
-    limit = context or config.get("max_model_len")
+    calls = _calls_tools(config, model) if grammars else False
+    if calls is not None:
+        profile["tool_calling"] = profile["tool_choice"] = profile["tool_call_streaming"] = calls
+    limit = config.get("max_model_len") if model is None else model.max_model_len
     if isinstance(limit, int):
         profile["max_input_tokens"] = limit
     return profile
+
+
+def _calls_tools(config: Mapping[str, Any], model: ModelInfo | None) -> bool | None:
+    """None: not known yet."""
+    if model is not None:
+        return model.tool_format is not None
+    return True if config.get("tool_format", "auto") != "auto" else None

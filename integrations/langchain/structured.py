@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
 from collections.abc import Mapping
+from enum import Enum
 from operator import itemgetter
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
@@ -23,6 +29,61 @@ Answerer = Runnable[LanguageModelInput, AIMessage]
 JSONSchema = dict[str, Any]
 NAMELESS = "response"
 """Name of a JSON schema without a title."""
+
+
+VALUE = "value"
+"""Argument of a tool that is made of a type which is no object."""
+
+
+class TypeParser(BaseOutputParser[Any]):
+    """Reads text that is JSON as a value of a Python type: a dataclass, `list[int]`, a union."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    kind: Any
+
+    def parse(self, text: str) -> Any:
+        return value_of(self.kind, text)
+
+
+class CallTypeParser(JsonOutputKeyToolsParser):
+    """Reads the arguments of a call as a value of a Python type; with `inside`, that one of them."""
+
+    kind: Any
+    inside: str | None
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        found = super().parse_result(result, partial=partial)
+        if found is None:
+            return None
+        return value_of(self.kind, json.dumps(found if self.inside is None else found.get(self.inside)))
+
+
+def value_of(kind: Any, text: str) -> Any:
+    """What JSON text is as a value of `kind`. Raises `OutputParserException`."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise OutputParserException(f"the answer is no {kind!r}: {error}", llm_output=text) from error
+
+
+def is_type(schema: Any) -> bool:
+    """A dataclass, a plain type or one put together of others (`list[int]`, `A | B`), rather than a class of pydantic,
+    a TypedDict, a function or a dict."""
+    if isinstance(schema, type):
+        return dataclasses.is_dataclass(schema) or issubclass(schema, Enum) or schema in (str, int, float, bool)
+    return get_origin(schema) is not None or isinstance(schema, types.UnionType)
+
+
+def type_schema(kind: Any) -> JSONSchema:
+    """The JSON schema of a Python type, as pydantic writes it. Raises `InvalidParameter` for what has none."""
+    try:
+        return TypeAdapter(kind).json_schema()
+    except PydanticUserError as error:
+        raise InvalidParameter("schema", f"has no JSON schema: {error.message}") from error
+
+
+def _is_object(schema: JSONSchema) -> bool:
+    return schema.get("type") == "object"
 
 
 def check_method(method: object, schema: object) -> None:
@@ -51,11 +112,15 @@ def json_schema(schema: Any) -> JSONSchema:
     needed for TypedDicts with LangChain's defaults in annotations, and for tools."""
     if is_model(schema):
         return model_schema(schema)
+    if is_type(schema):
+        return type_schema(schema)
     return dict(schema) if _is_json_schema(schema) else converted(schema)
 
 
 def converted(schema: Any) -> JSONSchema:
     """What LangChain makes of it, always with a title. LangChain may convert the result again without changing it."""
+    if is_type(schema):
+        return {"title": getattr(schema, "__name__", NAMELESS), **type_schema(schema)}
     try:
         return convert_to_json_schema(schema)
     except (TypeError, ValueError):  # a JSON schema without a title, or a TypedDict with NotRequired
@@ -63,7 +128,14 @@ def converted(schema: Any) -> JSONSchema:
 
 
 def as_tool(schema: Any, strict: bool | None) -> OpenAITool:
-    """The tool whose arguments are the answer."""
+    """The tool whose arguments are the answer, or whose one argument is, where that is no object."""
+    if is_type(schema):
+        whole = type_schema(schema)
+        about = {"name": getattr(schema, "__name__", NAMELESS), "description": whole.pop("description", "")}
+        if not _is_object(whole):
+            shared = {key: whole.pop(key) for key in ("$defs",) if key in whole}
+            whole = {"type": "object", "properties": {VALUE: whole}, "required": [VALUE], **shared}
+        return openai_tools([{**about, "parameters": whole}], strict)[0]
     if not _is_json_schema(schema):
         tool = schema if is_model(schema) or isinstance(schema, Mapping) else converted(schema)
         return openai_tools([tool], strict)[0]
@@ -84,6 +156,8 @@ def traced_format(schema: Any, method: Method) -> dict[str, Any]:
 
 def text_parser(schema: Any) -> BaseOutputParser[Any]:
     """Reads an answer that is JSON."""
+    if is_type(schema):
+        return TypeParser(kind=schema)
     return PydanticOutputParser(pydantic_object=schema) if is_model(schema) else JsonOutputParser()
 
 
@@ -91,6 +165,9 @@ def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:
     """Reads an answer that is one call of the tool `name`."""
     if is_model(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    if is_type(schema):
+        inside = None if _is_object(type_schema(schema)) else VALUE
+        return CallTypeParser(key_name=name, first_tool_only=True, kind=schema, inside=inside)
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
 
 

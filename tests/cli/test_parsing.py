@@ -83,7 +83,7 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["generate", "demo", "hi", "--dtype", "int3"], "dtype: must be one of"),
         (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "kv_cache_memory: must be a positive number"),
         (["generate", "demo", "hi", "--temperature", "nan"], "temperature: must be finite"),
-        (["generate", "demo", "hi", "--max-tokens", "-1"], "max_tokens: must be >= 1, got -1"),
+        (["generate", "demo", "hi", "--max-tokens", "-1"], "max_tokens: must be an integer >= 1, got -1"),
         (["generate", "demo", ""], "prompt: must not be empty"),
         (["generate", "demo"], "PROMPT"),
         (["generate", "demo", "hi", "--no-chat", "--system", "Be brief."], "system: --no-chat sends no messages"),

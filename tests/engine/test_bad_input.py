@@ -42,7 +42,7 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("top_p above 1", params(top_p=1.5), "top_p", "<= 1"),
     ("top_k -2", params(top_k=-2), "top_k", ">= -1"),
     ("min_p above 1", params(min_p=1.1), "min_p", "<= 1"),
-    ("repetition penalty 0", params(repetition_penalty=0.0), "repetition_penalty", "> 0"),
+    ("repetition penalty 0", params(repetition_penalty=0.0), "repetition_penalty", ">= 0.001 and <= 1000"),
     ("presence penalty", params(presence_penalty=3), "presence_penalty", "<= 2"),
     ("frequency penalty", params(frequency_penalty=-INF), "frequency_penalty", "must be finite"),
     ("negative max_tokens", params(max_tokens=-1), "max_tokens", ">= 1"),

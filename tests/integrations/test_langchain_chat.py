@@ -17,6 +17,7 @@ from langchain_core.exceptions import (
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
 from langchain_core.outputs import LLMResult
 
+from asyncengine import EngineHandle
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidParameter, RequestTimeout
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
@@ -279,11 +280,15 @@ def test_langsmith_parameters(make_chat: Make) -> None:
     assert params["ls_stop"] == ["a"]
 
 
+TOOL_ABILITIES = ("tool_calling", "tool_choice", "tool_call_streaming")
+
+
 def test_profile(make_chat: Make, model_path: str) -> None:
     profile = make_chat().profile
     assert profile is not None
-    for ability in ("tool_calling", "tool_choice", "tool_call_streaming", "structured_output", "text_inputs"):
-        assert profile[ability] is True  # type: ignore[literal-required]
+    assert profile["structured_output"] is profile["text_inputs"] is True
+    for ability in TOOL_ABILITIES:  # its chat template writes no tool calls
+        assert profile[ability] is False  # type: ignore[literal-required]
     assert profile["image_inputs"] is False
     assert profile["max_input_tokens"] == CONTEXT
     unloaded = ChatAsyncEngine(
@@ -294,4 +299,14 @@ def test_profile(make_chat: Make, model_path: str) -> None:
     assert (unloaded["tool_calling"], unloaded["structured_output"]) == (False, False)
     unknown = ChatAsyncEngine(model="a-model").profile
     assert unknown is not None
-    assert "max_input_tokens" not in unknown
+    assert not {"max_input_tokens", *TOOL_ABILITIES} & set(unknown)
+    told = ChatAsyncEngine(model="a-model", engine_config={"tool_format": "hermes"}).profile
+    assert told is not None
+    assert told["tool_calling"] is True
+
+
+def test_the_profile_of_a_model_that_calls_tools(demo: EngineHandle) -> None:
+    profile = ChatAsyncEngine(model="demo").profile
+    assert profile is not None
+    for ability in TOOL_ABILITIES:
+        assert profile[ability] is True  # type: ignore[literal-required]

@@ -1,5 +1,5 @@
-"""LangChain's own standard suites, none of their tests changed. Serialization is skipped: LangChain admits no
-third-party class.
+"""LangChain's own standard suites, none of their tests changed but that of serialization: LangChain loads no
+third-party class unless it is named (see test_langchain_serializing).
 
 The suite's other methods of structured output are in files of their own."""
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_tests.unit_tests import ChatModelUnitTests
 
@@ -27,6 +28,10 @@ class TestUnit(ChatModelUnitTests):
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         return {"ASYNCENGINE_MODEL": "from-the-environment"}, {}, {"model": "from-the-environment"}
+
+    @pytest.mark.xfail(reason="LangChain loads no third-party class unless its caller names it", strict=True)
+    def test_serdes(self, model: BaseChatModel, snapshot: Any) -> None:
+        super().test_serdes(model, snapshot)
 
 
 class TestIntegration(OnTheDemoModel):

@@ -236,3 +236,12 @@ def test_serialization_leaves_the_engine_out(make: Make, handle: EngineHandle) -
         assert twin.complete("Hello").text == llm.complete("Hello").text
     with pytest.raises(TypeError, match="explicit engine"):
         pickle.dumps(AsyncEngineLLM(engine=handle))
+
+
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens"])
+def test_other_classes_names_of_max_tokens(name: str) -> None:
+    from asyncengine.integrations.llama_index import AsyncEngineLLM
+
+    assert AsyncEngineLLM(model="a-model", **{name: 5}).max_tokens == 5
+    model = AsyncEngineLLM(model="a-model", max_tokens=9)
+    assert model._call(None, {name: 5}).params.max_tokens == 5

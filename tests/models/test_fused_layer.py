@@ -28,10 +28,11 @@ from asyncengine.models.watching import answering, find_parts, watch
 
 CPU = torch.device("cpu")
 LAST = 500
-NO_FORWARD = {"opt", "gpt2"}
-"""Families with other parts: positions are learned, not rotated."""
-OWN_ATTENTION = {"olmo2", "gpt-oss", "cohere"}
-"""Queries normalised over their whole width; tables of half the size; neighbours rotated, not halves."""
+NO_FORWARD = {"opt", "gpt2", "granitehybrid"}
+"""Families with other parts: positions are learned, not rotated; layers that might be recurrent."""
+OWN_ATTENTION = {"olmo2", "gpt-oss", "cohere", "hunyuanmoe"}
+"""Queries normalised over their whole width, or after they are rotated; tables of half the size; neighbours rotated,
+not halves."""
 compiled = pytest.mark.skipif(compiler_missing(torch.float32, CPU) is not None, reason="no compiler")
 
 

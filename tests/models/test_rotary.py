@@ -51,3 +51,13 @@ def test_a_long_neighbour_changes_nothing(kind: str, tmp_path: Path) -> None:
     frequencies = loaded.module.model.rotary_emb.inv_freq.clone()
     driver.run([driver.job(short, 2)])
     assert torch.equal(loaded.module.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_context_within_the_original_has_the_original_frequencies(kind: str, tmp_path: Path) -> None:
+    """What docs/contract.md offers those who want transformers' answers to short prompts."""
+    model, folder = make(kind, tmp_path / "m")
+    config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, max_model_len=ORIGINAL)
+    driver = Driver(build_runner(load_model(folder, config), config))
+    (short,) = prompts([6], 90)
+    assert driver.run([driver.job(short, 12)]) == [greedy_reference(model, short, 12)]

@@ -98,6 +98,19 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             rope_parameters=_ROPE,
         )
     ),
+    "hunyuanmoe": lambda: hf.HunYuanMoEV1Config(**_common(head_dim=12, num_experts=4, moe_topk=2)),
+    "granitehybrid": lambda: hf.GraniteMoeHybridConfig(  # Granite 4 as it is without a recurrent layer
+        **_common(
+            hidden_size=64,
+            layer_types=["attention"] * 3,
+            num_local_experts=0,
+            shared_intermediate_size=64,
+            position_embedding_type="rope",
+            mamba_n_heads=8,
+            attention_multiplier=0.2,
+            logits_scaling=1.5,
+        )
+    ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
     "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
     "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),

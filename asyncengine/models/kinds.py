@@ -1,0 +1,77 @@
+"""What a folder holds when it is no text generator in safetensors: said in words, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncengine.errors import ModelNotFound, UnsupportedModel
+
+GGUF = (
+    "holds its weights in GGUF, llama.cpp's format; asyncengine reads safetensors. Pass the original model's folder or "
+    "hub id (its quantization: quantization='int8' or 'int4')"
+)
+_EMBEDDER = "is an embedding model: it gives vectors and writes no text. Run it with sentence-transformers"
+_FILES = {
+    "modules.json": _EMBEDDER,
+    "config_sentence_transformers.json": _EMBEDDER,
+    "model_index.json": "is an image generator. Run it with diffusers",
+}
+_ENDINGS = {
+    "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
+    "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
+    "ForQuestionAnswering": "marks answers in a text and writes none",
+    "ForMultipleChoice": "is a classifier: it gives scores and writes no text",
+    "ForMaskedLM": "fills gaps in a text (masked language model) and cannot continue one",
+    "ForImageClassification": "is a vision model: it sorts images and writes no text",
+    "ForObjectDetection": "is a vision model: it finds things in images and writes no text",
+    "ForSemanticSegmentation": "is a vision model: it writes no text",
+    "ForCTC": "is a speech recognizer: it reads sound",
+    "ForAudioClassification": "is a classifier of sound: it writes no text",
+}
+_GENERATOR = "Pass a model for text generation"
+
+
+def check_files(folder: Path) -> None:
+    """Refuse what a file beside config.json gives away. Raises `UnsupportedModel` or `ModelNotFound`."""
+    if not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").is_file():
+            raise UnsupportedModel(
+                f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
+            )
+        if any(folder.glob("*.gguf")):
+            raise ModelNotFound(f"{folder} {GGUF}")
+    for name, what in _FILES.items():
+        if (folder / name).is_file():
+            raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
+
+
+def check_architectures(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what config.json says was trained for something else. Raises `UnsupportedModel`.
+
+    A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
+    either as either, with the missing parts made up at random.
+    """
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        for ending, what in _ENDINGS.items():
+            if isinstance(name, str) and name.endswith(ending):
+                raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
+
+
+def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
+    """What to say of a family that has no text generator of its own."""
+    named = config.get("architectures")
+    name = next((item for item in named if isinstance(item, str)), "") if isinstance(named, list) else ""
+    sees = any(part in config for part in ("vision_config", "image_size", "num_channels"))
+    writes = name.endswith(("ForConditionalGeneration", "ForCausalLM"))
+    if sees and writes:
+        what = "is a vision-language model, and images are not read here"
+    elif sees:
+        what = "is a vision model: it writes no text"
+    elif name.endswith("Model"):
+        what = "is an encoder, as embedding models are: it writes no text"
+    else:
+        what = "writes no text"
+    return UnsupportedModel(f"family {family!r} is not a causal language model: it {what}. {_GENERATOR}")

@@ -1,0 +1,215 @@
+"""Every parameter with every nasty value: refused at submit by a short typed error, or taken, and then it works.
+
+With warnings as errors, as under pytest's filterwarnings=error: a conversion that overflows on the device thread would
+raise there and take everybody's engine along.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import make_engine
+from support.nasty import NASTY
+from support.worded_model import make_worded_model
+
+from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine.errors import EngineError, InvalidParameter
+from asyncengine.requests import ChatRequest, RequestOptions
+
+PROMPT = [5, 6, 7, 8]
+ENDS = {"length", "stop", "timeout", "tool_calls"}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_worded_model(tmp_path_factory.mktemp("nasty") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE + "{{ flavour }}")
+    return folder
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncIterator[AsyncEngine]:
+    async with await AsyncEngine.from_pretrained(folder, kv_cache_memory="8MiB", max_model_len=64) as engine:
+        yield engine
+
+
+@pytest.fixture
+def warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def check_short(error: EngineError, what: str) -> None:
+    assert len(str(error)) < 1500, f"{what}: {str(error)[:200]}"
+
+
+def check_refusal(error: EngineError, what: str, field: str | None = None) -> None:
+    assert isinstance(error, InvalidParameter), f"{what}: {error!r}"
+    assert field is None or error.field == field, f"{what}: {error.field}"
+    check_short(error, what)
+
+
+async def outcome(call: Any, what: str) -> str:
+    """How a call ended; fails for anything but a typed refusal or a finished completion."""
+    try:
+        completion = await call()
+    except EngineError as error:
+        check_refusal(error, what)
+        return "refused"
+    except Exception as error:
+        pytest.fail(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+    assert completion.finish_reason in ENDS, f"{what}: {completion.finish_reason}: {completion.error}"
+    return "taken"
+
+
+def shown(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:40] if isinstance(value, (str, float)) else ''}"
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+async def test_sampling_parameters(engine: AsyncEngine) -> None:
+    async def calm() -> list[int]:
+        return (await engine.generate(PROMPT, SamplingParams(max_tokens=4, temperature=0.0))).token_ids
+
+    before = await calm()
+    base: dict[str, Any] = {"max_tokens": 3, "temperature": 0.7, "seed": 1}
+    names = [field.name for field in fields(SamplingParams)]
+    for name in names:
+        taken = 0
+        for value in NASTY:
+
+            async def call(given: dict[str, Any] = {**base, name: value}) -> Any:  # noqa: B006
+                return await engine.generate(PROMPT, SamplingParams.from_dict(given))
+
+            taken += await outcome(call, f"{name}={shown(value)}") == "taken"
+        assert taken or name == "on_budget", name
+        assert await calm() == before, name
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+async def test_parameters_that_meet(engine: AsyncEngine) -> None:
+    """Extremes that are each allowed, together: nothing may overflow on the way to a token."""
+    cases = [
+        {"repetition_penalty": penalty, "temperature": temperature, "top_p": top_p, "min_p": min_p, "top_k": top_k}
+        for penalty in (1e-3, 1e3)
+        for temperature in (1e-5, 1e-300, 1e6)
+        for top_p, min_p, top_k in ((5e-324, 5e-324, 2**31 - 1), (1, 1, 1), (1e-40, 0, 0), (1 - 1e-16, 1e-40, 0))
+    ]
+    for case in cases:
+        params = SamplingParams(
+            **case, max_tokens=3, presence_penalty=-2, frequency_penalty=2, logit_bias={5: 100, 6: -100}, logprobs=True
+        )
+        completion = await engine.generate(PROMPT, params)
+        assert completion.finish_reason in ENDS, (case, completion.error)
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+@pytest.mark.parametrize("chat", [False, True], ids=["generate", "chat"])
+async def test_options_of_a_request(engine: AsyncEngine, chat: bool) -> None:
+    names = [field.name for field in fields(RequestOptions)]
+    if chat:
+        names += [field.name for field in fields(ChatRequest)][1:]
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    for name in names:
+        for value in NASTY:
+
+            async def call(given: dict[str, Any] = {name: value}) -> Any:  # noqa: B006
+                if chat:
+                    return await engine.chat([{"role": "user", "content": "hi"}], params, **given)
+                return await engine.generate(PROMPT, params, **given)
+
+            await outcome(call, f"{name}={shown(value)}")
+    assert engine.alive
+
+
+@pytest.mark.usefixtures("warnings_are_errors")
+async def test_prompts_and_chats(engine: AsyncEngine) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for value in NASTY:
+        message = {"role": "user", "content": value}
+        shapes: list[Any] = [value, [value], [message], [{"role": value, "content": "x"}], [{**message, "x": value}]]
+        for shape in shapes:
+            await outcome(lambda shape=shape: engine.chat(shape, params), f"messages {shown(value)}")
+        for prompt in (value, [5, value]):
+            await outcome(lambda prompt=prompt: engine.generate(prompt, params), f"prompt {shown(value)}")
+        for name in ("flavour", "messages", "add_generation_prompt", "self", value if isinstance(value, str) else 5):
+            chat = [{"role": "user", "content": "hi"}]
+            await outcome(
+                lambda kwargs={name: value}, chat=chat: engine.chat(chat, params, template_kwargs=kwargs),
+                f"template_kwargs {shown(value)}",
+            )
+    assert engine.alive
+
+
+def test_settings() -> None:
+    """As `EngineConfig` takes or refuses them; what is taken is of plain types."""
+    for field in fields(EngineConfig):
+        for value in NASTY:
+            what = f"{field.name}={shown(value)}"
+            try:
+                config = EngineConfig.from_dict({field.name: value})
+            except InvalidParameter as error:
+                check_refusal(error, what, field.name)
+            except Exception as error:
+                pytest.fail(f"{what}: {type(error).__name__}: {str(error)[:200]}")
+            else:
+                assert type(getattr(config, field.name)) in (int, float, str, bool, tuple, type(None)), what
+                json.dumps(getattr(config, field.name))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 2**16}, {"page_size": 2**16}, {"max_num_batched_tokens": 2**24}, {"max_loras": 4096},
+        {"kv_cache_memory": 1}, {"kv_cache_memory": 2**63 - 1}, {"max_lora_rank": 2**16},
+        {"step_hard_limit": 1e9, "step_soft_limit": 1e-9}, {"adapter_memory": 1}, {"device": "cpu:99"},
+        {"device": "gpu"}, {"device": ""}, {"device": "\0"},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_extreme_settings_load_and_work_or_are_refused(folder: Path, settings: dict[str, Any]) -> None:
+    try:
+        engine = await AsyncEngine.from_pretrained(folder, **{"kv_cache_memory": "8MiB", **settings})
+    except EngineError as error:
+        check_short(error, str(settings))
+        return
+    async with engine:
+        done = await engine.generate(PROMPT, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        assert len(done.token_ids) == 3
+
+
+@pytest.mark.parametrize("value", [10**400, -1, float("nan"), "soon", True, np.array([1])], ids=shown)
+async def test_a_malformed_patience_closes_nothing(value: Any) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidParameter, match="timeout: "):
+            await engine.aclose(drain=True, timeout=value)
+        assert engine.alive
+
+
+def test_a_long_unknown_name_is_not_quoted_whole() -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        SamplingParams.from_dict({"x" * 1_000_000: 1})
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens"])
+def test_other_libraries_names_point_to_ours(name: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{name}: unknown parameter; did you mean 'max_tokens'"):
+        SamplingParams.from_dict({name: 5})
+
+
+def test_numbers_of_any_kind_become_plain() -> None:
+    params = SamplingParams(seed=np.int64(5), temperature=np.float32(0.5), logit_bias={np.int64(3): np.float16(1)})
+    assert [type(params.seed), type(params.temperature)] == [int, float]
+    assert [(type(key), type(value)) for key, value in params.logit_bias.items()] == [(int, float)]

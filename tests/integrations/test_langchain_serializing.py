@@ -1,0 +1,76 @@
+"""`loads(dumps(model))` is the same model, and what cannot be written down says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.load import dumps, loads
+from langchain_core.prompts import ChatPromptTemplate
+from pydantic import BaseModel
+
+from asyncengine import AsyncEngine
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+
+FIELDS: dict[str, Any] = {
+    "model": "a-model", "temperature": 0.5, "max_new_tokens": 7, "stop": ["a", "b"], "logit_bias": {5: 1.5},
+    "model_kwargs": {"cache_salt": "x"}, "engine_config": {"max_model_len": 256}, "adapters": {"a": "b"},
+    "timeout": 2.5, "seed": 3,
+}  # fmt: skip
+
+
+def again(thing: Any) -> Any:
+    kinds = [ChatAsyncEngine, AsyncEngineLLM, "core"]
+    known = {"allowed_objects": kinds[:2], "valid_namespaces": ["langchain_asyncengine"]}
+    if not isinstance(thing, (ChatAsyncEngine, AsyncEngineLLM)):
+        known["allowed_objects"] = [*kinds[:2], *(type(step) for step in thing.steps), type(thing), *INSIDE]
+    return loads(dumps(thing), **known)
+
+
+INSIDE = [type(message) for message in ChatPromptTemplate.from_messages([("user", "{x}")]).messages]
+INSIDE += [type(message.prompt) for message in ChatPromptTemplate.from_messages([("user", "{x}")]).messages]
+
+
+@pytest.mark.parametrize("kind", [ChatAsyncEngine, AsyncEngineLLM])
+def test_a_model_comes_back(kind: Any) -> None:
+    model = kind(**FIELDS, api_key="secret")
+    text = dumps(model)
+    assert "secret" not in text
+    back = again(model)
+    assert type(back) is kind
+    assert back.model_dump(exclude={"api_key"}) == model.model_dump(exclude={"api_key"})
+    assert back._call(None, {}) == model._call(None, {})
+    assert back._identifying_params == model._identifying_params
+
+
+def test_a_chain_comes_back() -> None:
+    chain = ChatPromptTemplate.from_messages([("user", "{x}")]) | ChatAsyncEngine(**FIELDS)
+    back = again(chain)
+    assert back.last.model_dump() == chain.last.model_dump()  # type: ignore[attr-defined]
+
+
+def test_an_engine_of_ones_own_is_not_written_down() -> None:
+    model = ChatAsyncEngine(engine=AsyncEngine(pytest.fail))
+    with pytest.raises(NotImplementedError, match="doesn't implement serialization"):
+        again(model)
+
+
+def test_cache_keys_tell_grammars_of_one_name_apart() -> None:
+    """LangChain's own key of a serializable model would be the class's name."""
+
+    def named(kind: Any) -> type[BaseModel]:
+        return type("Answer", (BaseModel,), {"__annotations__": {"x": kind}})
+
+    keys = [ChatAsyncEngine(model="a-model", grammar=named(kind))._get_llm_string() for kind in (int, str)]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("kind", [ChatAsyncEngine, AsyncEngineLLM])
+@pytest.mark.parametrize("name", ["max_completion_tokens", "max_new_tokens"])
+def test_names_of_other_classes(kind: Any, name: str) -> None:
+    assert kind(model="a-model", **{name: 5}).max_tokens == 5
+    model = kind(model="a-model", max_tokens=9)
+    assert model._call(None, {name: 5}).params.max_tokens == 5
+    assert kind(model="a-model", max_tokens=9, model_kwargs={name: 5})._call(None, {}).params.max_tokens == 5
+    with pytest.raises(ValueError, match=f"{name}: contradicts another value of max_tokens"):
+        model._call(None, {"max_tokens": 4, name: 5})

@@ -14,7 +14,7 @@ from asyncengine.submit import Acceptance, ModelInfo, RequestOptions
 
 def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:
     info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=generation_config)
-    return Acceptance(EngineConfig(), info, MonotonicClock(), None).accept([2, 3], params, RequestOptions()).params
+    return Acceptance(EngineConfig(), info, MonotonicClock(), None).accept([2, 3], params, RequestOptions(), 0.0).params
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -110,20 +111,22 @@ def _load_core(
     from asyncengine.runner.lora import install_lora
     from asyncengine.text import load_tokenizer
 
-    cores = Cores(config.num_threads)
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
-    with cores.loading():
-        loaded = in_words(lambda: load_model(path, config, progress, checkpoint), device, "the model", smaller)
-    attempt.check()
-    config = _resolve_overlap(config, loaded.device.type)
-    tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
-    if tokenizer is not None:
-        tokenizer.warm_up()
-    attempt.check()
-    lora = install_lora(loaded.module, config.max_loras, config.max_lora_rank)
-    adapters = make_adapters(lora, loaded.dtype, config)
-    try:
+    with ExitStack() as undo:
+        cores = Cores(config.num_threads, device)
+        undo.callback(cores.close)
+        with cores.loading():
+            loaded = in_words(lambda: load_model(path, config, progress, checkpoint), device, "the model", smaller)
+        attempt.check()
+        config = _resolve_overlap(config, loaded.device.type)
+        tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+        if tokenizer is not None:
+            tokenizer.warm_up()
+        attempt.check()
+        lora = install_lora(loaded.module, config.max_loras, config.max_lora_rank)
+        adapters = make_adapters(lora, loaded.dtype, config)
+        undo.callback(adapters.close)
         ranks = [info.rank for info in adapters.list()]
         if ranks:  # before the KV cache takes its share of what is free
             take = partial(lora.allocate, lora.layer_linears(), max(ranks))
@@ -131,10 +134,9 @@ def _load_core(
         attempt.check()
         runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
         progress.say_compiled()
-        return _assemble(path, loaded, tokenizer, runner, adapters, config)
-    except BaseException:
-        adapters.close()
-        raise
+        core = _assemble(path, loaded, tokenizer, runner, adapters, config)
+        undo.pop_all()
+        return core
 
 
 def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:

@@ -276,6 +276,7 @@ class EngineCore:
         for part in (self.adapters, self.loop.grammars):
             if part is not None:
                 part.close()
+        self.loop.runner.close_soon()
 
     # ---------------------------------------------------------------- looking in
 

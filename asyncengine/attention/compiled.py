@@ -86,10 +86,10 @@ class CompiledBackend:
         raise RuntimeError("the compiled backend runs on the CPU: no graphs")
 
     def plan(self, step: StepView) -> None:
-        (self._threads, self._piece), self._team = team_threads(), use_team()
+        (self._threads, self._piece, workers), self._team = team_threads(), use_team()
         size = max(_scratch_bytes(spec) for spec in self._layers)
-        if self._scratch.numel() < self._threads * size:
-            self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
+        if self._scratch.numel() < workers * size:
+            self._scratch = torch.empty(workers * size, dtype=torch.uint8)
         self._plans = {group: self._plan_group(spec, step, size) for group, spec in self._groups.items()}
         self._planned = [self._plans[_group_of(spec)] for spec in self._layers]
 

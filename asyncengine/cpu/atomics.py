@@ -105,7 +105,11 @@ if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a 
         return ticks * 100
 
     @serial
-    def make_lock(mutex: int, condition: int) -> None:
+    def make_mutex(mutex: int) -> None:
+        """Of zeros."""
+
+    @serial
+    def make_condition(condition: int) -> None:
         """Of zeros."""
 
     @serial
@@ -132,9 +136,13 @@ else:
         return total
 
     @serial
-    def make_lock(mutex: int, condition: int) -> None:
+    def make_mutex(mutex: int) -> None:
         """Of zeros."""
         _make_mutex(mutex, 0)
+
+    @serial
+    def make_condition(condition: int) -> None:
+        """Of zeros."""
         _make_condition(condition, 0)
 
     @serial
@@ -154,8 +162,7 @@ def unlock(mutex: int) -> None:
 
 
 @serial
-def wake(condition: int, mutex: int) -> None:
-    """Wake all threads that sleep on the condition. Whoever is between looking and sleeping is waited for."""
-    _lock(mutex)
-    _unlock(mutex)
+def wake(condition: int) -> None:
+    """Whoever sleeps on the condition. Who looks with the mutex held before it sleeps must not miss what has changed:
+    take and leave the mutex between changing it and this."""
     _wake_all(condition)

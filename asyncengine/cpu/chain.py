@@ -76,7 +76,8 @@ class Chain:
                 span.address, form, projects, *norms, own.number, own.key_dim * self._size
             )  # fmt: skip
             self._numbers[place] = np.array([factor, *epsilons, own.epsilon], dtype=np.float32)
-        self._width, self._outputs = projection.inputs, projection.outputs
+        self._width = projection.inputs
+        self._outputs = max(projection.outputs, *(span.outputs for span in spans))
         self._query = max(own.number * own.key_dim for own in heads)
         self._attended = max(own.number * own.value_dim for own in heads)
 

@@ -28,8 +28,6 @@ from asyncengine.cpu.vectors import BFLOAT, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FEW = 64
-"""Rows up to which it takes microseconds to look them up."""
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
 _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
@@ -68,7 +66,8 @@ def serial_in_order(function: Function) -> Function:
 
 
 def held(function: Any) -> Any:
-    """A compiled function for calls of some microseconds: it keeps the interpreter's lock.
+    """A compiled function for calls of some microseconds: it keeps the interpreter's lock. Never with a team, whose
+    helpers it would keep waiting for while the whole program stands still.
 
     Whoever lets go of it may wait for the switch interval (5 ms) until a thread of the program gives it back.
     """

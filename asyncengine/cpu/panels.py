@@ -25,7 +25,6 @@ from numba.extending import intrinsic
 from asyncengine.cpu import vectors
 from asyncengine.cpu.calls import spread
 from asyncengine.cpu.jit import (
-    FEW,
     array,
     held,
     inline,
@@ -53,6 +52,8 @@ _BLOCK = 2**19
 """
 _EVEN = 16
 """Rows whose arithmetic takes as long as reading a panel."""
+_AT_ONCE = 2**14
+"""Lines of memory up to which rows are read with the interpreter's lock kept: some hundred microseconds."""
 _NEAR = 2**18
 """Bytes of x up to which one panel at a time is done for all rows: both stay in that cache."""
 
@@ -120,8 +121,9 @@ def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torc
 def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
     """out [..., inputs] = rows `ids` (int64, contiguous, in range) of the weight."""
     steps, step = panels.shape[1], panels.shape[-1]
-    read = _read_few_rows if ids.numel() <= FEW else _read_rows
-    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), use_team())
+    few = ids.numel() * steps <= _AT_ONCE
+    read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
+    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), team)
 
 
 @functools.lru_cache(maxsize=4096)

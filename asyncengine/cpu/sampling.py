@@ -23,8 +23,8 @@ from asyncengine.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
 _LANES = 16
 _WORK = 8
 """Bytes that could be read while a logit is looked at."""
-_AT_ONCE = 2**20
-"""Logits up to which no thread is kept waiting for the interpreter's lock: it takes half a millisecond."""
+_AT_ONCE = 2**18
+"""Logits up to which the interpreter's lock is kept, by this thread alone: it takes a millisecond at most."""
 _BLOCK_FLAG = 1 << 31
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
@@ -50,15 +50,15 @@ class Chooser:
         """
         logits = logits.float().contiguous()
         rows = logits.shape[0]
-        workers, _ = team_threads()
+        *_, workers = team_threads()
         if len(self._scratch) < workers:
             self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
         # not torch.empty, which lets go of the interpreter's lock
         tokens, best = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float32)
-        choose = _choose_at_once if logits.numel() <= _AT_ONCE else _choose
+        choose, team = (_choose_at_once, 0) if logits.numel() <= _AT_ONCE else (_choose, use_team())
         choose(
             logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.ctypes.data,
-            best.ctypes.data, rows, self._vocab_size, self._scratch.shape[1], use_team(),
+            best.ctypes.data, rows, self._vocab_size, self._scratch.shape[1], team,
         )  # fmt: skip
         return torch.from_numpy(tokens), torch.from_numpy(best)
 

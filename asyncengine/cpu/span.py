@@ -64,7 +64,7 @@ class Span:
             len(products) == _PRODUCTS,
         )
         """(factor, both epsilons, form, whether there is a projection at the end)"""
-        self._outputs = products[-1].outputs if len(products) == _PRODUCTS else products[0].outputs
+        self.outputs = products[-1].outputs if len(products) == _PRODUCTS else products[0].outputs
         out, both, down = products[:3]
         self._row = 2 * out.outputs + both.outputs + down.inputs
         self._inputs = max(product.inputs for product in products)
@@ -84,7 +84,7 @@ class Span:
         All contiguous and of one type.
         """
         rows, size = residual.shape[0], residual.element_size()
-        out = residual.new_empty((rows, self._outputs))
+        out = residual.new_empty((rows, self.outputs))
         run_span(
             self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
             *self.settings, *panels.cut(rows), self.bits, kind_of(residual.dtype), size, use_team(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -28,6 +30,8 @@ from asyncengine.cpu.team_loops import (
     make,
 )
 
+logger = logging.getLogger("asyncengine")
+
 
 class Account(NamedTuple):
     """Of a team's loops since it began."""
@@ -40,11 +44,14 @@ class Account(NamedTuple):
     """Nanoseconds that the caller took for those."""
     waiting: int
     """Nanoseconds that it waited for pieces that helpers had begun."""
+    capacity: int
+    """Nanoseconds that the loops took, times the threads that could have computed pieces."""
 
-    def efficiency(self, threads: int) -> float:
-        """What the caller would have taken for all pieces, over `threads` times what it took; 1 at most, and where
-        there were none."""
-        taken = threads * (self.computing + self.waiting) * self.own
+    @property
+    def efficiency(self) -> float:
+        """What the caller would have taken for all pieces, over the threads' capacity; 1 at most, and where there were
+        no loops."""
+        taken = self.capacity * self.own
         return min(1.0, self.computing * self.pieces / taken) if taken > 0 else 1.0
 
     def since(self, before: Account) -> Account:
@@ -73,8 +80,8 @@ class Team:
         self._address: int = self._words.ctypes.data
         self._words[PIECE // 8] = piece
         self._words[HELPER_SPIN // 8], self._words[CALLER_SPIN // 8] = HELPER_SPIN_NS, CALLER_SPIN_NS
-        make(self._address)
-        self._end = weakref.finalize(self, _stop, self._memory, self._address)
+        make(self._address, threads)
+        self._end = weakref.finalize(self, _stop, self._memory, self._address, threads, os.getpid())
         self._end.atexit = False  # helpers are daemons: nobody waits for them when the program ends
 
     @contextmanager
@@ -98,14 +105,20 @@ class Team:
         if not self._end.alive:
             raise RuntimeError("the team is closed")
         if threads > 1 and not self._helpers:
-            for index in range(self.threads - 1):
-                thread = threading.Thread(
-                    target=_help_on, args=(self._memory, self._address, index), name=self._name, daemon=True
-                )
-                thread.start()
-                self._helpers.append(thread)
+            self._start_helpers()
         if self._words[ACTIVE // 8] != threads - 1:
-            change(self._address, ACTIVE, threads - 1)
+            change(self._address, ACTIVE, threads - 1, self.threads)
+
+    def _start_helpers(self) -> None:
+        for index in range(self.threads - 1):
+            arguments = (self._memory, self._address, index)
+            helper = threading.Thread(target=_help_on, args=arguments, name=self._name, daemon=True)
+            try:
+                helper.start()
+            except RuntimeError as error:  # the system has no more: loops are done by those there are
+                logger.warning("steps are computed by %d threads instead of %d: %s", index + 1, self.threads, error)
+                return
+            self._helpers.append(helper)
 
     @property
     def active(self) -> int:
@@ -139,10 +152,11 @@ def use_team() -> int:
     return 0 if team is None else team.address
 
 
-def team_threads() -> tuple[int, int]:
-    """(how many threads share the loops of kernels called here, bytes of work in a piece at least)."""
+def team_threads() -> tuple[int, int, int]:
+    """(how many threads share the loops of kernels called here, bytes of work in a piece at least, how many workers
+    need memory of their own: a helper may come late, when fewer are wanted)."""
     team: Team | None = getattr(_LOCAL, "team", None)
-    return (1, PIECE_BYTES) if team is None else (team.active, team.piece)
+    return (1, PIECE_BYTES, 1) if team is None else (team.active, team.piece, team.threads)
 
 
 def _help_on(memory: Any, address: int, index: int) -> None:
@@ -150,5 +164,6 @@ def _help_on(memory: Any, address: int, index: int) -> None:
     del memory  # until now it had to stay where it was
 
 
-def _stop(memory: Any, address: int) -> None:
-    change(address, STOPPED, 1)
+def _stop(memory: Any, address: int, threads: int, process: int) -> None:
+    if os.getpid() == process:  # in a fork there are no helpers, and their locks are as they were at that moment
+        change(address, STOPPED, 1, threads)

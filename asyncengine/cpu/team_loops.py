@@ -26,7 +26,8 @@ from asyncengine.cpu.atomics import (
     exchange,
     load,
     lock,
-    make_lock,
+    make_condition,
+    make_mutex,
     nanoseconds,
     pause,
     store,
@@ -45,14 +46,14 @@ DONE = 1 * LINE
 SLEEPERS = 2 * LINE
 WAITING = 3 * LINE
 # ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
-EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME = range(4 * LINE, 4 * LINE + 48, 8)
+EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
 MUTEX = 5 * LINE
-WORK_CONDITION = MUTEX + LOCK_BYTES
-DONE_CONDITION = WORK_CONDITION + LOCK_BYTES
-ACTIVE_CONDITION = DONE_CONDITION + LOCK_BYTES
-WORKERS = ACTIVE_CONDITION + LOCK_BYTES
-"""For each worker, the caller first, a line with its share and a line with two words for its clock."""
-WORKER = 2 * LINE
+DONE_CONDITION = MUTEX + LOCK_BYTES
+WORKERS = DONE_CONDITION + LOCK_BYTES
+"""For each worker, the caller first: a line with its share; one with two words for its clock and whether it sleeps; and
+the condition that it sleeps on. One each: who wakes a condition's sleepers a second time waits, in glibc, for those
+that were woken the first time, and one of them may have no core."""
+WORKER = 2 * LINE + LOCK_BYTES
 _NEXT = 1 << 32
 """In a share: one piece further. The end is in the lower half."""
 _END = _NEXT - 1
@@ -88,6 +89,26 @@ def _share_of(team: int, worker: int) -> int:
 @inline
 def _clock_of(team: int, worker: int) -> int:
     return team + WORKERS + worker * WORKER + LINE
+
+
+@inline
+def _asleep_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER + LINE + 16
+
+
+@inline
+def _condition_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER + 2 * LINE
+
+
+@serial_in_order
+def _wake_helpers(team: int, helpers: int) -> None:
+    """Those that sleep. A helper that is about to has the mutex: it is waited for, so that it hears of it."""
+    lock(team + MUTEX)
+    unlock(team + MUTEX)
+    for worker in range(1, helpers + 1):
+        if load(_asleep_of(team, worker)) != 0:
+            wake(_condition_of(team, worker))
 
 
 @serial_in_order
@@ -143,7 +164,6 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
     `worker` is 0 for the caller and 1 .. for helpers.
     """
     clock = _clock_of(team, 0)
-    began = nanoseconds(clock)
     store(team + FUNCTION, function)
     store(team + RECORD, record)
     store(team + PIECES, pieces)
@@ -152,7 +172,8 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
         first, end = pieces * worker // workers, pieces * (worker + 1) // workers
         store(_share_of(team, worker), first * _NEXT + end)
     if load(team + SLEEPERS) > 0:
-        wake(team + WORK_CONDITION, team + MUTEX)
+        _wake_helpers(team, workers - 1)
+    began = nanoseconds(clock)
     own = _take_pieces(team, 0)
     ready = nanoseconds(clock)
     expected = load(team + EXPECTED) + pieces - own
@@ -166,6 +187,7 @@ def run_together(function: int, record: int, pieces: int, team: int) -> None:
     store(team + OWN_PIECES, load(team + OWN_PIECES) + own)
     store(team + OWN_TIME, load(team + OWN_TIME) + ready - began)
     store(team + WAITED_TIME, load(team + WAITED_TIME) + ended - ready)
+    store(team + CAPACITY, load(team + CAPACITY) + (ended - began) * min(workers, pieces))
 
 
 @serial_in_order
@@ -196,7 +218,9 @@ def help_along(team: int, index: int) -> None:
             if count > 0:
                 add(team + DONE, count)
                 if load(team + WAITING) != 0:
-                    wake(team + DONE_CONDITION, team + MUTEX)
+                    lock(team + MUTEX)
+                    unlock(team + MUTEX)
+                    wake(team + DONE_CONDITION)
             idle_since = nanoseconds(clock)
             continue
         for _ in range(_LOOK):
@@ -210,28 +234,33 @@ def help_along(team: int, index: int) -> None:
 def _sleep(team: int, index: int) -> None:
     """Until there may be a piece for this helper, or the team is stopped. Only who waits for pieces is a sleeper: a
     caller need not wake helpers that are to rest."""
+    worker = index + 1
     lock(team + MUTEX)
-    if index < load(team + ACTIVE):
+    active = index < load(team + ACTIVE)
+    store(_asleep_of(team, worker), 1)
+    if active:
         add(team + SLEEPERS, 1)
         while load(team + STOPPED) == 0 and index < load(team + ACTIVE) and not _any_left(team):
-            wait(team + WORK_CONDITION, team + MUTEX)
+            wait(_condition_of(team, worker), team + MUTEX)
         add(team + SLEEPERS, -1)
     else:
         while load(team + STOPPED) == 0 and index >= load(team + ACTIVE):
-            wait(team + ACTIVE_CONDITION, team + MUTEX)
+            wait(_condition_of(team, worker), team + MUTEX)
+    store(_asleep_of(team, worker), 0)
     unlock(team + MUTEX)
 
 
 @serial_in_order
-def make(team: int) -> None:
-    make_lock(team + MUTEX, team + WORK_CONDITION)
-    make_lock(team + MUTEX, team + DONE_CONDITION)
-    make_lock(team + MUTEX, team + ACTIVE_CONDITION)
+def make(team: int, workers: int) -> None:
+    """The locks of a team whose memory is all zeros."""
+    make_mutex(team + MUTEX)
+    make_condition(team + DONE_CONDITION)
+    for worker in range(workers):
+        make_condition(_condition_of(team, worker))
 
 
 @serial_in_order
-def change(team: int, place: int, value: int) -> None:
+def change(team: int, place: int, value: int, workers: int) -> None:
     """ACTIVE or STOPPED, for helpers that sleep as well."""
     store(team + place, value)
-    wake(team + WORK_CONDITION, team + MUTEX)
-    wake(team + ACTIVE_CONDITION, team + MUTEX)
+    _wake_helpers(team, workers - 1)

@@ -45,7 +45,7 @@ def build_runner(
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
-        work = partial(_build, model, config, lora, cores or Cores(config.num_threads), bar)
+        work = partial(_build, model, config, lora, cores or Cores(config.num_threads, model.device), bar)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
@@ -87,6 +87,7 @@ def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progr
         pages = list(range(1, 1 + -(-count // config.page_size)))
         row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, pages, True)
         runner.rehearse(Batch(0, (row,)))
+    runner.cores.forget()  # compiling is in what they took
 
 
 def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:

@@ -27,7 +27,7 @@ _WINDOW = 0.05
 _POOR = 0.4
 """Share of the threads' work that is worth the name: below it, half of them would do as well."""
 _PREEMPTED = 100.0
-"""Of this process's threads, each second: OpenMP's wait for one another when that happens, spinning."""
+"""Of this process's threads, each second, and two in a step: OpenMP's wait for one another when that happens."""
 _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
@@ -50,6 +50,7 @@ class Sharing:
             self._running -= 1
 
 
+_CPU = torch.device("cpu")
 _PROCESS = Sharing()
 """Of this process: its engines know nothing of each other, and the cores are the same."""
 
@@ -57,14 +58,17 @@ _PROCESS = Sharing()
 class Cores:
     """The threads of one engine's kernels, and of torch's operators in its steps. One step at a time."""
 
-    def __init__(self, threads: int | None = None, sharing: Sharing = _PROCESS) -> None:
-        """`threads` None: as many as torch uses in this program."""
-        self.most = torch.get_num_threads() if threads is None else threads
+    def __init__(self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS) -> None:
+        """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch."""
+        self.most = threads or torch.get_num_threads()
+        if device.type != "cpu":
+            self.most = 1
+        self._here = device.type == "cpu"
         self._sharing = sharing
         self._company = Company(self.most)
         self._used = self.most
         self._team = None
-        if compiler_missing(torch.float32, torch.device("cpu")) is None:
+        if compiler_missing(torch.float32, device) is None:
             from asyncengine.cpu.team import Team
 
             self._team = Team(self.most)
@@ -73,13 +77,19 @@ class Cores:
     def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:
         """Within, one step is computed. `torch_alone`: torch's own operators do so little that one thread is best.
         `small`: so does the whole step."""
-        threads = 1 if small else self._sharing.enter(self._company.threads)
+        if not self._here:
+            yield
+            return
+        if small:
+            with self._use(1, 1):
+                yield
+            return
+        threads = min(self._company.threads, self._sharing.enter(self.most))
         try:
             with self._use(threads, 1 if torch_alone else threads):
                 yield
         finally:
-            if not small:
-                self._sharing.leave()
+            self._sharing.leave()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -103,6 +113,10 @@ class Cores:
         lost = _preempted() - preempted if for_torch > 1 else 0
         self._company.note(threads, time.perf_counter() - began, loops, lost)
 
+    def forget(self) -> None:
+        """What steps have taken so far says nothing of those to come: they were the first ones."""
+        self._company = Company(self.most)
+
     @property
     def stats(self) -> ThreadStats:
         return ThreadStats(self._used, self.most, self._company.efficiency)
@@ -124,10 +138,11 @@ class Company:
         self._until = 0.0
         """When more threads are tried, by the sum of all steps' seconds: idle time is no evidence."""
         self._clock = 0.0
-        self._clear()
+        self._clear(most)
 
-    def _clear(self) -> None:
-        self._seconds = 0.0
+    def _clear(self, threads: int) -> None:
+        self._used = threads
+        self._steps, self._seconds = 0, 0.0
         self._loops: Account | None = None
         self._preempted = 0
 
@@ -135,23 +150,25 @@ class Company:
         """A step of so many threads: its seconds, the loops they shared, and how often a thread that torch's operators
         may have waited for lost its core."""
         self._clock += seconds
-        if threads != self.threads:  # other engines had the rest: says nothing of these
-            return
+        if threads != self._used:  # other engines took some, or gave them back
+            self._clear(threads)
+        self._steps += 1
         self._seconds += seconds
         if loops is not None:
             self._loops = loops if self._loops is None else self._loops.plus(loops)
         self._preempted += preempted
         if self._seconds < _WINDOW:
             return
-        self.efficiency = 1.0 if self._loops is None or threads == 1 else self._loops.efficiency(threads)
-        poor = threads > 1 and (self.efficiency < _POOR or self._preempted > _PREEMPTED * self._seconds)
-        self._clear()
+        self.efficiency = 1.0 if self._loops is None or threads == 1 else self._loops.efficiency
+        preempted = self._preempted > max(_PREEMPTED * self._seconds, 2 * self._steps)
+        poor = threads > 1 and (self.efficiency < _POOR or preempted)
+        self._clear(threads)
         if poor:
             self.threads = max(1, threads // 2)
             self._until, self._rest = self._clock + self._rest, min(2 * self._rest, _LONGEST_REST)
-        elif threads < self._most and self._clock >= self._until:
-            self.threads = min(2 * threads, self._most)
-        elif threads == self._most:
+        elif self.threads < self._most and self._clock >= self._until:
+            self.threads = min(2 * self.threads, self._most)
+        elif self.threads == self._most:
             self._rest = max(_FIRST_REST, self._rest / 2)
 
 

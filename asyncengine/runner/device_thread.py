@@ -61,8 +61,13 @@ class DeviceThread:
             self._thread.start()
 
     def _work(self) -> None:
-        with INTERPRETER.shortened(self._switch_interval):
-            self._serve()
+        try:
+            with INTERPRETER.shortened(self._switch_interval):
+                self._serve()
+        finally:
+            self._tell_ended()
+
+    def _tell_ended(self) -> None:
         if self._ended is not None:
             loop, ended = self._ended
             with contextlib.suppress(RuntimeError):

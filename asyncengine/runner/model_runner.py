@@ -64,7 +64,7 @@ class ModelRunner:
         self._copies = copy_stream(model.device)
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
-        self.cores = Cores() if cores is None else cores
+        self.cores = Cores(device=model.device) if cores is None else cores
         self._small = model.weights_bytes <= SMALL
         self._compiled = f"span x {len(model.attention_modules)}" in model.fused
         self._graphs: DecodeGraphs | None = None
@@ -158,8 +158,10 @@ class ModelRunner:
         """Free KV memory and let go of the weights and of everything on the device. Idempotent."""
         if self._module is None:
             return
-        self._let_go()
-        self.cores.close()
+        try:
+            self._let_go()
+        finally:
+            self.cores.close()
         if self._device.type != "cpu":  # Python does not know when memory is short there
             gc.collect()  # fused modules refer to themselves
             release_cached(self._device)

@@ -7,6 +7,7 @@ The interval is the process's: it is shortened while a device thread lives, and 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,11 @@ class SwitchInterval:
                 self._wanted.remove(seconds)
                 self._apply()
 
+    def forget(self) -> None:
+        """In a fork: who wanted it is in another process."""
+        self._lock, self._wanted = threading.Lock(), []
+        self._apply()
+
     def _apply(self) -> None:
         if sys.getswitchinterval() != self._set:  # somebody else has changed it since: theirs stands
             return
@@ -48,3 +54,5 @@ class SwitchInterval:
 
 INTERPRETER = SwitchInterval()
 """There is one interval for all engines of a process."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=INTERPRETER.forget)

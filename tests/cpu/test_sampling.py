@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.teams import team_of
 
+from asyncengine.cpu import sampling
 from asyncengine.cpu.sampling import Chooser
 from asyncengine.runner.noise import noise_keys
 from asyncengine.runner.nucleus import smallest_kept
@@ -81,13 +82,14 @@ def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
     assert tokens[[0, 3, 5]].tolist() == alone[[0, 3, 5]].tolist()
 
 
-def test_a_row_does_not_depend_on_its_neighbours_or_on_threads() -> None:
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((40, 3000), generator=torch.Generator().manual_seed(4))
     params, keys = columns(40, top_k=50, top_p=0.9)
     chooser = Chooser(3000)
     together = chooser.choose(logits, params, keys)[0].tolist()
     alone = [int(chooser.choose(*(part[row : row + 1] for part in (logits, params, keys)))[0]) for row in range(40)]
     assert together == alone
+    monkeypatch.setattr(sampling, "_AT_ONCE", 0)  # few logits are not worth sharing
     with team_of(3) as team:
         assert chooser.choose(logits, params, keys)[0].tolist() == alone
         assert team.account.pieces > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from contextlib import closing
@@ -165,8 +166,33 @@ def test_one_thread_at_a_time() -> None:
 
 
 def test_efficiency() -> None:
-    assert Account(1, 10, 5, 100, 0).efficiency(2) == 1
-    assert Account(1, 10, 5, 100, 100).efficiency(2) == 0.5
-    assert Account(1, 10, 10, 100, 0).efficiency(2) == 0.5
-    assert Account(0, 0, 0, 0, 0).efficiency(2) == 1
-    assert Account(3, 4, 5, 6, 7).since(Account(1, 1, 1, 1, 1)) == Account(2, 3, 4, 5, 6)
+    """Two threads each did half; the caller waited as long as it computed; the helper never came; no loop at all."""
+    assert Account(1, 10, 5, 100, 0, 200).efficiency == 1
+    assert Account(1, 10, 5, 100, 100, 400).efficiency == 0.5
+    assert Account(1, 10, 10, 100, 0, 200).efficiency == 0.5
+    assert Account(0, 0, 0, 0, 0, 0).efficiency == 1
+    assert Account(3, 4, 5, 6, 7, 8).since(Account(1, 1, 1, 1, 1, 1)) == Account(2, 3, 4, 5, 6, 7)
+
+
+def test_a_fork_closes_what_it_has_not() -> None:
+    """Its helpers are in the other process, and their locks may be held for ever."""
+    with team_of(2) as team:
+        run(8, 5)
+        child = os.fork()
+        if child == 0:
+            team.close()
+            os._exit(0)
+        deadline = time.monotonic() + 10
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert run(8, 5)[0] == [5] * 8
+
+
+def test_without_another_thread_to_have_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with team_of(3):
+        assert run(20, 5)[0] == [5] * 20

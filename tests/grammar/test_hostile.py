@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from support.grammar_desk import GOOD, Desk, constrained, desk, free
 from support.grammar_walks import text_of
 from support.hostile_grammars import BEARABLE, REFUSED
 from support.small_grammars import NAMES, shared_vocabulary, small_grammar
+from support.threads import no_new_engine_thread
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
@@ -33,11 +33,8 @@ from asyncengine.grammar.service import GrammarService
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    yield
-    deadline = time.monotonic() + 10
-    while names := [t.name for t in threading.enumerate() if t.name.startswith("asyncengine")]:
-        assert time.monotonic() < deadline, f"threads left behind: {names}"
-        time.sleep(0.001)
+    with no_new_engine_thread(patience=10):
+        yield
 
 
 # ---------------------------------------------------------------- hostile input

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,9 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 """What a block prints, where the page shows it right after the block."""
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+OPTIONAL = {"dspy": "dspy", "instructor": "instructor", "pydantic_ai": "pydantic-ai-slim"}
+"""Modules that how-tos are about and no extra of this package installs, with what to install. Where one is missing the
+blocks that import it are skipped; no other import may be missing."""
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -28,12 +34,26 @@ def blocks() -> list[object]:
     return found
 
 
+def imported(code: str) -> set[str]:
+    """The top-level modules that a block imports."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules.add(node.module.partition(".")[0])
+    return modules
+
+
 @pytest.mark.parametrize(("page", "line", "code", "shown"), blocks())
 def test_block_runs(
     page: Path, line: int, code: str, shown: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """As a reader would run it: pasted into an empty file, in an empty folder. Line numbers are the document's."""
+    for module in sorted(imported(code) & OPTIONAL.keys()):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}, which is not installed: pip install {OPTIONAL[module]}")
     monkeypatch.chdir(tmp_path)
     program = compile("\n" * (line - 1) + code, str(page), "exec", dont_inherit=True)
     exec(program, {"__name__": "__main__"})
@@ -42,6 +62,16 @@ def test_block_runs(
         assert printed.strip(), "the block prints, but printed nothing"
     if shown is not None:
         assert printed == shown
+
+
+def test_only_what_no_extra_installs_may_be_missing() -> None:
+    """Each is imported by one page's blocks, and none is a dependency: else its blocks would be skipped unnoticed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for group in required for requirement in group}
+    assert not names & set(OPTIONAL.values())
+    page = (ROOT / "docs" / "howto" / "other_libraries.md").read_text(encoding="utf-8")
+    assert set().union(*(imported(code) for code in BLOCK.findall(page))) >= OPTIONAL.keys()
 
 
 LANGUAGES = {"python", "text", "bash", "dockerfile"}

@@ -16,6 +16,7 @@ from asyncengine.models import short_steps
 from asyncengine.models.fused_model import FusedForward
 from asyncengine.models.loading import load_model
 from asyncengine.models.short_steps import MOST_TOKENS, ShortSteps
+from asyncengine.runner.cores import Cores, Sharing
 
 pytest.importorskip("numba")
 COMMON = {"llama3.1-rope", "qwen2", "qwen3", "granite", "smollm3"}
@@ -72,6 +73,31 @@ def test_the_same_tokens_and_logprobs(
     taken.clear()
     assert run() == short
     assert not taken
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("smollm3", None), ("llama", "int8")])
+def test_shared_among_threads_in_the_smallest_pieces(
+    name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: rows so long that their keys are split among threads, next to short ones."""
+    from asyncengine.cpu.team import Team
+
+    runner = make_runner(name, quantization=quantization, max_num_batched_tokens=1024)
+    inputs = prompts([530, 33, 5], VOCAB)
+
+    def run() -> list[Any]:
+        driver = Driver(runner)
+        jobs = [driver.job(prompt, 6) for prompt in inputs]
+        return [driver.run(jobs, 600), [job.logprobs for job in jobs]]
+
+    alone = run()
+    monkeypatch.setattr(runner, "_small", False)
+    runner.cores.close()
+    runner.cores = Cores(3, sharing=Sharing())
+    runner.cores._team = Team(3, piece=1)
+    assert run() == alone
+    assert runner.cores._team.account.pieces > 100
+    runner.cores.close()
 
 
 def test_long_steps_and_hooks_go_the_long_way(checkpoint: Checkpoint, make_runner: MakeRunner) -> None:

@@ -16,6 +16,8 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = dtype.itemsize
     for extent in shape:
         size *= extent
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(shape)
 
 

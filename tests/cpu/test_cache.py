@@ -204,7 +204,7 @@ def test_how_many_kernels_there_are() -> None:
         id(value): value for module in modules for value in vars(module).values() if isinstance(value, CPUDispatcher)
     }
     count = sum(value.targetoptions.get("inline") != "always" for value in made.values())
-    others = 3  # in atomics, those of other systems
+    others = 4  # in atomics, those of other systems
     assert kernel_count() == count + others > 40
 
 

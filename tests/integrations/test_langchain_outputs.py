@@ -133,7 +133,7 @@ def test_broken_calls_are_invalid_ones() -> None:
 def test_every_error_of_the_engine_has_a_langchain_twin() -> None:
     """A new error class must be given one, or be a mistake in the program."""
     kinds = [kind for kind in vars(engine_errors).values() if isinstance(kind, type) and issubclass(kind, EngineError)]
-    ours = {EngineError, engine_errors.WrongLoop, engine_errors.InvariantViolation}
+    ours = {EngineError, engine_errors.WrongLoop, engine_errors.WrongProcess, engine_errors.InvariantViolation}
     for kind in kinds:
         error = kind.__new__(kind)
         with pytest.raises(kind) as caught, mapped_errors():

@@ -33,7 +33,7 @@ _THEIRS: dict[type[errors.EngineError], str] = {
     errors.EngineClosed: "ModelConnectionError",
     errors.EngineDead: "ModelConnectionError",
 }
-"""`WrongLoop`, `WrongProcess` and `InvariantViolation` are absent: they are mistakes in a program, not failures of the model."""
+"""`WrongLoop`, `WrongProcess` and `InvariantViolation` are absent: mistakes in a program, not failures of the model."""
 
 
 def _both(kind: type[errors.EngineError], name: str) -> type[errors.EngineError]:

@@ -73,6 +73,7 @@ class Team:
         self.threads, self.piece = threads, piece
         self._name = name
         self._helpers: list[threading.Thread] = []
+        self._started = False
         self._busy = threading.Lock()
         self._memory = np.zeros((WORKERS + threads * WORKER + LINE) // 8, dtype=np.int64)
         offset = -self._memory.ctypes.data % LINE // 8
@@ -104,7 +105,8 @@ class Team:
     def _use(self, threads: int) -> None:
         if not self._end.alive:
             raise RuntimeError("the team is closed")
-        if threads > 1 and not self._helpers:
+        if threads > 1 and not self._started:
+            self._started = True  # once, even if the system has no thread: it would be asked for in every step
             self._start_helpers()
         if self._words[ACTIVE // 8] != threads - 1:
             change(self._address, ACTIVE, threads - 1, self.threads)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,20 +94,18 @@ class Cores:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Within, a model's weights are prepared: by all threads."""
-        with ExitStack() as within:
-            if self._team is not None:
-                within.enter_context(self._team.joined())
+        with self._joined(None):
             yield
+
+    def _joined(self, threads: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._team is None else self._team.joined(threads)
 
     @contextmanager
     def _use(self, threads: int, for_torch: int) -> Iterator[None]:
         self._used = threads
         began, preempted = time.perf_counter(), _preempted()
         before = None if self._team is None else self._team.account
-        with ExitStack() as within:
-            within.enter_context(torch_threads(for_torch))
-            if self._team is not None:
-                within.enter_context(self._team.joined(threads))
+        with torch_threads(for_torch), self._joined(threads):
             yield
         loops = None if self._team is None or before is None else self._team.account.since(before)
         lost = _preempted() - preempted if for_torch > 1 else 0
@@ -160,8 +158,8 @@ class Company:
         if self._seconds < _WINDOW:
             return
         self.efficiency = 1.0 if self._loops is None or threads == 1 else self._loops.efficiency
-        preempted = self._preempted > max(_PREEMPTED * self._seconds, 2 * self._steps)
-        poor = threads > 1 and (self.efficiency < _POOR or preempted)
+        disturbed = self._preempted > max(_PREEMPTED * self._seconds, 2 * self._steps)
+        poor = threads > 1 and (self.efficiency < _POOR or disturbed)
         self._clear(threads)
         if poor:
             self.threads = max(1, threads // 2)

@@ -124,7 +124,7 @@ def _load_core(
         if tokenizer is not None:
             tokenizer.warm_up()
         attempt.check()
-        lora = install_lora(loaded.module, config.max_loras, config.max_lora_rank)
+        lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
         ranks = [info.rank for info in adapters.list()]

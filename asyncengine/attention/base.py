@@ -66,7 +66,7 @@ class MergedHeads:
     key_dim: int
     value_dim: int
     q_norm: torch.Tensor | None = None
-    """[key_dim] weight of an RMS norm of each query head, contiguous, in the model's type. None: no norm."""
+    """[key_dim] float32 weight of an RMS norm of each query head, contiguous. None: no norm."""
     k_norm: torch.Tensor | None = None
     epsilon: float = 0.0
 

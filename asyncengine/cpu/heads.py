@@ -1,7 +1,7 @@
 """One head of a query or key before attention: its norm, and its rotation.
 
-Roundings are where the modules of transformers have them, after each operation of theirs, so that bfloat16 gives what
-they give.
+The norm's weight is float32 and its result is rounded once; the rotation's roundings are where the modules of
+transformers have them, after each operation of theirs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ def _turn_numbers(
 ) -> None:
     values, results = array(pointer(source, kind), (dim,)), array(pointer(out, kind), (dim,))
     if norm != 0:
-        weights = array(pointer(norm, kind), (dim,))
+        weights = array(pointer(norm, np.float32(0)), (dim,))
         for index in range(dim):
-            normal = narrow(widen(values[index]) * scale, kind)
-            results[index] = narrow(widen(normal) * widen(weights[index]), kind)
+            results[index] = narrow(widen(values[index]) * scale * weights[index], kind)
     else:
         for index in range(dim):
             results[index] = values[index]
@@ -92,8 +91,8 @@ def _write_turn(
         own = read(source, index)
         if not normed:
             return own
-        own = _rounded(builder, builder.fmul(own, factor), kind)
-        return _rounded(builder, builder.fmul(own, read(norm, index)), kind)
+        weights = load(builder, builder.add(norm, builder.mul(index, LONG(4))), FLOATS)
+        return _rounded(builder, builder.fmul(builder.fmul(own, factor), weights), kind)
 
     def product(left: Any, base: Any, index: Any) -> Any:
         return _rounded(builder, builder.fmul(left, read(base, index)), kind)

@@ -23,7 +23,10 @@ _WORK = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside. x [..., width], weight [width]."""
+    """x / rms(x) * weight over the last dimension, in float32 inside and rounded once. x [..., width].
+
+    weight [width] is float32, so that Gemma's `1 + weight` loses nothing.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     width = weight.shape[0]
@@ -52,13 +55,13 @@ def _norm_rows(
     x: int, weight: int, out: int, first: int, last: int, width: int, epsilon: np.float32, kind: np.generic
 ) -> None:
     values = array(pointer(x, kind), (last, width))
-    weights = array(pointer(weight, kind), (width,))
+    weights = array(pointer(weight, np.float32(0)), (width,))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
         total = square_sum(x + row * width * size_of(kind), width, kind)
         scale = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
         for index in range(width):
-            results[row, index] = narrow(widen(values[row, index]) * scale * widen(weights[index]), kind)
+            results[row, index] = narrow(widen(values[row, index]) * scale * weights[index], kind)
 
 
 @serial_in_order

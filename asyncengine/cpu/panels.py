@@ -74,26 +74,45 @@ def panels_fit(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
 
 
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a weight [outputs, inputs] that `panels_fit`, to be filled by `pack_rows`."""
+    step = _STEPS[dtype]
+    return torch.empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype=dtype)
+
+
+def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
+    """Put weight [n, inputs], of any float dtype, in the place of rows `first` to `first + n` of the whole."""
+    steps, step = panels.shape[1], panels.shape[-1]
+    words = weight.to(panels.dtype).contiguous().view(torch.int32).view(-1, steps)
+    made = panels.view(len(panels), steps, WIDTH * step).view(torch.int32)
+    done, last = 0, first + len(words)
+    while first < last:
+        panel, lane = divmod(first, WIDTH)
+        if lane == 0 and last - first >= WIDTH:
+            whole = (last - first) // WIDTH
+            made[panel : panel + whole] = words[done : done + whole * WIDTH].view(whole, WIDTH, steps).transpose(1, 2)
+            count = whole * WIDTH
+        else:
+            count = min(WIDTH - lane, last - first)
+            made[panel, :, lane : lane + count] = words[done : done + count].T
+        first, done = first + count, done + count
+
+
 def to_panels(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
     """Weights [outputs, inputs], one below the other, in panels, in new memory.
 
     `read` is told of each part of them that is done with: what can be read again need not be held twice.
     """
-    if any(weight.shape[0] % WIDTH for weight in weights):
-        weights = (torch.cat(weights),)
-    dtype, inputs = weights[0].dtype, weights[0].shape[1]
-    step, count = _STEPS[dtype], sum(weight.shape[0] for weight in weights) // WIDTH
-    made = torch.empty((count, inputs // step, _VECTORS, LANES), dtype=torch.int32)
+    panels = empty_panels(sum(map(len, weights)), weights[0].shape[1], weights[0].dtype)
     done = 0
     for weight in weights:
         for first in range(0, len(weight), _SLICE):
             part = weight[first : first + _SLICE]
-            words = part.contiguous().view(torch.int32).reshape(-1, _VECTORS, LANES, inputs // step)
-            made[done : done + len(words)] = words.permute(0, 3, 1, 2)
-            done += len(words)
+            pack_rows(part, panels, done + first)
             if read is not None:
                 read(part)
-    return made.view(dtype).view(*made.shape, step)
+        done += len(weight)
+    return panels
 
 
 def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:

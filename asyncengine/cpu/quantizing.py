@@ -21,23 +21,38 @@ _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
 """Of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
 
 
-def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, scales) as `quantized.product` takes them, of a bfloat16 or float32 weight [outputs, inputs]."""
-    weight = weight.contiguous()
-    outputs, inputs = weight.shape
+def empty(outputs: int, inputs: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for (weights, scales) of a weight [outputs, inputs], to be filled by `quantize_rows`."""
     groups, panels = -(-inputs // GROUP), -(-outputs // PANEL)
     numbers = torch.empty((panels, groups * GROUP * bits // 32, PANEL, 4), dtype=torch.uint8)
-    kind, team = kind_of(weight.dtype), use_team()
     if bits == 8:
-        scales = torch.empty(outputs, dtype=torch.float32)
-        _to_bytes(weight.data_ptr(), numbers.data_ptr(), scales.data_ptr(), outputs, inputs, kind, team)
+        return numbers, torch.empty(outputs, dtype=torch.float32)
+    return numbers, torch.empty((panels, groups, PANEL), dtype=torch.bfloat16)
+
+
+def quantize_rows(weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bits: int, first: int) -> None:
+    """Put a bfloat16 or float32 weight [n, inputs] in the place of rows `first` to `first + n` of the whole.
+
+    `first` is a multiple of `PANEL`; so is n, or these are the last rows.
+    """
+    weight = weight.contiguous()
+    outputs, inputs = weight.shape
+    kind, team = kind_of(weight.dtype), use_team()
+    panel = first // PANEL
+    to, its_scales = numbers[panel:].data_ptr(), scales[first if bits == 8 else panel :].data_ptr()
+    if bits == 8:
+        _to_bytes(weight.data_ptr(), to, its_scales, outputs, inputs, kind, team)
     else:
-        scales = torch.empty((panels, groups, PANEL), dtype=torch.bfloat16)
         shrink = torch.tensor(_SHRINK, dtype=torch.float32)
         _to_halves(
-            weight.data_ptr(), numbers.data_ptr(), scales.data_ptr(), outputs, inputs, shrink.data_ptr(), len(_SHRINK),
-            kind, team,
+            weight.data_ptr(), to, its_scales, outputs, inputs, shrink.data_ptr(), len(_SHRINK), kind, team
         )  # fmt: skip
+
+
+def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, scales) as `quantized.product` takes them, of a bfloat16 or float32 weight [outputs, inputs]."""
+    numbers, scales = empty(*weight.shape, bits)
+    quantize_rows(weight, numbers, scales, bits, 0)
     return numbers, scales
 
 

@@ -7,11 +7,12 @@ refused, never read.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, shorten
@@ -22,6 +23,19 @@ _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenize
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
+class StoredTensor(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    kind: str
+    """Its dtype as safetensors calls it."""
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete model folder; of a model whose weights are made up, without files and tensors."""
@@ -30,16 +44,16 @@ class Checkpoint:
     config: dict[str, Any]
     """config.json as it stands."""
     files: tuple[Path, ...]
-    tensors: dict[str, tuple[str, int]]
-    """Name -> (safetensors dtype, elements) over all files."""
+    tensors: dict[str, StoredTensor]
+    """By name, over all files."""
 
     @property
     def weight_bytes(self) -> int:
-        return sum(count * _ITEM_BYTES.get(kind, 4) for kind, count in self.tensors.values())
+        return sum(stored.elements * _ITEM_BYTES.get(stored.kind, 4) for stored in self.tensors.values())
 
     @property
     def elements(self) -> int:
-        return sum(count for _, count in self.tensors.values())
+        return sum(stored.elements for stored in self.tensors.values())
 
 
 _ITEM_BYTES = {
@@ -58,7 +72,7 @@ def open_checkpoint(path_or_id: str, config: EngineConfig) -> Checkpoint:
     raw = read_json(folder / "config.json", path_or_id)
     check_architectures(folder, raw)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
-    tensors: dict[str, tuple[str, int]] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(_read_header(file))
     check_sizes(raw, len(tensors) if files else None)
@@ -150,8 +164,8 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     raise ModelNotFound(f"{path_or_id} has no model.safetensors")
 
 
-def _read_header(file: Path) -> dict[str, tuple[str, int]]:
-    """Tensor name -> (dtype, elements), after checking that the file is as long as its header says."""
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """What a file holds, after checking that it is as long as its header says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -161,19 +175,15 @@ def _read_header(file: Path) -> dict[str, tuple[str, int]]:
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        tensors = {name: (str(entry["dtype"]), _product(entry["shape"])) for name, entry in header.items()}
+        tensors = {
+            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
+            for name, entry in header.items()
+        }
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ModelNotFound(f"{file} is not a whole safetensors file: {first_line(error)}") from None
     if 8 + length + end != size:
         raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return tensors
-
-
-def _product(shape: list[int]) -> int:
-    result = 1
-    for extent in shape:
-        result *= int(extent)
-    return result
 
 
 def first_line(error: BaseException) -> str:

@@ -98,6 +98,8 @@ def _heads(module: Any, spec: LayerSpec) -> MergedHeads | None:
         return None
     if query.weight.shape != (spec.key_dim,) or key.weight.shape != (spec.key_dim,):
         return None
+    if query.weight.dtype != torch.float32 or key.weight.dtype != torch.float32:
+        return None
     return MergedHeads(*counts, query.weight, key.weight, query.epsilon)
 
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncengine.attention.base import LayerSpec
-from asyncengine.models.families import agree
 from asyncengine.models.fused_layer import FusedLayer, fuse_layer
-from asyncengine.models.probing import Context, same
+from asyncengine.models.probing import Context, agree, same
 from asyncengine.models.rotary import RotaryTable
 from asyncengine.models.short_steps import short_steps
 from asyncengine.models.watching import Parts, Seen, answering, find_parts, first_positions, louder, watch

@@ -144,12 +144,14 @@ class _Fuser:
             return
         x = self._random(child.weight.shape[0])
         expected = child(x)
-        for weight in (child.weight.data, 1 + child.weight.data):
+        for added in (0, 1):
+            weight = added + child.weight.data
             candidate = RMSNorm(weight, epsilon)
             if not same(expected, candidate(x)):
                 continue
             if self.kernels is not None:
-                faster = RMSNorm(weight, epsilon, self.kernels.rms_norm, self.kernels.add_rms_norm)
+                whole = added + child.weight.data.to(self.kernels.norm_dtype or self.dtype)
+                faster = RMSNorm(whole, epsilon, self.kernels.rms_norm, self.kernels.add_rms_norm)
                 if self._error(faster, x, expected) is not None and self._adds(faster, x):
                     candidate = faster
                     self.done["rms_norm kernel"] += 1

@@ -32,6 +32,11 @@ class Kernels(Protocol):
     @property
     def add_rms_norm(self) -> AddNorm | None: ...
 
+    @property
+    def norm_dtype(self) -> torch.dtype | None:
+        """Of a norm's weight; None: the model's."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """x [..., width], weight [width]."""
         ...
@@ -47,6 +52,8 @@ class Kernels(Protocol):
 
 class CompiledKernels:
     """Those of `asyncengine.cpu`. Rotation is part of its attention."""
+
+    norm_dtype = torch.float32
 
     def __init__(self) -> None:
         from asyncengine.cpu import activation, norm
@@ -65,6 +72,7 @@ class DeviceKernels:
     """FlashInfer's kernels in the engine's shapes."""
 
     add_rms_norm = None
+    norm_dtype = None
 
     def __init__(self, flashinfer: Any) -> None:
         self._flashinfer = flashinfer

@@ -1,16 +1,15 @@
-"""Loading a causal language model through transformers and making it ready for flat, paged execution.
+"""Loading a causal language model: the decoder for the families that are written down, transformers for all others.
 
-transformers is the model zoo: any family whose attention goes through its attention interface runs. What is loaded is
-then *tried*: a short forward records each layer's attention (heads, scale, window, soft-capping, sinks) and must agree
-with the same forward under transformers' own eager attention. A family that ignores the interface, hides something in
-masks or keeps other state than keys and values is refused here instead of answering wrongly later.
+A family's file (`families`) turns config.json into a `DecoderConfig`; weights then stream from their files into layers,
+by name (`weights`). Every other family runs through transformers' modules (`fallback`), or is refused with a reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,26 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.layers.kernels import TorchKernels, layer_kernels
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.step import CausalLM
+from asyncengine.models.checking import check_config, check_module, load_config
 from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
+from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.dummy import count_elements, make_random
-from asyncengine.models.families import Probed, agree, check_config, check_module, load_config, probe, run_recorded
+from asyncengine.models.fallback import Probed, TransformersModel, probe, run_recorded
+from asyncengine.models.families import decoder_config_of
 from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
 from asyncengine.models.kernels import compiled_kernels, device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.memory import bound_kernel_caches, free_bytes, is_out_of_memory
+from asyncengine.models.probing import agree
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes
 from asyncengine.models.rotary import freeze_rotary
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
+from asyncengine.models.weights import assign, fill_randomly, load_weights
 from asyncengine.sampling_params import SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,11 +47,11 @@ _DEFAULT_LENGTH = 2048
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model ready to run. `module` is transformers' own, its attention modules listed in layer order."""
+    """A model ready to run."""
 
     name: str
     folder: Path
-    module: Any
+    model: CausalLM
     hf_config: Any
     generation_defaults: dict[str, Any]
     """What generation_config.json sets (temperature, top_p, top_k, ...)."""
@@ -55,11 +62,10 @@ class LoadedModel:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
-    layers: list[LayerSpec]
-    attention_modules: list[Any]
+    layers: Sequence[LayerSpec]
     weights_bytes: int
     fused: list[str] = field(default_factory=list)
-    """What was replaced by faster, equal forms, e.g. "rms_norm x 57"."""
+    """How it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
 
 
 def load_model(
@@ -83,32 +89,80 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        bar.stage("reading weights")
-        with _typed(checkpoint.folder):
-            module = _load_module(checkpoint, hf_config, config, dtype, device)
-            check_module(hf_config.model_type, module)
-            bar.stage("checking attention")
-            probed = probe(module, device)
-        fused = _prepare(module, probed, config, bits, max_model_len, device, bar)
-        freeze_rotary(module, max_model_len, device)
+        read = decoder_config_of(hf_config.model_type) if config.fuse else None
+        if read is not None:
+            with _typed(checkpoint.folder):
+                described = read(hf_config.get_text_config(), max_model_len)
+                model, fused, nbytes = _load_decoder(
+                    described, checkpoint, config, dtype, device, bits, max_model_len, bar
+                )
+        else:
+            model, fused, nbytes = _load_module(checkpoint, hf_config, config, dtype, device, bits, max_model_len, bar)
     text_config = hf_config.get_text_config()
     return LoadedModel(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         folder=checkpoint.folder,
-        module=module,
+        model=model,
         hf_config=hf_config,
         generation_defaults=defaults,
-        eos_token_ids=_eos_ids(probed.logits.shape[-1], defaults, hf_config, text_config),
-        vocab_size=probed.logits.shape[-1],
-        input_vocab_size=module.get_input_embeddings().weight.shape[0],
+        eos_token_ids=_eos_ids(model.vocab_size, defaults, hf_config, text_config),
+        vocab_size=model.vocab_size,
+        input_vocab_size=model.input_vocab_size,
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,
-        layers=probed.layers,
-        attention_modules=probed.modules,
-        weights_bytes=probed.weights_bytes if bits is None else resident_bytes(module),
+        layers=model.specs,
+        weights_bytes=nbytes,
         fused=fused,
     )
+
+
+def _load_decoder(
+    described: DecoderConfig, checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device,
+    bits: int | None, max_model_len: int, bar: LoadProgress,
+) -> tuple[Decoder, list[str], int]:  # fmt: skip
+    """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
+    described = _untied_if_stored_apart(described, checkpoint)
+    outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
+    slots = outline.slots()
+    if config.load_format != "dummy":
+        assign(checkpoint, slots, described.ignored)
+    elements = sum(math.prod(slot.shape) for slot in slots.values())
+    _check_memory(elements, dtype, device, bits)
+    files = MappedFiles()
+    kernels = layer_kernels(config.attention_backend, dtype, device)
+    options = LayerOptions(dtype, device, kernels, bits, files.release)
+    decoder = Decoder(described, options, max_model_len)
+    if config.load_format == "dummy":
+        bar.stage("making up weights")
+        fill_randomly(decoder.slots(), dtype, device)
+    else:
+        load_weights(checkpoint, decoder.slots(), described.ignored, files, bar)
+    return decoder, decoder.describe(), decoder.nbytes
+
+
+def _untied_if_stored_apart(described: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """A checkpoint that has an output layer of its own is not tied, whatever its configuration says (transformers does
+    the same)."""
+    if described.tied and f"{described.head}.weight" in checkpoint.tensors:
+        return replace(described, tied=False)
+    return described
+
+
+def _load_module(
+    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device,
+    bits: int | None, max_model_len: int, bar: LoadProgress,
+) -> tuple[TransformersModel, list[str], int]:  # fmt: skip
+    """transformers' own module."""
+    bar.stage("reading weights")
+    with _typed(checkpoint.folder):
+        module = _make_module(checkpoint, hf_config, config, dtype, device)
+        check_module(hf_config.model_type, module)
+        bar.stage("checking attention")
+        probed = probe(module, device)
+    fused = _prepare(module, probed, config, bits, max_model_len, device, bar)
+    freeze_rotary(module, max_model_len, device)
+    return TransformersModel(module, probed), fused, probed.weights_bytes if bits is None else resident_bytes(module)
 
 
 def _prepare(
@@ -162,13 +216,13 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any, checkpoint: Checkpoint)
     if isinstance(declared, torch.dtype) and declared in _DTYPES.values():
         return declared
     elements: dict[torch.dtype, int] = {}
-    for kind, count in checkpoint.tensors.values():
-        if kind in _STORED:
-            elements[_STORED[kind]] = elements.get(_STORED[kind], 0) + count
+    for stored in checkpoint.tensors.values():
+        if stored.kind in _STORED:
+            elements[_STORED[stored.kind]] = elements.get(_STORED[stored.kind], 0) + stored.elements
     return max(elements, key=lambda dtype: elements[dtype], default=torch.float32)
 
 
-def _load_module(
+def _make_module(
     checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """transformers' model on `device`: from the checkpoint's files, or made up."""
@@ -184,12 +238,12 @@ def _load_module(
     return module.eval().requires_grad_(False)
 
 
-def _check_memory(elements: int, dtype: torch.dtype, device: torch.device) -> None:
-    need, free = elements * dtype.itemsize, free_bytes(device)
+def _check_memory(elements: int, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> None:
+    need, free = elements * dtype.itemsize if bits is None else elements * bits // 8, free_bytes(device)
     if need > free:
+        form = str(dtype).removeprefix("torch.") if bits is None else f"int{bits}"
         raise OutOfMemory(
-            f"the weights take {need / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
-            f"but only {free / 2**30:.1f} GiB are free on {device}"
+            f"the weights take {need / 2**30:.1f} GiB as {form}, but only {free / 2**30:.1f} GiB are free on {device}"
         )
 
 

@@ -15,10 +15,15 @@ import torch
 
 
 class MappedFiles:
-    """The address ranges of weight files mapped into this process when it was made."""
+    """The address ranges of weight files mapped into this process when it was made, or last looked."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
+        self.look()
+
+    def look(self) -> None:
+        """Find out what is mapped now."""
+        self._ranges = []
         if not sys.platform.startswith("linux"):
             return
         try:

@@ -37,12 +37,15 @@ _INNER = 3
 class ShortSteps:
     """The layers of one model, from its embedding to its output layer."""
 
-    def __init__(self, layers: Sequence[FusedLayer], spans: Sequence[Span], parts: Sequence[Any], size: int) -> None:
-        """`parts`: whatever is passed by, and may be hooked onto; `size`: bytes of a number."""
+    def __init__(
+        self, layers: Sequence[FusedLayer], spans: Sequence[Span], parts: Sequence[Any], dtype: torch.dtype
+    ) -> None:
+        """`parts`: whatever is passed by, and may be hooked onto."""
+        size = dtype.itemsize
         self._layers = layers
         self._spans = spans
         self._parts = parts
-        self._chain = _chain(layers, spans)
+        self._chain = _chain(layers, spans, dtype)
         needed = max(span.scratch_bytes(MOST_TOKENS, size) for span in spans)
         needed += 0 if self._chain is None else self._chain.scratch_bytes(MOST_TOKENS)
         self._scratch = torch.empty(needed, dtype=torch.uint8)
@@ -79,21 +82,21 @@ class ShortSteps:
         return x
 
 
-def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span]) -> Chain | None:
+def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span], dtype: torch.dtype) -> Chain | None:
     """All of it in one call, where weights are of the same bits throughout."""
     from asyncengine.cpu.chain import Chain, Heads
 
     first: Any = layers[0].first
     product = _product(layers[0].attention.qkv)
     merged = [layer.attention.heads for layer in layers]
-    if product is None or not isinstance(first, RMSNorm):
+    if product is None or not isinstance(first, RMSNorm) or first.add_kernel is None:
         return None
     heads = [
         Heads(own.num_heads, own.key_dim, own.value_dim, own.q_norm, own.k_norm, own.epsilon)
         for own in merged if own is not None
     ]  # fmt: skip
     try:
-        return Chain((first.weight.detach(), first.epsilon), product, spans, heads, first.weight.dtype)
+        return Chain((first.weight.detach(), first.epsilon), product, spans, heads, dtype)
     except ValueError:
         return None
 
@@ -121,7 +124,7 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
     except Exception as error:  # a part that is called in another way, or a kernel that cannot be compiled
         logger.debug("short steps are run layer by layer: %s: %s", type(error).__name__, error)
         return None
-    return ShortSteps(known, spans, parts, like.element_size())
+    return ShortSteps(known, spans, parts, like.dtype)
 
 
 def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None:

@@ -23,13 +23,13 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend, StepView
 from asyncengine.models.memory import is_out_of_memory
-from asyncengine.runner.lora import LoraLayers
+from asyncengine.runner.lora import LoraLayers, StepAdapters
 from asyncengine.runner.step_buffers import Step
 
 logger = logging.getLogger("asyncengine")
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(input_ids [1, T], positions [1, T], logit rows [N]) -> logits [N, vocab]."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters], torch.Tensor]
+"""(input_ids [T], positions [T], logit rows [N], adapters) -> logits [N, vocab]."""
 
 
 class Graph(Protocol):
@@ -176,8 +176,8 @@ class DecodeGraphs:
         nothing was computed."""
         rows = len(step.view.counts)
         for fixed, new in (
-            (self._input_ids, step.input_ids[0]),
-            (self._positions, step.positions[0]),
+            (self._input_ids, step.input_ids),
+            (self._positions, step.positions),
             (self._kv_slots, step.view.kv_slots),
         ):
             fixed[:rows].copy_(new)
@@ -225,7 +225,7 @@ class DecodeGraphs:
             self._lora.begin_none()
         least = self.sizes[0]
         self._backend.plan(_padding(least, self._kv_slots[:least]))
-        some = self._forward(self._input_ids[:least][None], self._positions[:least][None], self._every[:least])
+        some = self._forward(self._input_ids[:least], self._positions[:least], self._every[:least], (None, None))
         self._logits = some.new_empty(self.sizes[-1], some.shape[-1])
 
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
@@ -237,9 +237,8 @@ class DecodeGraphs:
             self._backend.plan(_padding(size, self._kv_slots[:size]))
 
         def work() -> torch.Tensor:
-            if lora is not None:
-                lora.begin_fixed(self._adapters[:size])
-            logits = self._forward(self._input_ids[:size][None], self._positions[:size][None], every)
+            adapters: StepAdapters = (None, None) if lora is None else lora.begin_fixed(self._adapters[:size])
+            logits = self._forward(self._input_ids[:size], self._positions[:size], every, adapters)
             return self._logits[:size].copy_(logits)
 
         graph = self._capture(work)

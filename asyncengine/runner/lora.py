@@ -1,8 +1,9 @@
 """Low-rank adapters in device slots, applied to the rows of a step that use them.
 
-The model's modules stay what they are. While a step has rows with adapters, forward hooks on the adapted products add
-their deltas; for a step without any, the hooks are taken off, so that it runs exactly the model that was loaded.
-Nothing here knows where adapters come from: `write` takes anything of the shape of `LoraAdapter`.
+A step's adapters are an argument of its forward (`StepContext.adapters`): each layer hands over its product's input and
+output. Of a model that runs through transformers, forward hooks do that; for a step without adapters they are taken
+off, so that it runs exactly the model that was loaded. Nothing here knows where adapters come from: `write` takes
+anything of the shape of `LoraAdapter`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.models.lora_linears import ModuleDims, Place, find_places
+from asyncengine.layers.places import ModuleDims, Place
+from asyncengine.layers.step import CausalLM, RowAdapters
 from asyncengine.models.lora_masked import MaskedStack, MaskedStep
 from asyncengine.models.lora_rows import RowStack, RowStep
 from asyncengine.models.lora_stack import LoraStack, Segment, padded_rank
 from asyncengine.runner.transfer import upload
 
 Step = RowStep | MaskedStep
+StepAdapters = tuple[RowAdapters | None, RowAdapters | None]
+"""Of all tokens of a step, and of the rows whose logits are wanted."""
 _KEPT_STEPS = 8
 """Maps of a step's rows that are kept for the next one."""
 
@@ -47,15 +51,29 @@ class LoraAdapter(Protocol):
     def modules(self) -> Mapping[str, LoraFactors]: ...
 
 
+class _Adapters:
+    """`RowAdapters` of one step."""
+
+    __slots__ = ("_stacks", "_step")
+
+    def __init__(self, stacks: Mapping[str, LoraStack], step: Step) -> None:
+        self._stacks, self._step = stacks, step
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        stack = self._stacks.get(path)
+        if stack is not None:
+            stack.add(x, y, self._step)
+
+
 def install_lora(
-    module: Any,
+    model: CausalLM,
     max_loras: int,
     max_rank: int,
     targets: Collection[str] | None = None,
     *,
     masked: bool | None = None,
 ) -> LoraLayers:
-    """Make `module`, a loaded and perhaps fused transformers model, ready for adapters in slots 1 .. max_loras.
+    """Make `model` ready for adapters in slots 1 .. max_loras.
 
     `targets` limits what adapters may change to these paths. No memory is taken before `allocate` or `write`. `masked`:
     apply them with the same shapes in every step, as CUDA graphs need it; None: wherever the device is not the CPU.
@@ -64,7 +82,7 @@ def install_lora(
     for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
         if value < 1:
             raise InvalidParameter(name, "must be at least 1", value)
-    layers = LoraLayers(module, max_loras, max_rank, masked)
+    layers = LoraLayers(model, max_loras, max_rank, masked)
     if targets is not None:
         layers.limit(targets)
     return layers
@@ -73,18 +91,17 @@ def install_lora(
 class LoraLayers:
     """Slots 1 .. max_loras of one model; slot 0 means no adapter. Used by one thread, between and before forwards."""
 
-    def __init__(self, module: Any, max_loras: int, max_rank: int, masked: bool | None = None) -> None:
+    def __init__(self, model: CausalLM, max_loras: int, max_rank: int, masked: bool | None = None) -> None:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.modules: dict[str, ModuleDims] = {}
         """Every module an adapter may target, by Hugging Face path."""
         self._places: dict[str, tuple[Place, int]] = {}
-        for place in find_places(module):
+        for place in model.places():
             for index, (path, width) in enumerate(place.parts):
                 self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
                 self._places[path] = (place, index)
-        parameter = next(iter(module.parameters()))
-        self._dtype, self._device = parameter.dtype, parameter.device
+        self._dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
@@ -140,7 +157,7 @@ class LoraLayers:
         try:
             for path, factors in adapter.modules.items():
                 place, part = self._places[path]
-                key = place.parts[0][0]
+                key = place.path
                 used[key] = self._stacks[key]
                 used[key].write(slot - 1, part, factors.a, factors.b)
         except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
@@ -157,32 +174,38 @@ class LoraLayers:
         for stack in self._written.pop(slot, []):
             stack.clear(slot - 1)
 
-    def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> None:
-        """Before each forward: request r has counts[r] tokens and the adapter in slots[r], or none if that is 0.
+    def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> StepAdapters:
+        """What each forward is given: request r has counts[r] tokens and the adapter in slots[r], or none if that is 0.
 
         `logit_rows` [N] on the device are the tokens whose logits are wanted. Raises `InvariantViolation` for an empty
         slot: it would answer as the base model does.
         """
         if not any(slots):
-            self.begin_none()
-            return
+            return self.begin_none()
         self.check_slots(slots)
         if self._masked:
             self._tokens, self._logits = self._masked_steps(slots, counts, logit_rows)
         else:
             own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
             self._tokens, self._logits = self._row_step(own), self._row_step(own[logit_rows.numpy()])
-        self._attach()
+        return self._begun()
 
-    def begin_none(self) -> None:
-        """Before forwards without adapters."""
+    def begin_none(self) -> StepAdapters:
+        """Of forwards without adapters."""
         self._detach()
+        return None, None
 
-    def begin_fixed(self, slots: torch.Tensor) -> None:
-        """Before a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
+    def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
+        """Of a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
         graph, whoever has put what there by the time it is replayed. Needs `masked`."""
         self._tokens = self._logits = MaskedStep(self.max_loras, slots)
+        return self._begun()
+
+    def _begun(self) -> StepAdapters:
+        assert self._tokens is not None
+        assert self._logits is not None
         self._attach()
+        return _Adapters(self._stacks, self._tokens), _Adapters(self._stacks, self._logits)
 
     def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
         """Set the first of `into` to each row's slot, and the rest to none."""
@@ -221,7 +244,7 @@ class LoraLayers:
 
     def _make_room(self, place: Place, rank: int) -> None:
         """Have a stack for `place` that can hold `rank`."""
-        key = place.parts[0][0]
+        key = place.path
         if key in self._stacks:
             self.version += self._stacks[key].grow(rank)
             return
@@ -259,6 +282,8 @@ class LoraLayers:
         if self._hooks:
             return
         for stack in self._stacks.values():
+            if stack.place.module is None:
+                continue
             self._hooks.append(stack.place.module.register_forward_hook(self._hook(stack)))
 
     def _hook(self, stack: LoraStack) -> Any:

@@ -12,14 +12,14 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.batch import Batch, FinishedStep, StepResult
-from asyncengine.models.attention_function import LayerAttention, attach
+from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.memory import is_out_of_memory, release_cached
 from asyncengine.protocols import StepHandle
 from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.logprobs import token_logprobs
-from asyncengine.runner.lora import LoraLayers
+from asyncengine.runner.lora import LoraLayers, StepAdapters
 from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.sampler import Sampler
@@ -32,7 +32,7 @@ logger = logging.getLogger("asyncengine")
 SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
-_HELD = ("_attention_modules", "_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited")
+_HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited")
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
 
 
@@ -57,8 +57,7 @@ class ModelRunner:
         self.attention_backend = backend.name
         self.fused = model.fused
         self.vocab_size = model.vocab_size
-        self._module: Any = model.module
-        self._attention_modules = model.attention_modules
+        self._model: CausalLM | None = model.model
         self._backend = backend
         self._device = model.device
         self._copies = copy_stream(model.device)
@@ -66,7 +65,7 @@ class ModelRunner:
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self._small = model.weights_bytes <= SMALL
-        self._compiled = f"span x {len(model.attention_modules)}" in model.fused
+        self._compiled = model.model.compiled
         self._graphs: DecodeGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
@@ -76,8 +75,6 @@ class ModelRunner:
         """Slot -> the token of the last constrained row that was launched for it."""
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
-        for index, module in enumerate(model.attention_modules):
-            attach(module, LayerAttention(index, backend))
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
@@ -135,14 +132,17 @@ class ModelRunner:
             if logits is not None:
                 return logits
         self._backend.plan(step.view)
+        own: StepAdapters = (None, None)
         if self._lora is not None:
-            self._lora.begin(adapters, step.view.counts, step.logit_rows)
-        return self._compute(step.input_ids, step.positions, step.logit_rows)
+            own = self._lora.begin(adapters, step.view.counts, step.logit_rows)
+        return self._compute(step.input_ids, step.positions, step.logit_rows, own)
 
-    def _compute(self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        output = self._module(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=logit_rows)
-        logits: torch.Tensor = output.logits[0]
-        return logits
+    def _compute(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, adapters: StepAdapters
+    ) -> torch.Tensor:
+        assert self._model is not None
+        context = StepContext(positions, self._backend, *adapters)
+        return self._model.forward(input_ids, context, logit_rows)
 
     def use_graphs(
         self, sizes: Sequence[int], capture: Capture, told: Callable[[], None] = lambda: None
@@ -156,7 +156,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free KV memory and let go of the weights and of everything on the device. Idempotent."""
-        if self._module is None:
+        if self._model is None:
             return
         try:
             self._let_go()
@@ -167,15 +167,15 @@ class ModelRunner:
             release_cached(self._device)
 
     def _let_go(self) -> None:
-        for module in self._attention_modules:
-            attach(module, None)
         if self._graphs is not None:
             self._graphs.close()
         self._backend.close()
         self._masks.close()
         if self._lora is not None:
             self._lora.close()
-        self._module = None
+        assert self._model is not None
+        self._model.unbind()
+        self._model = None
         for name in _HELD:
             delattr(self, name)
 

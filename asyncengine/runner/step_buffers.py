@@ -23,9 +23,9 @@ class Step:
 
     view: StepView
     input_ids: torch.Tensor
-    """Device, int64 [1, T]."""
+    """Device, int64 [T]."""
     positions: torch.Tensor
-    """Device, int64 [1, T]."""
+    """Device, int64 [T]."""
     logit_rows: torch.Tensor
     """Device, int64 [N]: tokens whose logits are wanted, ascending."""
     sampling: list[int]
@@ -80,7 +80,7 @@ class StepBuffers:
             index = upload(np.array(in_flight, dtype=np.int64), self._device)
             input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
         view = StepView(starts, counts, indptr, self._tables[slots, :width], targets)
-        return Step(view, input_ids[None], where[None], keep, sampling, sample_logits, prompt_spans)
+        return Step(view, input_ids, where, keep, sampling, sample_logits, prompt_spans)
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled

@@ -215,7 +215,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torc
     if weight is None:
         return x
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return (weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -223,7 +223,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torc
 def test_merged(norms: bool, rotary: int, dtype: torch.dtype) -> None:
     spec = BASE
     one, other = Pair(spec, dtype), Pair(spec, dtype)
-    weights = [one.random(64) if norms else None for _ in range(2)]
+    weights = [one.random(64).float() if norms else None for _ in range(2)]
     heads = MergedHeads(4, 2, 64, 64, *weights, epsilon=1e-6)
     for step in STEPS:
         view = one.view(step)

@@ -35,7 +35,7 @@ def given(dim: int, rotary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     generator = torch.Generator().manual_seed(dim + rotary)
     angles = torch.rand(rotary, generator=generator) * 6
     head, weight = (torch.randn(dim, generator=generator) * 3, 1 + torch.randn(dim, generator=generator) / 4)
-    return head.to(dtype), weight.to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+    return head.to(dtype), weight, angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -67,7 +67,7 @@ def test_equals_torch(dim: int, rotary: int, dtype: torch.dtype, normed: bool) -
     )  # fmt: skip
     expected = head.clone()
     if normed:
-        expected = (head.float() * torch.rsqrt(head.float().square().mean() + EPSILON)).to(dtype) * weight
+        expected = (head.float() * torch.rsqrt(head.float().square().mean() + EPSILON) * weight).to(dtype)
     turned = expected[:rotary]
     half = torch.cat((-turned[rotary // 2 :], turned[: rotary // 2]))
     expected[:rotary] = turned * cos + half * sin

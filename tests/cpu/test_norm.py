@@ -31,6 +31,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = torch.randn(shape).to(dtype) * 3, torch.randn(shape[-1]).to(dtype)
     expected = torch.nn.functional.rms_norm(x, (shape[-1],), weight, 1e-5)
+    weight = weight.float()
     assert close(rms_norm(x, weight, 1e-5), expected)
     assert close(rms_norm(x.transpose(0, -1).contiguous().transpose(0, -1), weight, 1e-5), expected), "strides"
 
@@ -40,7 +41,8 @@ def test_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_sum_and_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
     """The sum is rounded before it is normalised, and neither input is changed."""
-    residual, branch, weight = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
+    residual, branch = (torch.randn(size).to(dtype) for size in (shape, shape))
+    weight = torch.randn(shape[-1])
     before = residual.clone(), branch.clone()
     total, normed = add_rms_norm(residual, branch, scale, weight, 1e-5)
     assert torch.equal(residual, before[0])
@@ -61,7 +63,7 @@ def test_epsilon_counts() -> None:
 def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
     """Bit for bit, alone and among others, by one thread and by two."""
     x, branch = torch.randn(2, 65, 512).to(dtype)
-    weight = torch.randn(512).to(dtype)
+    weight = torch.randn(512)
     for count in (1, 2, 3):
         with team_of(count) as team:
             whole, (total, normed) = rms_norm(x, weight, 1e-6), add_rms_norm(x, branch, 1.0, weight, 1e-6)
@@ -78,7 +80,7 @@ def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
     x = torch.randn(3, 32).to(dtype)
     x[1, 5] = float("nan")
-    found = rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)
+    found = rms_norm(x, torch.ones(32), 1e-6)
     assert torch.isfinite(found).all(dim=-1).tolist() == [True, False, True]
 
 
@@ -91,7 +93,7 @@ def test_alone_and_among_so_many_that_threads_share_them(width: int, dtype: torc
     rows = 2**14 // width + 100
     generator = torch.Generator().manual_seed(width)
     x, branch = (torch.randn((rows, width), generator=generator).to(dtype) for _ in range(2))
-    weight = torch.randn(width, generator=generator).to(dtype)
+    weight = torch.randn(width, generator=generator)
     assert torch.equal(rms_norm(x, weight, 1e-6), torch.cat([rms_norm(row[None], weight, 1e-6) for row in x]))
     total, together = add_rms_norm(x, branch, 1.0, weight, 1e-6)
     pairs = zip(x, branch, strict=True)

@@ -49,7 +49,7 @@ class Parts:
     def __init__(self, bits: int, dtype: torch.dtype, gate: Any, projects: bool, bias: bool, factor: float) -> None:
         shapes = [(WIDTH, ATTENDED), (2 * BETWEEN, WIDTH), (WIDTH, BETWEEN), (AFTER, WIDTH)][: 4 if projects else 3]
         self.products = [product(*shape, bits, dtype, bias) for shape in shapes]
-        self.norms = [random(WIDTH, dtype=dtype), random(WIDTH + 1, dtype=dtype)[:WIDTH].clone()]
+        self.norms = [random(WIDTH, dtype=torch.float32), random(WIDTH + 1, dtype=torch.float32)[:WIDTH].clone()]
         self.gate, self.factor = gate, factor
         form = activation.form_of(gate)
         assert form is not None

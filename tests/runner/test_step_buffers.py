@@ -28,8 +28,8 @@ def test_flattening() -> None:
     )
     last_token = torch.arange(100, 108)
     step = buffers.build(Batch(1, rows), last_token)
-    assert step.input_ids.tolist() == [[12, 13, 14, 100, 30, 31, 32, 33]]
-    assert step.positions.tolist() == [[2, 3, 4, 5, 0, 1, 2, 3]]
+    assert step.input_ids.tolist() == [12, 13, 14, 100, 30, 31, 32, 33]
+    assert step.positions.tolist() == [2, 3, 4, 5, 0, 1, 2, 3]
     assert step.view.kv_slots.tolist() == [30, 31, 20, 37, 16, 17, 18, 19]
     assert step.view.qo_indptr.tolist() == [0, 3, 4, 8]
     assert step.logit_rows.tolist() == [3, 4, 5, 6, 7]

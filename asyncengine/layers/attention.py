@@ -1,0 +1,144 @@
+"""Self-attention: projections, norms of heads, rotation; keys, values and scores are the attention backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from asyncengine.attention.base import LayerSpec, MergedHeads
+from asyncengine.layers.linear import Linear, Part
+from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.rotary import Angles, rotate
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One layer's attention, with the checkpoint's names for its matrices."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotary: int | None = 0
+    """Which of the decoder's rotary embeddings; None: this layer rotates nothing."""
+    window: int | None = None
+    """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
+    softcap: float | None = None
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """One name: the checkpoint has them in one matrix."""
+    out: str = "self_attn.o_proj"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    transposed: bool = False
+    head_norm: NormConfig | None = None
+    """Of queries and keys."""
+    norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    norm_scope: Literal["head", "each", "whole"] = "head"
+    """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
+    norm_after_rotation: bool = False
+    """Hunyuan."""
+    clip: float | None = None
+    """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
+
+
+class Attention:
+    """x [T, width] -> [T, width]. `index` is the layer's place in the attention backend."""
+
+    def __init__(self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int) -> None:
+        self.config = config
+        self.index = index
+        dim = config.head_dim
+        self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        sizes = [self.query_size, self.kv_size, self.kv_size]
+        if len(config.qkv) == 1:
+            sizes = [sum(sizes)]
+        parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
+        self.qkv = Linear(options, parts, width, bias=config.qkv_bias, transposed=config.transposed)
+        self.out = Linear(
+            options, [Part(prefix + config.out, width)], self.query_size, bias=config.out_bias,
+            transposed=config.transposed,
+        )  # fmt: skip
+        self.norms: tuple[Norm, Norm] | None = None
+        if config.head_norm is not None:
+            self.norms = tuple(
+                self._norm(options, prefix + name, heads)
+                for name, heads in zip(config.norm_names, (config.num_heads, config.num_kv_heads), strict=True)
+            )  # type: ignore[assignment]
+        self.spec = LayerSpec(
+            index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
+            scale=config.scale, window=config.window, softcap=config.softcap,
+        )  # fmt: skip
+        self._rotate_by_kernel = options.kernels.rotate
+
+    def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
+        config = self.config
+        assert config.head_norm is not None
+        if config.norm_scope == "whole":
+            return Norm(options, config.head_norm, path, heads * config.head_dim)
+        return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
+
+    def merged_heads(self, style: str) -> MergedHeads | None:
+        """How compiled attention prepares the merged projection; None: it cannot.
+
+        `style` is that of the layer's rotation.
+        """
+        config = self.config
+        counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        if config.clip is not None or (config.rotary is not None and style != "halves"):
+            return None
+        if self.norms is None:
+            return MergedHeads(*counts)
+        query, key = self.norms
+        if config.norm_after_rotation or config.norm_scope != "head" or not (query.fusable and key.fusable):
+            return None
+        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon)
+
+    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
+        """`angles` of this layer's rotation, `merged` as `merged_heads` says it, where the backend takes that."""
+        qkv = self.qkv(x, step.adapters)
+        attend_merged = None if merged is None else getattr(step.backend, "attend_merged", None)
+        if attend_merged is not None:
+            return self.out(attend_merged(self.index, qkv, merged, angles.cos, angles.sin), step.adapters)
+        query, key, value = self.prepare(qkv, angles)
+        step.backend.write(self.index, key, value)
+        attended = step.backend.attend(self.index, query)
+        return self.out(attended.flatten(1), step.adapters)
+
+    def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
+        config = self.config
+        if config.clip is not None:
+            qkv = qkv.clamp(-config.clip, config.clip)
+        query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        if self.norms is not None and config.norm_scope == "whole":
+            query, key = self.norms[0](query), self.norms[1](key)
+        query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))
+        apart = self.norms if config.norm_scope != "whole" else None
+        if apart is not None and not config.norm_after_rotation:
+            query, key = apart[0](query), apart[1](key)
+        if config.rotary is not None:
+            query, key = self._rotated(query, key, angles)
+        if apart is not None and config.norm_after_rotation:
+            query, key = apart[0](query), apart[1](key)
+        return query, key, value
+
+    def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
+        if angles.style == "halves":
+            rotated = self._rotate_by_kernel(query, key, angles.cos, angles.sin)
+            if rotated is not None:
+                return rotated
+        return rotate(query, angles), rotate(key, angles)
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.out]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        for part in (self.qkv, self.out, *(self.norms or ())):
+            yield from part.slots()

@@ -1,0 +1,97 @@
+"""Token embeddings and the output layer (LM head), which are often one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from asyncengine.layers.linear import Part
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.weight_forms import WeightForm
+from asyncengine.models.reused_memory import ReusedMemory, new_tensor
+
+
+class Embedding:
+    """Rows of a table [tokens, width], times `scale` (Gemma, Granite).
+
+    `head`: the output layer whose weight is this table.
+    """
+
+    def __init__(
+        self, options: LayerOptions, path: str, tokens: int, width: int, scale: float = 1.0, head: LMHead | None = None
+    ) -> None:
+        self.path, self.num_embeddings, self.width = path, tokens, width
+        self.scale = float(torch.tensor(scale).to(options.dtype))
+        self._dtype, self._device = options.dtype, options.device
+        self._head = head
+        self._table = options.zeros(tokens, width) if head is None else None
+
+    def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+        """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""
+        if self._device.type == "cpu":
+            known = ids.numpy()  # torch's operators let go of the interpreter's lock
+            if known.size and not 0 <= known.min() <= known.max() < self.num_embeddings:
+                raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
+        if self._head is not None:
+            out = self._head.embed(ids.contiguous(), self._dtype)
+        else:
+            assert self._table is not None
+            out = functional.embedding(ids, self._table)
+        if adapters is not None:
+            adapters.add(self.path, ids, out)
+        return out if self.scale == 1.0 else out.mul_(self.scale)
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        if self._table is not None:
+            yield f"{self.path}.weight", TensorSlot.into(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._table is None else self._table.nbytes
+
+
+class LMHead:
+    """Logits [rows, vocabulary] of hidden states [rows, width], in float32 where a kernel makes them so.
+
+    `tied`: its weight is the embedding's table, and the checkpoint calls it by that name.
+    """
+
+    def __init__(
+        self, options: LayerOptions, path: str, tokens: int, width: int, *, bias: bool = False, tied: str | None = None
+    ) -> None:
+        self.path, self.vocab_size, self.inputs = path, tokens, width
+        self.parts = (Part(path, tokens),)
+        self._weight_path = path if tied is None else tied
+        self.weight: WeightForm = options.head_weight(tokens, width, tied=tied is not None)
+        self.bias = options.zeros(tokens, dtype=self.weight.bias_dtype) if bias else None
+        self._memory = ReusedMemory()
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+        y = self.weight.logits(x, self.bias, self._memory)
+        if adapters is not None:
+            adapters.add(self.path, x, y)
+        return y
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` (int64 [T], contiguous, in range) of the weight, [T, width]."""
+        shape = (len(ids), self.inputs)
+        on_cpu = ids.device.type == "cpu"
+        out = new_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=ids.device)
+        self.weight.read_rows(ids, out)
+        return out
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        shape = (self.vocab_size, self.inputs)
+        yield f"{self._weight_path}.weight", TensorSlot(shape, lambda tensor: self.weight.load(0, tensor))
+        if self.bias is not None:
+            yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

@@ -1,0 +1,101 @@
+"""All layers of a step of few tokens in one call of a compiled kernel (`cpu.chain`).
+
+Calling kernels one by one from Python is a tenth of a decoding step for one token; CUDA graphs save the same on a GPU.
+The kernels are those of the layers themselves and give the same bits. It serves models whose layers are all of the
+commonest shape: an RMS norm before attention and before a gated feed-forward part, nothing after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from asyncengine.layers.norm import Norm
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.rotary import Angles
+from asyncengine.layers.step import StepContext
+from asyncengine.models.reused_memory import new_tensor
+
+if TYPE_CHECKING:
+    from asyncengine.models.decoder import DecoderLayer
+
+MOST_TOKENS = 64
+"""Tokens of a step up to which the time of calls shows."""
+
+
+class FusedLayers:
+    """From embedded tokens to what the output layer reads."""
+
+    def __init__(self, chain: Any, scratch: torch.Tensor) -> None:
+        self._chain = chain
+        self._scratch = scratch
+
+    def serves(self, tokens: int, step: StepContext) -> bool:
+        """True if a step of so many tokens, all of them wanted, can be run here."""
+        return tokens <= MOST_TOKENS and step.adapters is None and hasattr(step.backend, "place")
+
+    def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
+        """[T, width] of embedded tokens `h` [T, width], which are overwritten; `angles` are those of each layer."""
+        backend: Any = step.backend
+        places = [
+            (*backend.place(layer), own.cos.data_ptr(), own.sin.data_ptr(), own.cos.shape[-1])
+            for layer, own in enumerate(angles)
+        ]
+        out = new_tensor(tuple(h.shape), h.dtype)
+        self._chain(h, out, np.array(places, dtype=np.int64), backend.forms, self._scratch)
+        return out
+
+
+def fused_layers(
+    layers: Sequence[DecoderLayer], norm: Norm | None, options: LayerOptions, scale: float
+) -> FusedLayers | None:
+    """None: a layer is of another shape, or of weights in a form that the kernel does not take."""
+    if norm is None or not options.compiled or options.kernels.name != "compiled":
+        return None
+    from asyncengine.cpu.chain import Chain, Heads
+    from asyncengine.cpu.span import Span
+
+    if not all(_common(layer) for layer in layers) or not norm.fusable:
+        return None
+    spans, heads = [], []
+    first: Any = layers[0].before_attention
+    products = [layer.attention.qkv.weight.product(layer.attention.qkv.bias) for layer in layers]
+    for layer, following, product in zip(layers, [*layers[1:], None], [*products[1:], None], strict=True):
+        linears = (layer.attention.out, layer.mlp.up, layer.mlp.down)
+        own = [linear.weight.product(linear.bias) for linear in linears]
+        own += [] if following is None else [product]
+        if any(each is None or each.bits != own[0].bits for each in own):
+            return None
+        before: Any = layer.before_mlp
+        after: Any = norm if following is None else following.before_attention
+        norms = [(each.weight, each.config.epsilon) for each in (before, after)]
+        spans.append(Span(own, norms, _form(layer), scale))
+        merged: Any = layer.merged
+        heads.append(
+            Heads(merged.num_heads, merged.key_dim, merged.value_dim, merged.q_norm, merged.k_norm, merged.epsilon)
+        )
+    if products[0] is None or products[0].bits != (0 if spans[0].bits is None else int(spans[0].bits)):
+        return None
+    chain = Chain((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
+    needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)
+    return FusedLayers(chain, torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8))
+
+
+def _common(layer: DecoderLayer) -> bool:
+    config = layer.config
+    before, middle = layer.before_attention, layer.before_mlp
+    if config.parallel or config.after_attention is not None or config.after_mlp is not None:
+        return False
+    if before is None or middle is None or not (before.fusable and middle.fusable):
+        return False
+    return layer.merged is not None and config.mlp.gated and _form(layer) is not None
+
+
+def _form(layer: DecoderLayer) -> Any:
+    from asyncengine.cpu import activation
+
+    gated = layer.mlp.gated
+    return None if gated is None else activation.form_of(gated)

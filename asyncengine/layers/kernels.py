@@ -1,0 +1,203 @@
+"""Norms, gated activations and rotation, by whichever library does them best on a device.
+
+Compiled kernels on the CPU, FlashInfer's on CUDA, torch's operations everywhere else; each gives the same numbers up to
+rounding. Rotation on the CPU is part of the compiled attention (`AttentionBackend.attend_merged`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+
+from asyncengine.attention.flashinfer import load_flashinfer
+from asyncengine.cpu import compiler_missing
+
+logger = logging.getLogger("asyncengine")
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+"""By the names that `DecoderConfig` knows."""
+
+_ROTARY_DIMS = (64, 128, 256)
+"""Head dimensions that FlashInfer rotates."""
+
+
+class LayerKernels(Protocol):
+    """What a device offers. Rows are independent: the result of one does not depend on those beside it."""
+
+    name: str
+    norm_dtype: torch.dtype | None
+    """Of the weight of a norm; None: the model's."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+        """x / rms(x) * (offset + weight) over the last dimension, the sum in float32 (Zhang and Sennrich 2019).
+
+        x [..., width], weight [width].
+        """
+        ...
+
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        branch: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor,
+        epsilon: float,
+        offset: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + branch * scale, its RMS norm). Neither input is changed."""
+        ...
+
+    def gated(self, activation: str) -> Activation | None:
+        """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
+        ...
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Queries [T, heads, dim] and keys rotated by halves, cos and sin [T, dim]; None: no kernel for these."""
+        ...
+
+
+class TorchKernels:
+    """torch's own operations, on any device."""
+
+    name = "torch"
+    norm_dtype: torch.dtype | None = None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+        if offset or weight.dtype != x.dtype:
+            wide = functional.rms_norm(x.float(), (x.shape[-1],), None, epsilon)
+            return (wide * (weight.float() + offset)).to(x.dtype)
+        return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        branch: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor,
+        epsilon: float,
+        offset: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + (branch if scale == 1.0 else branch * scale)
+        return total, self.rms_norm(total, weight, epsilon, offset)
+
+    def gated(self, activation: str) -> Activation | None:
+        return None
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None
+
+
+class CompiledKernels(TorchKernels):
+    """Those of `asyncengine.cpu`."""
+
+    name = "compiled"
+    norm_dtype = torch.float32
+
+    def __init__(self) -> None:
+        from asyncengine.cpu import activation, norm
+
+        self._norm = norm
+        self._gated = {
+            "silu": activation.silu_and_mul, "gelu_tanh": activation.gelu_tanh_and_mul, "gelu": activation.gelu_and_mul
+        }  # fmt: skip
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+        assert offset == 0.0  # a float32 weight has it in it
+        return self._norm.rms_norm(x, weight, epsilon)
+
+    def add_rms_norm(
+        self,
+        residual: torch.Tensor,
+        branch: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor,
+        epsilon: float,
+        offset: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert offset == 0.0
+        return self._norm.add_rms_norm(residual, branch, scale, weight, epsilon)
+
+    def gated(self, activation: str) -> Activation | None:
+        return self._gated.get(activation)
+
+
+class FlashInferKernels(TorchKernels):
+    """FlashInfer's, in the engine's shapes."""
+
+    name = "flashinfer"
+
+    def __init__(self, flashinfer: Any) -> None:
+        self._flashinfer = flashinfer
+        self._cos: torch.Tensor | None = None
+        self._table = self._places = torch.empty(0)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+        if offset not in (0.0, 1.0):
+            return super().rms_norm(x, weight, epsilon, offset)
+        kernel = self._flashinfer.gemma_rmsnorm if offset else self._flashinfer.rmsnorm
+        # [tokens, heads, dim] as a view of a merged projection: in three dimensions any stride will do
+        flat = x if x.dim() == 3 else x.reshape(-1, x.shape[-1])
+        out: torch.Tensor = kernel(flat, weight, eps=epsilon)
+        return out.view(x.shape)
+
+    def gated(self, activation: str) -> Activation | None:
+        names = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
+        if activation not in names:
+            return None
+        kernel = getattr(self._flashinfer, names[activation])
+        return lambda x: kernel(x.contiguous())
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """FlashInfer wants cosines and sines side by side in float32: the step's are converted once, for all layers."""
+        if query.shape[-1] not in _ROTARY_DIMS or cos.shape[-1] != query.shape[-1]:
+            return None
+        if cos is not self._cos:
+            half = cos.shape[-1] // 2
+            self._table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float()
+            self._places = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
+            self._cos = cos
+        rotated = self._flashinfer.apply_rope_with_cos_sin_cache(
+            self._places, query.flatten(1), key.flatten(1), query.shape[-1], self._table, is_neox=True
+        )
+        return rotated[0].view(query.shape), rotated[1].view(key.shape)
+
+
+def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.device) -> LayerKernels:
+    """The kernels for this dtype and device. `attention_backend` "torch" asks for torch's own on CUDA."""
+    if compiler_missing(dtype, device) is None:
+        try:
+            return CompiledKernels()
+        except Exception as error:  # a compiler that cannot be imported
+            logger.warning("layers run on torch's own operations: importing numba failed: %s", error)
+    elif _flashinfer_serves(attention_backend, dtype, device):
+        try:
+            return FlashInferKernels(load_flashinfer())
+        except Exception as error:  # it touches compilers, drivers and the home directory on import
+            logger.warning("layers run on torch's own operations: importing flashinfer failed: %s", error)
+    return TorchKernels()
+
+
+def _flashinfer_serves(attention_backend: str, dtype: torch.dtype, device: torch.device) -> bool:
+    if attention_backend == "torch" or device.type != "cuda" or dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and importlib.util.find_spec("flashinfer") is not None

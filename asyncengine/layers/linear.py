@@ -1,0 +1,64 @@
+"""A linear layer of one or several checkpoint matrices side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import RowAdapters
+
+
+class Part(NamedTuple):
+    """One matrix of the checkpoint."""
+
+    path: str
+    """Its name there, without ".weight"; adapters name it so, too."""
+    outputs: int
+
+
+class Linear:
+    """y = x W^T + b. Matrices that multiply the same x are one product: queries, keys and values; gate and up.
+
+    `transposed`: the checkpoint keeps [inputs, outputs] (GPT-2).
+    """
+
+    def __init__(
+        self, options: LayerOptions, parts: Sequence[Part], inputs: int, *, bias: bool = False, transposed: bool = False
+    ) -> None:
+        self.parts = tuple(parts)
+        self.path = parts[0].path
+        self.inputs, self.outputs = inputs, sum(part.outputs for part in parts)
+        self.transposed = transposed
+        self._firsts = [0, *accumulate(part.outputs for part in parts)]
+        self.weight = options.weight(self.outputs, inputs, self._firsts[1:-1])
+        self.bias = options.zeros(self.outputs, dtype=self.weight.bias_dtype) if bias else None
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+        """[rows, inputs] -> [rows, outputs]."""
+        y = self.weight.multiply(x, self.bias)
+        if adapters is not None:
+            adapters.add(self.path, x, y)
+        return y
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        for part, first in zip(self.parts, self._firsts, strict=False):
+            shape = (self.inputs, part.outputs) if self.transposed else (part.outputs, self.inputs)
+            yield f"{part.path}.weight", TensorSlot(shape, self._loader(first))
+            if self.bias is not None:
+                yield f"{part.path}.bias", TensorSlot.into(self.bias[first : first + part.outputs], initial=0.0)
+
+    def _loader(self, first: int) -> Callable[[torch.Tensor], None]:
+        def load(tensor: torch.Tensor) -> None:
+            self.weight.load(first, tensor.T if self.transposed else tensor)
+
+        return load
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

@@ -1,0 +1,65 @@
+"""Feed-forward layers: gated (Shazeer 2020) and plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from asyncengine.layers.kernels import ACTIVATIONS
+from asyncengine.layers.linear import Linear, Part
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import RowAdapters
+
+
+@dataclass(frozen=True, slots=True)
+class MLPConfig:
+    """A layer's feed-forward part, with the checkpoint's names for its matrices."""
+
+    width: int
+    """Of what is between the two products."""
+    activation: str
+    """A name in `ACTIVATIONS`."""
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up; one name with `gated`: the checkpoint has them in one matrix."""
+    down: str = "mlp.down_proj"
+    gated: bool = True
+    bias: bool = False
+    transposed: bool = False
+
+
+class MLP:
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) of one that is not gated."""
+
+    def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
+        outputs = config.width * (2 if config.gated else 1) // len(config.up)
+        parts = [Part(prefix + name, outputs) for name in config.up]
+        self.config = config
+        self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed)
+        self.down = Linear(
+            options, [Part(prefix + config.down, width)], config.width, bias=config.bias, transposed=config.transposed
+        )
+        self._activation = ACTIVATIONS[config.activation]
+        self.gated = options.kernels.gated(config.activation) if config.gated else None
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+        """[rows, width] -> [rows, width]."""
+        inner = self.up(x, adapters)
+        if self.gated is not None:
+            inner = self.gated(inner)
+        elif self.config.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self._activation(gate).mul_(up)
+        else:
+            inner = self._activation(inner)
+        return self.down(inner, adapters)
+
+    def linears(self) -> list[Linear]:
+        return [self.up, self.down]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        for linear in self.linears():
+            yield from linear.slots()

@@ -1,0 +1,92 @@
+"""Normalisation, alone or with the residual sum before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+
+
+@dataclass(frozen=True, slots=True)
+class NormConfig:
+    """A family's norm."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    epsilon: float = 1e-6
+    offset: float = 0.0
+    """What is added to the checkpoint's weight: 1 in Gemma's, and in float32."""
+    weight: bool = True
+    """False: normalisation only (OLMo 1)."""
+    bias: bool = False
+
+
+class Norm:
+    """x / rms(x) * weight, or layer normalisation, over the last dimension; rounded once, to x's dtype.
+
+    `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere).
+    """
+
+    def __init__(self, options: LayerOptions, config: NormConfig, path: str, width: int, heads: int = 0) -> None:
+        self.config = config
+        self.path = path
+        self.width = width
+        self._kernels = options.kernels
+        shape = (heads, width) if heads else (width,)
+        by_kernel = config.kind == "rms" and not heads
+        self.weight = options.zeros(*shape, dtype=options.norm_dtype if by_kernel else torch.float32).fill_(1.0)
+        self.bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
+        self._by_kernel = by_kernel
+        self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
+        """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
+        self._offset = config.offset - self._folded
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if self._by_kernel:
+            return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
+        wide = x.float()
+        if config.kind == "layer":
+            wide = functional.layer_norm(wide, (self.width,), None, None, config.epsilon)
+        else:
+            wide = functional.rms_norm(wide, (self.width,), None, config.epsilon)
+        wide = wide * self.weight
+        return (wide if self.bias is None else wide + self.bias).to(x.dtype)
+
+    def add(self, residual: torch.Tensor, branch: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + branch * scale, its norm)."""
+        if self._by_kernel:
+            return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
+        total = residual + (branch if scale == 1.0 else branch * scale)
+        return total, self(total)
+
+    @property
+    def fusable(self) -> bool:
+        """True for what the fused layer kernels compute: an RMS norm with a float32 weight."""
+        return self._by_kernel and self.weight.dtype == torch.float32
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        if self.config.weight:
+            yield f"{self.path}.weight", TensorSlot.into(self.weight, self._folded, 1.0 - self.config.offset)
+        if self.bias is not None:
+            yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def add_and_norm(
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, norm: Norm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual + branch * scale, what `norm` makes of it; None: the sum itself)."""
+    if norm is not None:
+        return norm.add(residual, branch, scale)
+    total = residual + (branch if scale == 1.0 else branch * scale)
+    return total, total

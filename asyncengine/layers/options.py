@@ -1,0 +1,89 @@
+"""Where layers live and how they keep their weights: the one place where kernels are chosen.
+
+What is chosen follows from dtype, device, sizes and settings, never from comparing numbers. That each form gives what
+the others give is what tests are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from asyncengine.cpu import compiler_missing
+from asyncengine.layers.kernels import LayerKernels
+from asyncengine.layers.weight_forms import (
+    DenseWeight,
+    OneDnnWeight,
+    PackedWeight,
+    QuantizedWeight,
+    RowMajorWeight,
+    WeightForm,
+    can_reorder,
+)
+
+HEAD_BITS = 8
+"""Of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOptions:
+    """What all layers of one model share."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: LayerKernels
+    bits: int | None = None
+    """Of the weights of linear layers: 8 or 4; None: those of `dtype`."""
+    release: Callable[[torch.Tensor], object] = field(default=lambda _: None)
+    """Told of each part of a mapped file that has been read and is not needed again."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there are compiled CPU kernels for this dtype here."""
+        return compiler_missing(self.dtype, self.device) is None
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """Of the weights of norms: float32 wherever a kernel or plain torch takes it."""
+        return self.kernels.norm_dtype or self.dtype
+
+    def weight(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
+        """Memory for the weight [outputs, inputs] of a linear layer, in the form that is fastest here.
+
+        `bounds`: rows at which one checkpoint matrix ends and the next begins.
+        """
+        if self.bits is not None:
+            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds)
+        if self._packs(outputs, inputs):
+            return PackedWeight(outputs, inputs, self.dtype, self.release)
+        if can_reorder(self.dtype, self.device):
+            return OneDnnWeight(outputs, inputs, self.dtype)
+        return DenseWeight(outputs, inputs, self.dtype, self.device)
+
+    def head_weight(self, outputs: int, inputs: int, *, tied: bool) -> WeightForm:
+        """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
+        if self.bits is not None:
+            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype)
+        if self._packs(outputs, inputs):
+            return PackedWeight(outputs, inputs, self.dtype, self.release)
+        if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):
+            return RowMajorWeight(outputs, inputs, self.dtype)
+        return DenseWeight(outputs, inputs, self.dtype, self.device)
+
+    def _packs(self, outputs: int, inputs: int) -> bool:
+        if not self.compiled:
+            return False
+        from asyncengine.cpu import panels
+
+        return panels.panels_pay(self.dtype) and panels.panels_fit(self.dtype, outputs, inputs)
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory of the model's dtype on its device."""
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def describe(self) -> dict[str, Any]:
+        """For logs and `info`."""
+        return {"dtype": self.dtype, "device": str(self.device), "bits": self.bits, "kernels": self.kernels.name}

@@ -1,0 +1,43 @@
+"""Where low-rank adapters act in a model: the products they change and the paths by which they name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class ModuleDims(NamedTuple):
+    """One module that an adapter may change."""
+
+    inputs: int
+    """Features in; rows of the table for an embedding."""
+    outputs: int
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    """conv1d: GPT-2's linear, stored transposed."""
+    scale: float = 1.0
+    """What the module multiplies its output by (Gemma 3's embedding): what adapters add must be multiplied as well."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """One product of the model, and the modules (by their Hugging Face paths) whose outputs lie in it side by side."""
+
+    in_features: int
+    """Rows of the table for an embedding."""
+    parts: tuple[tuple[str, int], ...]
+    """(path, width of its output)."""
+    kind: Literal["linear", "conv1d", "embedding"] = "linear"
+    head: bool = False
+    """Gets the rows whose logits are wanted, not all tokens."""
+    scale: float = 1.0
+    module: Any = None
+    """Of a model that runs through transformers: the module that is called with the product's input."""
+
+    @property
+    def embedding(self) -> bool:
+        return self.kind == "embedding"
+
+    @property
+    def path(self) -> str:
+        """The first part's: layers name the product by it."""
+        return self.parts[0][0]

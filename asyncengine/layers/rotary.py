@@ -1,0 +1,107 @@
+"""Rotary position embedding (Su et al. 2021): cosines and sines of a step's positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from asyncengine.cpu import compiler_missing
+from asyncengine.models.reused_memory import new_tensor
+
+_TABLE = 8192
+"""Most positions whose cosines and sines are kept: a few MiB."""
+_FEW = 64
+"""Positions up to which rows are copied without letting go of the interpreter's lock."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryConfig:
+    """Frequencies that do not change between steps.
+
+    Scalings that depend on the length of a sequence ("dynamic", "longrope") are set once, for the longest that may
+    come, as vLLM does: in a flat batch they would follow the longest neighbour, and keys cached under one choice would
+    meet queries under another.
+    """
+
+    frequencies: tuple[float, ...]
+    """Radians by which each pair of dimensions turns from one position to the next; float32 values."""
+    scaling: float = 1.0
+    """What cosines and sines are multiplied by (YaRN)."""
+    style: Literal["halves", "interleaved"] = "halves"
+    """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of a head that are rotated, the first ones."""
+        return 2 * len(self.frequencies)
+
+
+class Angles(NamedTuple):
+    """What a step's queries and keys are rotated by."""
+
+    cos: torch.Tensor
+    """[T, rotary dim]."""
+    sin: torch.Tensor
+    style: str
+    """As in `RotaryConfig`."""
+
+
+class Rotary:
+    """Cosines and sines [T, dim] in the model's dtype, for positions int64 [T] on its device.
+
+    Of the first positions they are kept: on a CPU a step's own would take ten small operations.
+    """
+
+    def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self._dtype = dtype
+        self._frequencies = torch.tensor(np.array(config.frequencies, dtype=np.float32), device=device)
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._length = min(length, _TABLE)
+        self._copy_rows = None
+        if device.type == "cpu":
+            self._tables = self._compute(torch.arange(self._length))
+            if compiler_missing(dtype, device) is None:
+                from asyncengine.cpu.rows import copy_rows
+
+                self._copy_rows = copy_rows
+
+    def __call__(self, positions: torch.Tensor) -> Angles:
+        tables, style = self._tables, self.config.style
+        if tables is None or positions.numpy().max(initial=0) >= self._length:
+            return Angles(*self._compute(positions), style)
+        if self._copy_rows is None or len(positions) > _FEW:
+            return Angles(tables[0].index_select(0, positions), tables[1].index_select(0, positions), style)
+        cos, sin = (new_tensor((len(positions), table.shape[1]), table.dtype) for table in tables)
+        self._copy_rows(positions, tables[0], cos)
+        self._copy_rows(positions, tables[1], sin)
+        return Angles(cos, sin, style)
+
+    def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions.to(torch.float32)[:, None] * self._frequencies
+        if self.config.style == "halves":
+            angles = torch.cat((angles, angles), dim=-1)
+        else:
+            angles = angles.repeat_interleave(2, dim=-1)
+        scaling = self.config.scaling
+        return (angles.cos() * scaling).to(self._dtype), (angles.sin() * scaling).to(self._dtype)
+
+
+def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """x [T, heads, dim] with its first dimensions rotated."""
+    dim = angles.cos.shape[-1]
+    turned, rest = x[..., :dim], x[..., dim:]
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    if angles.style == "interleaved":
+        wide = turned.float()
+        pairs = torch.stack((-wide[..., 1::2], wide[..., ::2]), dim=-1).flatten(-2)
+        out = (wide * cos.float() + pairs * sin.float()).to(x.dtype)
+    else:
+        half = dim // 2
+        out = turned * cos
+        out[..., :half].addcmul_(turned[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(turned[..., :half], sin[..., half:])
+    return out if rest.shape[-1] == 0 else torch.cat((out, rest), dim=-1)

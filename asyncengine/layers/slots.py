@@ -1,0 +1,31 @@
+"""Where a checkpoint's tensors go: the one door by which weights enter a model, when loading and when updating."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlot:
+    """The place of one named tensor."""
+
+    shape: tuple[int, ...]
+    """As the checkpoint has it."""
+    load: Callable[[torch.Tensor], None]
+    """Takes a tensor of that shape and any float dtype, perhaps mapped from a file; keeps nothing of it."""
+    initial: float | None = None
+    """What a model without a checkpoint has here; None: random numbers."""
+
+    @staticmethod
+    def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None) -> TensorSlot:
+        """A slot that copies into `target`, in its dtype, and adds `added` there (Gemma's norms: 1 + weight)."""
+
+        def load(tensor: torch.Tensor) -> None:
+            target.copy_(tensor)
+            if added:
+                target.add_(added)
+
+        return TensorSlot(tuple(target.shape), load, initial)

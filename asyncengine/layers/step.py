@@ -1,0 +1,67 @@
+"""What one forward is given beside its tokens: where they stand, whose adapters they use, and who attends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from asyncengine.attention.base import AttentionBackend, LayerSpec
+from asyncengine.layers.places import Place
+
+
+class RowAdapters(Protocol):
+    """Low-rank adapters of the rows of one step (LoRA, Hu et al. 2021)."""
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Add each row's delta to y [rows, outputs] in place, for the linear layer whose first matrix is called `path`.
+
+        x [rows, inputs]; token ids for an embedding.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepContext:
+    """An argument of every layer; nothing of a step is kept in a layer."""
+
+    positions: torch.Tensor
+    """int64 [T] on the device."""
+    backend: AttentionBackend
+    """Planned for this step."""
+    adapters: RowAdapters | None = None
+    """Of the step's T tokens; None: no row has one."""
+    row_adapters: RowAdapters | None = None
+    """Of the rows whose logits are wanted."""
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model that a runner can run."""
+
+    specs: Sequence[LayerSpec]
+    """One for each layer, as an attention backend needs them."""
+    input_vocab_size: int
+    """Token ids are below it."""
+    vocab_size: int
+    """Width of the logits."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def compiled(self) -> bool:
+        """Whether short steps run in compiled kernels throughout, so that torch's threads have nothing to do."""
+        ...
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab], float32 where a kernel makes them so, of `rows` (int64 [N], ascending) of ids [T]."""
+        ...
+
+    def places(self) -> list[Place]:
+        """Where adapters may act, in the model's order."""
+        ...
+
+    def unbind(self) -> None:
+        """Let go of the attention backend of earlier forwards. Idempotent."""
+        ...

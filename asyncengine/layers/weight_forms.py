@@ -1,0 +1,267 @@
+"""How the matrix of a linear layer is kept in memory, one class for each form.
+
+A form is made empty, at its final address, and filled row block by row block: by loading, and by later updates, which
+then reach whatever has captured the address. `load` takes rows [first, first + n) of the matrix [outputs, inputs].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from asyncengine.models.reused_memory import ReusedMemory
+
+Release = Callable[[torch.Tensor], object]
+_SLICE = 4096
+"""Rows that are packed at once."""
+
+
+class WeightForm(Protocol):
+    """The matrix [outputs, inputs] of one linear layer."""
+
+    outputs: int
+    inputs: int
+    bias_dtype: torch.dtype
+    """Of the bias that `multiply` takes."""
+
+    @property
+    def name(self) -> str:
+        """For `info`."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def load(self, first: int, weight: torch.Tensor) -> None:
+        """Take rows from `first` on: weight [n, inputs] of any float dtype, perhaps mapped from a file."""
+        ...
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype."""
+        ...
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        """The same in float32, in `memory` where a kernel writes there."""
+        ...
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range)."""
+        ...
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        """What the fused layer kernels take (`cpu.span.Product`); None: they do not take this form."""
+        ...
+
+
+class DenseWeight:
+    """As torch has it: for GPUs, and for dtypes that nothing else takes."""
+
+    name = "dense"
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
+        self.weight = torch.empty((outputs, inputs), dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def load(self, first: int, weight: torch.Tensor) -> None:
+        self.weight[first : first + len(weight)].copy_(weight)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, self.weight, bias)
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        return linear(x, self.weight, bias).float()
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(self.weight, 0, ids, out=out)
+
+    def product(self, bias: torch.Tensor | None) -> None:
+        return None
+
+
+class RowMajorWeight(DenseWeight):
+    """The same, with a compiled product for a few rows: an output layer whose width fits no panel."""
+
+    name = "row-major"
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        from asyncengine.cpu import products
+
+        super().__init__(outputs, inputs, dtype, torch.device("cpu"))
+        self._products = products
+
+    @staticmethod
+    def fits(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
+        from asyncengine.cpu.products import product_fits
+
+        return bool(product_fits(dtype, inputs, outputs))
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        if not self._products.product_pays(x.dtype, x.numel() // self.inputs):
+            return super().logits(x, bias, memory)
+        out = memory.take((*x.shape[:-1], self.outputs))
+        self._products.product(x, self.weight, out)
+        return out if bias is None else out.add_(bias)
+
+
+def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if oneDNN has a packed linear for this dtype on this CPU."""
+    available: Any = torch.backends.mkldnn.is_available  # untyped in torch
+    if device.type != "cpu" or not available():
+        return False
+    operators = torch.ops.mkldnn
+    if not hasattr(operators, "_reorder_linear_weight") or not hasattr(operators, "_linear_pointwise"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(operators._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+class OneDnnWeight:
+    """In oneDNN's blocked layout: what is fastest where a CPU has a matrix unit (AMX), or no AVX-512.
+
+    The layout is oneDNN's secret, so that rows wait in ordinary memory until all of them are there.
+    """
+
+    name = "oneDNN"
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
+        self._dtype = dtype
+        self._packed: torch.Tensor | None = None
+        self._waiting: torch.Tensor | None = None
+        self._missing = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.outputs * self.inputs * self._dtype.itemsize
+
+    def load(self, first: int, weight: torch.Tensor) -> None:
+        if self._waiting is None:
+            self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs
+        self._waiting[first : first + len(weight)].copy_(weight)
+        self._missing -= len(weight)
+        if self._missing == 0:
+            self._packed = None  # before there is another
+            self._packed, self._waiting = torch.ops.mkldnn._reorder_linear_weight(self._waiting), None
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return out
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        return self.multiply(x, bias).float()
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        raise RuntimeError("rows of a weight in oneDNN's layout cannot be read")
+
+    def product(self, bias: torch.Tensor | None) -> None:
+        return None
+
+
+class PackedWeight:
+    """In panels of thirty-two outputs (`cpu.panels`).
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    name = "packed"
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release) -> None:
+        from asyncengine.cpu import panels
+
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        self._panels = panels
+        self._release = release
+        self.weight = panels.empty_panels(outputs, inputs, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def load(self, first: int, weight: torch.Tensor) -> None:
+        for begin in range(0, len(weight), _SLICE):
+            part = weight[begin : begin + _SLICE]
+            self._panels.pack_rows(part, self.weight, first + begin)
+            self._release(part)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty((*x.shape[:-1], self.outputs))
+        self._panels.product(x, self.weight, out, bias)
+        return out
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        out = memory.take((*x.shape[:-1], self.outputs))
+        self._panels.product(x, self.weight, out, bias)
+        return out
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        self._panels.read_rows(ids, self.weight, out)
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        from asyncengine.cpu.span import Product
+
+        return Product(self.weight, None, bias, self.inputs, self.outputs, 0)
+
+
+class QuantizedWeight:
+    """In 8 or 4 bits (`cpu.quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
+
+    def __init__(self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = ()) -> None:
+        """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
+        from asyncengine.cpu import quantized, quantizing
+
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        self.bits = bits
+        self._quantized, self._quantizing = quantized, quantizing
+        self._dtype = dtype
+        self.numbers, self.scales = quantizing.empty(outputs, inputs, bits)
+        self._meets = any(bound % quantizing.PANEL for bound in bounds)
+        """Rows of two matrices share a panel: they wait until all are there."""
+        self._waiting: torch.Tensor | None = None
+        self._missing = 0
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.numbers.nbytes + self.scales.nbytes)
+
+    def load(self, first: int, weight: torch.Tensor) -> None:
+        weight = weight.to(self._dtype)
+        if not self._meets:
+            self._quantizing.quantize_rows(weight, self.numbers, self.scales, self.bits, first)
+            return
+        if self._waiting is None:
+            self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs
+        self._waiting[first : first + len(weight)].copy_(weight)
+        self._missing -= len(weight)
+        if self._missing == 0:
+            self._quantizing.quantize_rows(self._waiting, self.numbers, self.scales, self.bits, 0)
+            self._waiting = None
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty((*x.shape[:-1], self.outputs))
+        self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
+        return out
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+        out = memory.take((*x.shape[:-1], self.outputs))
+        self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
+        return out
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        self._quantizing.read_rows(ids, self.numbers, self.scales, out)
+
+    def product(self, bias: torch.Tensor | None) -> Any:
+        from asyncengine.cpu.span import Product
+
+        return Product(self.numbers, self.scales, bias, self.inputs, self.outputs, self.bits)

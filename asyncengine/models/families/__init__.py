@@ -1,0 +1,36 @@
+"""Which families are written down: from a config.json to a `DecoderConfig`, one short file for each group.
+
+`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others run
+through `models.fallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from asyncengine.models.decoder import DecoderConfig
+
+DecoderConfigOf = Callable[[Any, int], DecoderConfig]
+"""(transformers' config object, longest sequence) -> what the decoder is built of. Raises `UnsupportedModel` for an
+option of the family that is not written down."""
+
+NATIVE: Mapping[str, str] = {
+    "llama": "llama",
+    "mistral": "llama",
+    "ministral": "llama",
+    "ministral3": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+}
+"""model_type -> the file in this folder with its `decoder_config`."""
+
+
+def decoder_config_of(model_type: str) -> DecoderConfigOf | None:
+    """How a family's configuration is read; None: it runs through transformers."""
+    file = NATIVE.get(model_type)
+    if file is None:
+        return None
+    found: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
+    return found

@@ -1,0 +1,115 @@
+"""What families share: reading rotary embeddings, windows and activations out of transformers' config objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.layers.attention import AttentionConfig
+from asyncengine.layers.mlp import MLPConfig
+from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.rotary import RotaryConfig
+from asyncengine.models.decoder import DecoderConfig, LayerConfig
+
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+_BY_LENGTH = ("dynamic", "longrope")
+"""Scalings that depend on the length of a sequence."""
+
+
+def activation(config: Any, name: str | None = None) -> str:
+    """The decoder's name of an activation. Raises `UnsupportedModel` for one it does not have."""
+    known = name or config.hidden_act
+    if known not in _ACTIVATIONS:
+        raise UnsupportedModel(f"family {config.model_type!r} with activation {known!r} is not written down")
+    return _ACTIVATIONS[known]
+
+
+def head_dim_of(config: Any) -> int:
+    """Dimensions of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_of(
+    config: Any, length: int, layer_type: str | None = None, *, head_dim: int | None = None, style: Any = "halves"
+) -> RotaryConfig:
+    """The frequencies that `rope_parameters` say, for sequences of up to `length` tokens.
+
+    `layer_type`: of a family that has other parameters for each kind of layer.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        dim = int((head_dim or head_dim_of(config)) * parameters.get("partial_rotary_factor", 1.0))
+        # as every family computes it
+        frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+        return RotaryConfig(tuple(frequencies.tolist()), 1.0, style)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise UnsupportedModel(f"family {config.model_type!r} with rope_type {kind!r} is not written down")
+    arguments: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
+    if kind in _BY_LENGTH:
+        arguments["seq_len"] = length
+    found, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
+    return RotaryConfig(tuple(found.float().tolist()), float(scaling), style)
+
+
+def layer_types_of(config: Any) -> list[str]:
+    """One for each layer; all attend to everything where the configuration says nothing."""
+    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """The sliding window of each layer."""
+    window = getattr(config, "sliding_window", None)
+    return [window if kind == "sliding_attention" else None for kind in layer_types_of(config)]
+
+
+def llama_like(
+    config: Any,
+    length: int,
+    *,
+    attention: Callable[[int], dict[str, Any]] = lambda index: {},
+    mlp: dict[str, Any] | None = None,
+    layer: dict[str, Any] | None = None,
+    norm: NormConfig | None = None,
+    **changes: Any,
+) -> DecoderConfig:
+    """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig` by layer, of
+    `MLPConfig`, `LayerConfig` and `DecoderConfig`."""
+    dim = head_dim_of(config)
+
+    def one(index: int) -> LayerConfig:
+        own = AttentionConfig(
+            **{
+                "num_heads": config.num_attention_heads,
+                "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+                "head_dim": dim,
+                "scale": dim**-0.5,
+                **attention(index),
+            }
+        )
+        inner = {"width": config.intermediate_size, **(mlp or {})}
+        inner.setdefault("activation", None)
+        inner["activation"] = inner["activation"] or activation(config)
+        return LayerConfig(own, MLPConfig(**inner), **(layer or {}))
+
+    if "rotary" not in changes:
+        changes["rotary"] = (rotary_of(config, length),)
+    return DecoderConfig(
+        **{
+            "vocab_size": config.vocab_size,
+            "width": config.hidden_size,
+            "layers": tuple(one(index) for index in range(config.num_hidden_layers)),
+            "norm": norm or NormConfig(epsilon=config.rms_norm_eps),
+            "tied": bool(config.tie_word_embeddings),
+            "ignored": (r"(.*\.)?rotary_emb\.inv_freq",),
+            **changes,
+        }
+    )

@@ -1,0 +1,110 @@
+"""Named tensors from files into layers: when a model is loaded, and whenever its weights change later.
+
+Every tensor has one place (`TensorSlot`), which packs or quantizes it while it is read, out of the mapped file: at no
+time is a whole model held twice. All names, shapes and dtypes are checked before the first is written, so that a
+refused checkpoint leaves a live model as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from asyncengine.errors import ModelNotFound
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.models.checkpoint import Checkpoint, StoredTensor
+from asyncengine.models.mapped import MappedFiles
+from asyncengine.models.progress import LoadProgress
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Kinds of tensors that a layer takes."""
+_SEED = 0
+_SPREAD = 0.02
+"""Standard deviation of made-up weights."""
+
+
+def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Sequence[str]) -> dict[str, str]:
+    """The slot of each of the checkpoint's tensors that has one, {name in the file: name of the slot}.
+
+    A checkpoint may leave out what all names begin with ("model."), or be without the output layer's tensor where that
+    is the embedding. Raises `ModelNotFound` naming the first tensor that is missing, misshapen, of no float type, or
+    unknown and not `ignored`.
+    """
+    found: dict[str, str] = {}
+    prefixes = sorted({name.split(".")[0] + "." for name in slots})
+    for name, stored in checkpoint.tensors.items():
+        slot = next((known for known in (name, *(prefix + name for prefix in prefixes)) if known in slots), None)
+        if slot is None:
+            if not any(re.fullmatch(pattern, name) for pattern in ignored):
+                raise ModelNotFound(f"{checkpoint.folder} has a tensor that this family does not have: {name}")
+            continue
+        _check(checkpoint.folder, name, stored, slots[slot])
+        found[name] = slot
+    missing = sorted(slots.keys() - set(found.values()))
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ModelNotFound(f"{checkpoint.folder} lacks the tensor {missing[0]}{more}")
+    return found
+
+
+def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> None:
+    if stored.shape != slot.shape:
+        raise ModelNotFound(
+            f"{folder} has a wrong shape for the tensor {name}: {list(stored.shape)}, not {list(slot.shape)}"
+        )
+    if stored.kind not in FLOATS:
+        raise ModelNotFound(f"{folder} has the tensor {name} as {stored.kind}, not as floating-point numbers")
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    slots: Mapping[str, TensorSlot],
+    ignored: Sequence[str],
+    files: MappedFiles,
+    progress: LoadProgress,
+) -> None:
+    """Fill `slots` from the checkpoint's files. Raises as `assign` does, before anything is written."""
+    names = assign(checkpoint, slots, ignored)
+    progress.stage("reading weights", len(names))
+    with torch.inference_mode():
+        for name, tensor in _stored(checkpoint, names, files):
+            slots[names[name]].load(tensor)
+            files.release(tensor)
+            progress.advance()
+
+
+def _stored(checkpoint: Checkpoint, names: Iterable[str], files: MappedFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of these names, file by file, each mapped and not copied."""
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[str]] = {file: [] for file in checkpoint.files}
+    for name in names:
+        by_file[checkpoint.tensors[name].file].append(name)
+    for file, inside in by_file.items():
+        with ExitStack() as opened:
+            stream = opened.enter_context(safe_open(str(file), framework="pt"))
+            for place, name in enumerate(inside):
+                tensor = stream.get_tensor(name)
+                if place == 0:
+                    files.look()  # a file is mapped when its first tensor is asked for
+                yield name, tensor
+                del tensor
+
+
+def fill_randomly(slots: Mapping[str, TensorSlot], dtype: torch.dtype, device: torch.device) -> None:
+    """Made-up weights, the same at every call on one device; the process's random state is left as it was.
+
+    Their speed is that of any others (`load_format="dummy"`, as in vLLM).
+    """
+    generator = torch.Generator(device=device).manual_seed(_SEED)
+    with torch.inference_mode():
+        for slot in slots.values():
+            if slot.initial is not None:
+                slot.load(torch.full(slot.shape, slot.initial, dtype=dtype, device=device))
+                continue
+            tensor = torch.empty(slot.shape, dtype=dtype, device=device).normal_(0.0, _SPREAD, generator=generator)
+            slot.load(tensor)

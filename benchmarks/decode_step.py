@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
-from asyncengine.attention.compiled import CompiledBackend
+from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
-from asyncengine.cpu.span import Span
+from asyncengine.kernels.cpu.fused_layer import Span
 from asyncengine.models import linears
 from asyncengine.models.attention_function import LayerAttention
 from asyncengine.models.loading import load_model

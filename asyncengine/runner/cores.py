@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.runner.openmp import torch_threads
 from asyncengine.stats import ThreadStats
 
 if TYPE_CHECKING:
-    from asyncengine.cpu.team import Account
+    from asyncengine.kernels.cpu.team import Account
 
 _WINDOW = 0.05
 """Seconds of steps from which a judgement is made."""
@@ -69,7 +69,7 @@ class Cores:
         self._used = self.most
         self._team = None
         if compiler_missing(torch.float32, device) is None:
-            from asyncengine.cpu.team import Team
+            from asyncengine.kernels.cpu.team import Team
 
             self._team = Team(self.most)
 

@@ -18,7 +18,7 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.runner.edits import Edits
 from asyncengine.runner.masks import FilledMasks
 from asyncengine.runner.noise import BLOCK_FLAG, gumbel, noise_keys
@@ -69,7 +69,7 @@ class Sampler:
         self._penalties = PenaltyTable(vocab_size, device)
         self._chooser: Any = None
         if compiler_missing(torch.float32, device) is None:
-            from asyncengine.cpu.sampling import Chooser
+            from asyncengine.kernels.cpu.sampling import Chooser
 
             self._chooser = Chooser(vocab_size)
 

@@ -16,7 +16,7 @@ from asyncengine.runner.switching import SwitchInterval
 
 pytest.importorskip("numba")
 
-from asyncengine.cpu.team import Account, team_threads
+from asyncengine.kernels.cpu.team import Account, team_threads
 
 GOOD, POOR = Account(100, 1000, 500, 10**7, 0, 2 * 10**7), Account(100, 1000, 900, 10**7, 10**7, 8 * 10**7)
 STEP = 0.02

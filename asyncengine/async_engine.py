@@ -14,13 +14,13 @@ from asyncengine.assembler import Assembler
 from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
 from asyncengine.core import INLINE_CHARS, EngineCore
+from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.load_once import Build, LoadOnce
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
-from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,

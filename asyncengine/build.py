@@ -15,13 +15,13 @@ from asyncengine.clock import MonotonicClock
 from asyncengine.config import EngineConfig
 from asyncengine.core import EngineCore
 from asyncengine.demo import MODEL_PATH, resolve_adapter
+from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine import EngineLoop, Recorder
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.gate import Gate
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
-from asyncengine.process import PROCESS, LoadAttempt
 from asyncengine.protocols import Clock, Executor, GrammarCompiler
 from asyncengine.runner.device_thread import DeviceThread
 from asyncengine.scheduler import Scheduler
@@ -75,8 +75,8 @@ def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: Load
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
+    from asyncengine.device.transfer import on_device
     from asyncengine.models.loading import resolve_device
-    from asyncengine.runner.transfer import on_device
 
     PROCESS.check_may_load()
     path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
@@ -103,11 +103,11 @@ def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: Load
 def _load_core(
     path: str, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, attempt: LoadAttempt
 ) -> EngineCore:
+    from asyncengine.device.cores import Cores
+    from asyncengine.device.memory import in_words
     from asyncengine.models.loading import load_model
-    from asyncengine.models.memory import in_words
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
-    from asyncengine.runner.cores import Cores
     from asyncengine.runner.lora import install_lora
     from asyncengine.text import load_tokenizer
 

@@ -12,13 +12,13 @@ from asyncengine.assembler import Assembler
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_adapter
+from asyncengine.device.process import PROCESS
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.labels import Labels
 from asyncengine.messages import Abort, Drain
 from asyncengine.outputs import Chunk
-from asyncengine.process import PROCESS
 from asyncengine.requests import (
     ChatMessages,
     ChatRequest,

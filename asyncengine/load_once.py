@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from asyncengine.core import EngineCore
+from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.errors import EngineClosed
-from asyncengine.process import PROCESS, LoadAttempt
 from asyncengine.waiting import begun
 
 Build = Callable[[], EngineCore]

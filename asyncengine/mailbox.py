@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from asyncengine.batch import TokenLogprob
+from asyncengine.device.process import PROCESS
 from asyncengine.errors import EngineDead
 from asyncengine.outputs import Chunk
-from asyncengine.process import PROCESS
 
 Waiter = asyncio.Future[None] | threading.Event
 

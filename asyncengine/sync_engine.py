@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Completion
-from asyncengine.process import LoadAttempt
 from asyncengine.requests import (
     ChatKeywords,
     ChatMessages,

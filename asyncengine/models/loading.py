@@ -18,6 +18,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
+from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
 from asyncengine.models.dummy import count_elements, make_random
@@ -26,7 +27,6 @@ from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
 from asyncengine.models.kernels import compiled_kernels, device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes
 from asyncengine.models.rotary import freeze_rotary

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncengine.attention.device_memory import send
+from asyncengine.device.pinned import send
 from asyncengine.models.lora_linears import Place
 
 RANK_STEP = 8

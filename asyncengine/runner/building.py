@@ -10,16 +10,16 @@ import torch
 from asyncengine.attention.factory import make_backend, num_pages_for
 from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores
+from asyncengine.device.memory import free_bytes, in_words, release_cached
+from asyncengine.device.transfer import on_device
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import free_bytes, in_words, release_cached
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.short_steps import MOST_TOKENS
-from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.rehearsal import largest_step
-from asyncengine.runner.transfer import on_device
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")

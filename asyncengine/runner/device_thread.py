@@ -11,8 +11,8 @@ from typing import NamedTuple
 import anyio
 
 from asyncengine.batch import Batch, StepResult
+from asyncengine.device.switching import INTERPRETER
 from asyncengine.protocols import Executor, StepHandle
-from asyncengine.runner.switching import INTERPRETER
 
 
 class _Job(NamedTuple):
@@ -38,7 +38,7 @@ class DeviceThread:
     def __init__(
         self, executor: Executor, name: str = "asyncengine-device", switch_interval: float | None = None
     ) -> None:
-        """`switch_interval`: seconds, of the interpreter while the thread lives (`runner.switching`)."""
+        """`switch_interval`: seconds, of the interpreter while the thread lives (`device.switching`)."""
         self.executor = executor
         self._switch_interval = switch_interval
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend, StepView
-from asyncengine.models.memory import is_out_of_memory
+from asyncengine.device.memory import is_out_of_memory
 from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.step_buffers import Step
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from asyncengine.batch import TokenLogprob
-from asyncengine.runner.transfer import Readback
+from asyncengine.device.transfer import Readback
 
 _BLOCK_ELEMENTS = 2**24
 """Most float32 log-probabilities held at once."""

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
+from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
 from asyncengine.models.lora_linears import ModuleDims, Place, find_places
 from asyncengine.models.lora_masked import MaskedStack, MaskedStep
 from asyncengine.models.lora_rows import RowStack, RowStep
 from asyncengine.models.lora_stack import LoraStack, Segment, padded_rank
-from asyncengine.runner.transfer import upload
 
 Step = RowStep | MaskedStep
 _KEPT_STEPS = 8

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.batch import Batch, Row
-from asyncengine.runner.transfer import send, upload
+from asyncengine.device.transfer import send, upload
 
 _PART_ELEMENTS = 2**24
 """Logits masked at once: bounds the working memory at some 200 MB."""

@@ -12,11 +12,12 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.batch import Batch, FinishedStep, StepResult
+from asyncengine.device.cores import Cores
+from asyncengine.device.memory import is_out_of_memory, release_cached
+from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import is_out_of_memory, release_cached
 from asyncengine.protocols import StepHandle
-from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
@@ -24,7 +25,6 @@ from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, Step
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
-from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.stats import ThreadStats
 
 logger = logging.getLogger("asyncengine")

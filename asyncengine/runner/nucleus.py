@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
-from asyncengine.runner.transfer import upload
+from asyncengine.device.transfer import upload
 
 _FIRST_CANDIDATES = 1024
 """A nucleus is looked for among this many tokens before everything is sorted."""

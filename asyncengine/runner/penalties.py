@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from asyncengine.batch import Row, RowSpec
-from asyncengine.runner.transfer import upload
+from asyncengine.device.transfer import upload
 
 
 @dataclass(slots=True)

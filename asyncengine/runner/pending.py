@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
+from asyncengine.device.transfer import Readback
 from asyncengine.protocols import StepHandle
 from asyncengine.runner.logprobs import LogprobTensors, token_logprobs
 from asyncengine.runner.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.runner.sampler import NON_FINITE, Sampled
-from asyncengine.runner.transfer import Readback
 
 
 @dataclass(slots=True, eq=False)

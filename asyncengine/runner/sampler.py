@@ -18,6 +18,7 @@ import torch
 
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
+from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.runner.edits import Edits
 from asyncengine.runner.masks import FilledMasks
@@ -25,7 +26,6 @@ from asyncengine.runner.noise import BLOCK_FLAG, gumbel, noise_keys
 from asyncengine.runner.nucleus import smallest_kept
 from asyncengine.runner.penalties import PenaltyTable
 from asyncengine.runner.slot_params import SlotParams
-from asyncengine.runner.transfer import Readback, upload
 
 _BLOCK = 512
 NON_FINITE = "the model produced non-finite logits"

@@ -14,7 +14,7 @@ import torch
 
 from asyncengine.attention.base import Int64Array, StepView
 from asyncengine.batch import Batch, Row
-from asyncengine.runner.transfer import upload
+from asyncengine.device.transfer import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,8 +14,8 @@ import pytest
 from support.fake_engine import make_core, until
 
 from asyncengine import AsyncEngine, Engine, EngineConfig
+from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.errors import EngineClosed
-from asyncengine.process import PROCESS, LoadAttempt
 
 PROGRAM = """
 import asyncio, threading

@@ -12,11 +12,11 @@ from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores, Sharing
 from asyncengine.models import short_steps
 from asyncengine.models.fused_model import FusedForward
 from asyncengine.models.loading import load_model
 from asyncengine.models.short_steps import MOST_TOKENS, ShortSteps
-from asyncengine.runner.cores import Cores, Sharing
 
 pytest.importorskip("numba")
 COMMON = {"llama3.1-rope", "qwen2", "qwen3", "granite", "smollm3"}

@@ -12,9 +12,10 @@ import torch
 
 from asyncengine import build
 from asyncengine.config import EngineConfig
+from asyncengine.device import transfer
 from asyncengine.errors import OutOfMemory
 from asyncengine.models import loading
-from asyncengine.runner import building, transfer
+from asyncengine.runner import building
 from asyncengine.runner.building import build_runner
 
 CUDA = torch.device("cuda", 0)

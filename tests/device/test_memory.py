@@ -10,14 +10,14 @@ import weakref
 import pytest
 import torch
 
+from asyncengine.device.memory import in_words, is_out_of_memory
 from asyncengine.errors import OutOfMemory
 from asyncengine.models.linears import can_pack
-from asyncengine.models.memory import in_words, is_out_of_memory
 
 PROBE = """
 import torch
 from asyncengine.models.linears import FastLinear
-from asyncengine.models.memory import bound_kernel_caches
+from asyncengine.device.memory import bound_kernel_caches
 
 def resident():
     return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0])

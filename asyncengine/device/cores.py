@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncengine.device.openmp import torch_threads
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.runner.openmp import torch_threads
 from asyncengine.stats import ThreadStats
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from asyncengine.runner.cores import Company, Cores, Sharing
-from asyncengine.runner.openmp import torch_threads
-from asyncengine.runner.switching import SwitchInterval
+from asyncengine.device.cores import Company, Cores, Sharing
+from asyncengine.device.openmp import torch_threads
+from asyncengine.device.switching import SwitchInterval
 
 pytest.importorskip("numba")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.device_memory import on_device, send, upload
+from asyncengine.device.pinned import on_device, send, upload
 
 __all__ = ["Readback", "copy_stream", "on_device", "send", "upload"]
 

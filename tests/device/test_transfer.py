@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.fake_cuda import CUDA, FakeCuda, FakeEvent
 
-from asyncengine.attention.device_memory import on_device
-from asyncengine.runner.transfer import Readback, copy_stream, send, upload
+from asyncengine.device.pinned import on_device
+from asyncengine.device.transfer import Readback, copy_stream, send, upload
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,12 @@ from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.protocols import StepHandle
 from asyncengine.runner.graphs import Capture, DecodeGraphs
-from asyncengine.runner.logprobs import token_logprobs
 from asyncengine.runner.lora import LoraLayers
-from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
-from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
+from asyncengine.sampling.logprobs import token_logprobs
+from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
+from asyncengine.sampling.sampler import Sampler
 from asyncengine.stats import ThreadStats
 
 logger = logging.getLogger("asyncengine")

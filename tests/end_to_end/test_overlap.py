@@ -25,7 +25,7 @@ from asyncengine.batch import Row
 from asyncengine.device.transfer import Readback
 from asyncengine.grammar import Grammar
 from asyncengine.runner import model_runner
-from asyncengine.runner.masks import StepMasks
+from asyncengine.sampling.masks import StepMasks
 from asyncengine.testing.leaks import assert_nothing_held
 
 CONSTRAINTS = [

@@ -16,9 +16,9 @@ from asyncengine.gpucheck import sampling
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.sampling import KINDS, check_kind, check_logprobs
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.runner import masks, nucleus
-from asyncengine.runner.masks import FilledMasks, unpack_bits
-from asyncengine.runner.sampler import Sampled, Sampler
+from asyncengine.sampling import masks, top_p
+from asyncengine.sampling.masks import FilledMasks, unpack_bits
+from asyncengine.sampling.sampler import Sampled, Sampler
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 16, 4000
@@ -44,7 +44,7 @@ class AsOnAGpu(Sampler):
 
     def sample(self, *arguments: Any) -> Sampled:
         with self._monkeypatch.context() as patch:
-            patch.setattr(nucleus, "_by_sorting", nucleus.by_digits)
+            patch.setattr(top_p, "_by_sorting", top_p.by_digits)
             patch.setattr(masks, "unpack_on_host", unpack_bits)
             return super().sample(*arguments)
 

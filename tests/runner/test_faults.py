@@ -13,7 +13,7 @@ from support.tiny_models import VOCAB
 
 from asyncengine.batch import Batch
 from asyncengine.runner.model_runner import OUT_OF_MEMORY, ModelRunner
-from asyncengine.runner.sampler import NON_FINITE, NOTHING_ALLOWED
+from asyncengine.sampling.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 
 BAD = 7

@@ -1,6 +1,6 @@
 """From logits to tokens on a CPU: the largest, and a draw from what top-k, top-p and min-p keep, a row at a time.
 
-The choice is that of `runner.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
+The choice is that of `sampling.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
 tokens of the winning block. What differs is the way there. The largest logit of every block is known after one pass
 over a row, and most of the others look only at blocks that can matter: a top-k of 20 reads 20 of 300 blocks.
 """
@@ -195,7 +195,7 @@ def _sum_kept(values: NDArray[np.float32], most: Any, least: Any) -> Any:
 
 @inline
 def _gumbel(key: Any, inner: Any, outer: Any) -> Any:
-    """The noise of `runner.noise`: a function of seed, position and token id alone."""
+    """The noise of `sampling.noise`: a function of seed, position and token id alone."""
     bits = _mix(np.uint32(_mix(key ^ inner) + outer))
     return np.float32(-np.log(-np.log((np.float64(bits) + 0.5) * 2.0**-32)))
 

@@ -12,9 +12,9 @@ from support.teams import team_of
 
 from asyncengine.kernels.cpu import sampling
 from asyncengine.kernels.cpu.sampling import Chooser
-from asyncengine.runner.noise import noise_keys
-from asyncengine.runner.nucleus import smallest_kept
-from asyncengine.runner.sampler import draw
+from asyncengine.sampling.noise import noise_keys
+from asyncengine.sampling.sampler import draw
+from asyncengine.sampling.top_p import smallest_kept
 
 PARAMS: list[dict[str, Any]] = [
     {},

@@ -7,7 +7,7 @@ import torch
 from support.device_modes import DEVICE, FailOnce, NoWaiting
 
 from asyncengine.batch import Row, RowSpec
-from asyncengine.runner.penalties import PenaltyTable
+from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling_params import SamplingParams
 
 VOCAB = 20

@@ -11,9 +11,9 @@ import torch
 from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
 from asyncengine.device.transfer import upload
-from asyncengine.runner.masks import FilledMasks, apply_masks
-from asyncengine.runner.penalties import PenaltyTable
-from asyncengine.runner.slot_params import SlotParams
+from asyncengine.sampling.masks import FilledMasks, apply_masks
+from asyncengine.sampling.penalties import PenaltyTable
+from asyncengine.sampling.slot_params import SlotParams
 
 
 class Edits:

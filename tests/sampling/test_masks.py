@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
-from asyncengine.runner import masks
-from asyncengine.runner.masks import FilledMasks, apply_masks, unpack_bits, unpack_on_host
+from asyncengine.sampling import masks
+from asyncengine.sampling.masks import FilledMasks, apply_masks, unpack_bits, unpack_on_host
 
 VOCAB = 75
 

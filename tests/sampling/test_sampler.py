@@ -12,8 +12,8 @@ import torch
 from support import reference_sampler as reference
 
 from asyncengine.batch import Row, RowSpec
-from asyncengine.runner.masks import FilledMasks
-from asyncengine.runner.sampler import NON_FINITE, Sampler
+from asyncengine.sampling.masks import FilledMasks
+from asyncengine.sampling.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
 
 VOCAB = 1200
@@ -93,9 +93,9 @@ EDITS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", EDITS, ids=str)
 def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     """Compared on the edited logits: greedy choices after removing the winner again and again."""
-    from asyncengine.runner.edits import Edits
-    from asyncengine.runner.penalties import PenaltyTable
-    from asyncengine.runner.slot_params import SlotParams
+    from asyncengine.sampling.logit_processors import Edits
+    from asyncengine.sampling.penalties import PenaltyTable
+    from asyncengine.sampling.slot_params import SlotParams
 
     tokens = (5, 5, 9, 11, 8, 8, 8, 9, 40)
     logits = random_logits(2, seed=9)

@@ -20,12 +20,12 @@ from asyncengine.attention.base import Int64Array
 from asyncengine.batch import Row
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.runner.edits import Edits
-from asyncengine.runner.masks import FilledMasks
-from asyncengine.runner.noise import BLOCK_FLAG, gumbel, noise_keys
-from asyncengine.runner.nucleus import smallest_kept
-from asyncengine.runner.penalties import PenaltyTable
-from asyncengine.runner.slot_params import SlotParams
+from asyncengine.sampling.logit_processors import Edits
+from asyncengine.sampling.masks import FilledMasks
+from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
+from asyncengine.sampling.penalties import PenaltyTable
+from asyncengine.sampling.slot_params import SlotParams
+from asyncengine.sampling.top_p import smallest_kept
 
 _BLOCK = 512
 NON_FINITE = "the model produced non-finite logits"

@@ -10,7 +10,7 @@ from support.checkpoints import MakeRunner
 from support.drive import Driver, prompts
 from support.tiny_models import VOCAB, make_model
 
-from asyncengine.runner.logprobs import token_logprobs
+from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling_params import SamplingParams
 
 
@@ -61,6 +61,6 @@ def test_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(11, 40)
     tokens = torch.randint(0, 40, (11,))
     whole = token_logprobs(logits, tokens, 50).entries()
-    monkeypatch.setattr("asyncengine.runner.logprobs._BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("asyncengine.sampling.logprobs._BLOCK_ELEMENTS", 100)
     assert token_logprobs(logits, tokens, 50).entries() == whole
     assert len(whole[0].top) == 40

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.grammar.service import GrammarService
+    from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.models.loading import LoadedModel
-    from asyncengine.runner.lora import LoraLayers
     from asyncengine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncengine")
@@ -105,10 +105,10 @@ def _load_core(
 ) -> EngineCore:
     from asyncengine.device.cores import Cores
     from asyncengine.device.memory import in_words
+    from asyncengine.lora.layers.slots import install_lora
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
-    from asyncengine.runner.lora import install_lora
     from asyncengine.text import load_tokenizer
 
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
@@ -151,8 +151,8 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
     """
     from asyncengine.lora.adapter import BaseModule
-    from asyncengine.lora.files import discover
-    from asyncengine.lora.peft_loader import PeftLoader
+    from asyncengine.lora.checkpoint.files import discover
+    from asyncengine.lora.checkpoint.peft_loader import PeftLoader
     from asyncengine.lora.registry import AdapterRegistry
 
     base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}

@@ -23,7 +23,7 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend, StepView
 from asyncengine.device.memory import is_out_of_memory
-from asyncengine.runner.lora import LoraLayers
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.runner.step_buffers import Step
 
 logger = logging.getLogger("asyncengine")

@@ -15,11 +15,11 @@ from asyncengine.batch import Batch, FinishedStep, StepResult
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
 from asyncengine.protocols import StepHandle
 from asyncengine.runner.graphs import Capture, DecodeGraphs
-from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs

@@ -16,7 +16,7 @@ from asyncengine.gpucheck import sampling
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.sampling import KINDS, check_kind, check_logprobs
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.sampling import masks, top_p
+from asyncengine.sampling import masks, top_p as top_p_module
 from asyncengine.sampling.masks import FilledMasks, unpack_bits
 from asyncengine.sampling.sampler import Sampled, Sampler
 
@@ -44,7 +44,7 @@ class AsOnAGpu(Sampler):
 
     def sample(self, *arguments: Any) -> Sampled:
         with self._monkeypatch.context() as patch:
-            patch.setattr(top_p, "_by_sorting", top_p.by_digits)
+            patch.setattr(top_p_module, "_by_sorting", top_p_module.by_digits)
             patch.setattr(masks, "unpack_on_host", unpack_bits)
             return super().sample(*arguments)
 

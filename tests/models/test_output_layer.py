@@ -15,10 +15,10 @@ from support.tiny_models import VOCAB, make_model
 from torch import nn
 
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers.targets import find_places
 from asyncengine.models import output_layer
 from asyncengine.models.linears import PanelLinear
 from asyncengine.models.loading import load_model
-from asyncengine.models.lora_linears import find_places
 from asyncengine.models.output_layer import OutputLayer, SharedEmbedding, replace_output_layer
 
 pytest.importorskip("numba")

@@ -185,7 +185,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("make_adapters", "_assemble"):
         monkeypatch.setattr(build, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
-    monkeypatch.setattr("asyncengine.runner.lora.install_lora", lambda *_: None)
+    monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
     build.load_core("demo", EngineConfig())
     assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
     assert not current

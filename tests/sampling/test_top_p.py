@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncengine.sampling import top_p
+from asyncengine.sampling import top_p as top_p_module
 from asyncengine.sampling.top_p import smallest_kept
 
 VOCAB = 3000
@@ -33,7 +33,7 @@ def assert_ends_the_nucleus(logits: torch.Tensor, least: torch.Tensor, top_p: to
     assert (kept > top_p - 3e-4).all()
 
 
-@pytest.mark.parametrize("search", [top_p._by_sorting, top_p.by_digits])
+@pytest.mark.parametrize("search", [top_p_module._by_sorting, top_p_module.by_digits])
 @pytest.mark.parametrize("share", [1e-6, 0.05, 0.5, 0.9, 0.999, 0.9999999])
 def test_the_smallest_set_that_reaches_top_p(share: float, search: object) -> None:
     logits = rows()
@@ -44,22 +44,22 @@ def test_the_smallest_set_that_reaches_top_p(share: float, search: object) -> No
 def test_both_ways_agree() -> None:
     logits = torch.randn((40, VOCAB), generator=torch.Generator().manual_seed(5)) * 3
     top_p = torch.rand(40, generator=torch.Generator().manual_seed(6))
-    differ = top_p._by_sorting(logits, top_p) != top_p.by_digits(logits, top_p)
+    differ = top_p_module._by_sorting(logits, top_p) != top_p_module.by_digits(logits, top_p)
     assert differ.sum() <= 1, "but for rounding at the edge"
 
 
 def test_a_row_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, top_p = rows(), torch.full((9,), 0.8)
-    together = top_p.by_digits(logits, top_p)
-    monkeypatch.setattr(top_p, "_PASS_ELEMENTS", 2 * VOCAB + 1)
-    assert torch.equal(top_p.by_digits(logits, top_p), together)
+    together = top_p_module.by_digits(logits, top_p)
+    monkeypatch.setattr(top_p_module, "_PASS_ELEMENTS", 2 * VOCAB + 1)
+    assert torch.equal(top_p_module.by_digits(logits, top_p), together)
 
 
 def test_rows_without_a_finite_logit_harm_nobody() -> None:
     logits = rows()[:4]
-    alone = top_p.by_digits(logits, torch.full((4,), 0.7))
+    alone = top_p_module.by_digits(logits, torch.full((4,), 0.7))
     logits[1], logits[2] = float("nan"), float("-inf")
-    found = top_p.by_digits(logits, torch.full((4,), 0.7))
+    found = top_p_module.by_digits(logits, torch.full((4,), 0.7))
     assert torch.equal(found[[0, 3]], alone[[0, 3]])
 
 
@@ -70,4 +70,4 @@ def test_rows_with_and_without_top_k_share_a_step() -> None:
     assert torch.equal(least[0], smallest_kept(logits[:1], top_k[:1], top_p[:1])[0])
     assert least[1] == logits[1].topk(5).values[-1]
     assert torch.equal(least[2], smallest_kept(logits[2:3], top_k[2:3], top_p[2:3])[0])
-    assert torch.equal(least[3], top_p._by_sorting(logits[3:], top_p[3:])[0])
+    assert torch.equal(least[3], top_p_module._by_sorting(logits[3:], top_p[3:])[0])

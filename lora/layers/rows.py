@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
-from asyncengine.models.lora_stack import LoraStack, Segment
+from asyncengine.lora.layers.stack import LoraStack, Segment
 
 LONG = 24
 """Neighbouring rows of one adapter from which on matrix products are faster, measured with bf16 and two threads."""

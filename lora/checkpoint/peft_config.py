@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import BaseModule
-from asyncengine.lora.patterns import Patterns
+from asyncengine.lora.checkpoint.patterns import Patterns
 
 _USED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",

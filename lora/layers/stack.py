@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from asyncengine.device.pinned import send
-from asyncengine.models.lora_linears import Place
+from asyncengine.lora.layers.targets import Place
 
 RANK_STEP = 8
 """Ranks are padded to multiples of this, with zeros: a padded factor adds exact zeros."""

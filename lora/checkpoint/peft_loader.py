@@ -21,9 +21,9 @@ import torch
 
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter, BaseModule, LoraWeights
-from asyncengine.lora.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
-from asyncengine.lora.peft_config import PeftConfig, read_peft_config
-from asyncengine.lora.tensor_file import TensorFile, parse_json, pieces
+from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
+from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
+from asyncengine.lora.checkpoint.tensor_file import TensorFile, parse_json, pieces
 
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")

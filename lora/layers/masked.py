@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import linear
 
-from asyncengine.models.lora_stack import LoraStack, Segment
+from asyncengine.lora.layers.stack import LoraStack, Segment
 
 _CALL = 2_000_000_000
 """Multiplications that take as long as calling one product: an estimate for GPUs, which do some 4e14 a second, at 5

@@ -11,11 +11,11 @@ import torch
 from support.device_modes import DEVICE, NoWaiting
 from torch import nn
 
-from asyncengine.models import lora_rows
-from asyncengine.models.lora_linears import Place
-from asyncengine.models.lora_masked import MaskedStack, MaskedStep
-from asyncengine.models.lora_rows import RowStack, RowStep
-from asyncengine.models.lora_stack import LoraStack, padded_rank
+from asyncengine.lora.layers import rows as rows_module
+from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
+from asyncengine.lora.layers.rows import RowStack, RowStep
+from asyncengine.lora.layers.stack import LoraStack, padded_rank
+from asyncengine.lora.layers.targets import Place
 
 SLOTS = 6
 PARTS = {"one": [24], "q, k and v": [32, 8, 8], "gate and up": [40, 40], "odd widths": [9, 6]}
@@ -88,7 +88,7 @@ STEPS = {
 def test_each_row_gets_its_own_delta(
     form: str, widths: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_rows, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG", 4)
     stack = make(form, place_of(widths))
     deltas = fill(stack)
     x, y = torch.randn(1, len(slots), 20), torch.randn(1, len(slots), sum(widths))
@@ -103,7 +103,7 @@ def test_each_row_gets_its_own_delta(
 @pytest.mark.parametrize("form", ["rows", "masked", "segments"])
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_rows, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG", 4)
     stack = make(form, place_of([12], 50, kind="embedding"))
     deltas = fill(stack)
     x, y = torch.randint(0, 50, (1, len(slots))), torch.zeros(1, len(slots), 12)
@@ -158,14 +158,14 @@ def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
 def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make("rows", place_of([8]))
     fill(stack)
-    monkeypatch.setattr(lora_rows, "_weighted_sums", None)
+    monkeypatch.setattr(rows_module, "_weighted_sums", None)
     stack.add(torch.zeros(1, 2, 20), torch.zeros(1, 2, 8), step_of("rows", [3, 5]))
     stack.clear(1)
     stack.add(torch.zeros(1, 2, 20), torch.zeros(1, 2, 8), step_of("rows", [1, -1]))
 
 
 def test_long_runs_go_by_product_and_the_rest_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora_rows, "LONG", 4)
+    monkeypatch.setattr(rows_module, "LONG", 4)
     step = step_of("rows", STEPS["long and short"])
     assert step.segments == ((0, 5, 1), (14, 18, 4), (18, 22, 0))
     assert [(each.begin, each.end) for each in step.stretches] == [(5, 8), (22, 24)]

@@ -16,10 +16,10 @@ import torch
 from asyncengine.attention.base import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.models.lora_linears import ModuleDims, Place, find_places
-from asyncengine.models.lora_masked import MaskedStack, MaskedStep
-from asyncengine.models.lora_rows import RowStack, RowStep
-from asyncengine.models.lora_stack import LoraStack, Segment, padded_rank
+from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
+from asyncengine.lora.layers.rows import RowStack, RowStep
+from asyncengine.lora.layers.stack import LoraStack, Segment, padded_rank
+from asyncengine.lora.layers.targets import ModuleDims, Place, find_places
 
 Step = RowStep | MaskedStep
 _KEPT_STEPS = 8

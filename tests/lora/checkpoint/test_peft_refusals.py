@@ -28,9 +28,9 @@ from support.peft_checkpoints import (
 
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.lora.adapter import BaseModule
-from asyncengine.lora.files import discover
-from asyncengine.lora.patterns import Patterns
-from asyncengine.lora.peft_loader import PeftLoader
+from asyncengine.lora.checkpoint.files import discover
+from asyncengine.lora.checkpoint.patterns import Patterns
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")
@@ -393,7 +393,7 @@ def test_a_pipe_does_not_block(base: dict[str, BaseModule], folder: Path):
 
 
 def test_a_file_that_changes_while_it_is_read(base: dict[str, BaseModule], folder: Path, monkeypatch: Any):
-    from asyncengine.lora.tensor_file import TensorFile
+    from asyncengine.lora.checkpoint.tensor_file import TensorFile
 
     read = TensorFile.read
 

@@ -14,7 +14,7 @@ from support.lora_reference import Reference, Weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.models.lora_masked import MaskedStack
+from asyncengine.lora.layers.masked import MaskedStack
 
 pytest.importorskip("peft")
 
@@ -74,7 +74,7 @@ def test_eight_adapters_and_the_base_in_one_batch(
         assert driver.answers(slots, chunk) == expected, f"chunk {chunk}"
     assert driver.answers(slots, 7, preempt_every=5) == expected
     for length in (1, 2, 100):
-        monkeypatch.setattr("asyncengine.models.lora_rows.LONG", length)
+        monkeypatch.setattr("asyncengine.lora.layers.rows.LONG", length)
         driver.lora._known.clear()
         assert driver.answers(slots, 16) == expected, f"products for segments from {length} rows on"
 

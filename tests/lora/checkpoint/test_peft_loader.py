@@ -15,7 +15,7 @@ from support.peft_checkpoints import base_modules, edit_config, edit_weights, ma
 
 from asyncengine.errors import AdapterError
 from asyncengine.lora.adapter import Adapter
-from asyncengine.lora.peft_loader import PeftLoader
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 
 
 def load(folder: Path, model: Any = None, **settings: Any) -> Adapter:

@@ -18,8 +18,8 @@ from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
+from asyncengine.lora.layers.slots import install_lora
 from asyncengine.models.loading import load_model
-from asyncengine.runner.lora import install_lora
 
 pytest.importorskip("peft")
 

@@ -17,7 +17,6 @@ from asyncengine.engine import EngineLoop
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.labels import Labels
-from asyncengine.messages import Abort, Drain
 from asyncengine.outputs import Chunk
 from asyncengine.requests import (
     ChatMessages,
@@ -29,6 +28,7 @@ from asyncengine.requests import (
     template_variables,
 )
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler.messages import Abort, Drain
 from asyncengine.snapshot import snapshot
 from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.submit import Acceptance, Accepted, ModelInfo

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from asyncengine.batch import TokenLogprob
 from asyncengine.clock import Clock
 from asyncengine.mailbox import Mailbox, Waiter, wake_all
-from asyncengine.messages import Abort, StopText
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
+from asyncengine.scheduler.messages import Abort, StopText
 from asyncengine.stats import Meter
 from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
 

@@ -24,9 +24,9 @@ from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.gate import Gate
 from asyncengine.inbox import Inbox
-from asyncengine.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
 from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
 from asyncengine.stats import Meter
 from asyncengine.text import TokenTable
 

@@ -21,7 +21,7 @@ import anyio
 from asyncengine.device.process import PROCESS
 from asyncengine.engine import EngineLoop
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
-from asyncengine.messages import Drain
+from asyncengine.scheduler.messages import Drain
 
 EXIT_PATIENCE = 10.0
 """Seconds that a program's end waits for a step to finish."""

@@ -21,10 +21,10 @@ from asyncengine.delivery import OutputStream
 from asyncengine.engine import Submission
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.mailbox import Mailbox
-from asyncengine.messages import Generate
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler
 from asyncengine.requests import RequestOptions
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
+from asyncengine.scheduler.messages import Generate
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:

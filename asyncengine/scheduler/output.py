@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncengine.batch import TokenLogprob
-from asyncengine.messages import EndReason
+from asyncengine.scheduler.messages import EndReason
 
 
 class Output(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.protocols import Policy
-from asyncengine.request import Request
+from asyncengine.scheduler.request import Request
 
 
 class FirstComeFirstServed:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncengine.protocols import Policy
-from asyncengine.request import Request
+from asyncengine.scheduler.request import Request
 
 
 class WaitingQueue:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from asyncengine.batch import ConstrainedToken, Row
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import EndReason
 from asyncengine.protocols import GrammarMatcher
-from asyncengine.request import Request
 from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.messages import EndReason
+from asyncengine.scheduler.request import Request
 
 
 def may_overlap(request: Request) -> bool:

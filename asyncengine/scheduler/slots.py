@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
 from asyncengine.protocols import AdapterAdmission
-from asyncengine.request import Request
+from asyncengine.scheduler.request import Request
 
 
 class Slots:

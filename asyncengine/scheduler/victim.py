@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncengine.protocols import Policy
-from asyncengine.request import Request
+from asyncengine.scheduler.request import Request
 
 
 def choose_victim(running: Iterable[Request], policy: Policy) -> Request:

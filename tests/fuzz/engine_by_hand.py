@@ -19,8 +19,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine import Launched
 from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
-from asyncengine.messages import StopText
 from asyncengine.scheduler import Output
+from asyncengine.scheduler.messages import StopText
 from asyncengine.submit import Accepted
 from asyncengine.testing import FakeModel, ManualClock, Recording
 

@@ -14,9 +14,9 @@ from support.small_vocabulary import EOS, LOGITS, SECOND_EOS
 from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import AdapterReady, Generate, GrammarReady, Message, StopText
 from asyncengine.sampling_params import OnBudget, SamplingParams
 from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.messages import AdapterReady, Generate, GrammarReady, Message, StopText
 from asyncengine.testing import FakeExecutor, FakeModel
 
 ENDS = (EOS, SECOND_EOS)

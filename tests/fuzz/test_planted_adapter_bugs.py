@@ -16,8 +16,8 @@ from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.claims import Claims
 from asyncengine.lora.host_store import HostStore
 from asyncengine.lora.registry import AdapterRegistry
-from asyncengine.messages import AdapterReady
 from asyncengine.scheduler.admission import Admission
+from asyncengine.scheduler.messages import AdapterReady
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.scheduler.slots import Slots
 

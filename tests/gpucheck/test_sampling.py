@@ -16,7 +16,8 @@ from asyncengine.gpucheck import sampling
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.sampling import KINDS, check_kind, check_logprobs
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.sampling import masks, top_p as top_p_module
+from asyncengine.sampling import masks
+from asyncengine.sampling import top_p as top_p_module
 from asyncengine.sampling.masks import FilledMasks, unpack_bits
 from asyncengine.sampling.sampler import Sampled, Sampler
 

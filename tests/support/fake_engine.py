@@ -13,10 +13,10 @@ from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.build import wire
 from asyncengine.core import EngineCore
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import Abort, Generate
 from asyncengine.protocols import AdapterAdmission
-from asyncengine.request import Request
 from asyncengine.scheduler import Output, Scheduler
+from asyncengine.scheduler.messages import Abort, Generate
+from asyncengine.scheduler.request import Request
 from asyncengine.submit import ModelInfo
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 

@@ -23,7 +23,6 @@ from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.protocols import AdapterAdmission
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.budget import TokenBudget
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
@@ -35,12 +34,11 @@ from asyncengine.scheduler.messages import (
     StopText,
 )
 from asyncengine.scheduler.output import Counters, Output
-from asyncengine.scheduler.policy import scheduling_policy
+from asyncengine.scheduler.policy import choose_victim, scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
-from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row, plain_end, widened
+from asyncengine.scheduler.rows import TokenBudget, constrained_end, may_overlap, next_row, plain_end, widened
 from asyncengine.scheduler.slots import Slots
-from asyncengine.scheduler.victim import choose_victim
 
 
 class _InFlight(NamedTuple):

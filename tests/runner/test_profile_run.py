@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import MakeRunner
 
 from asyncengine.config import EngineConfig
-from asyncengine.runner.rehearsal import largest_step
+from asyncengine.runner.building import largest_step
 
 CASES: list[tuple[dict[str, Any], int]] = [
     ({"max_num_seqs": 8, "max_num_batched_tokens": 60}, 100),

@@ -4,6 +4,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.batch import TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
+from asyncengine.engine.validation import ModelInfo
 from asyncengine.errors import (
     AdapterError,
     AdapterInUse,
@@ -45,7 +46,6 @@ from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream, TokenStream
-from asyncengine.submit import ModelInfo
 from asyncengine.sync_engine import Engine
 
 __version__ = "0.1.0"

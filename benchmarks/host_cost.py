@@ -19,9 +19,9 @@ import time
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.batch import Batch, FinishedStep, StepResult
-from asyncengine.build import wire
-from asyncengine.core import EngineCore
-from asyncengine.submit import ModelInfo
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.validation import ModelInfo
+from asyncengine.engine.wiring import wire
 
 
 class InstantExecutor:

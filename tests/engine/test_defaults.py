@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from asyncengine.clock import MonotonicClock
 from asyncengine.config import EngineConfig
+from asyncengine.engine.clock import MonotonicClock
+from asyncengine.engine.validation import Acceptance, ModelInfo, RequestOptions
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.submit import Acceptance, ModelInfo, RequestOptions
 
 
 def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:

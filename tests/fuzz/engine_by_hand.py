@@ -16,12 +16,12 @@ from support.plug_points import Compiler
 
 from asyncengine.batch import Batch
 from asyncengine.config import EngineConfig
-from asyncengine.engine import Launched
+from asyncengine.engine.loop import Launched
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import StopText
-from asyncengine.submit import Accepted
 from asyncengine.testing import FakeModel, ManualClock, Recording
 
 

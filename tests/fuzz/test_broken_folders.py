@@ -19,7 +19,7 @@ import pytest
 from support.worded_model import make_worded_model
 
 from asyncengine import EngineConfig, SamplingParams
-from asyncengine.build import load_core
+from asyncengine.engine.wiring import load_core
 from asyncengine.errors import EngineError
 from asyncengine.requests import RequestOptions
 

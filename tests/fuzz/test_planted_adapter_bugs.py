@@ -9,8 +9,8 @@ import pytest
 from fuzz.adapter_fuzz import AdapterLife
 
 from asyncengine.batch import AdapterSwap
-from asyncengine.core import EngineCore
-from asyncengine.engine import EngineLoop
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.loop import EngineLoop
 from asyncengine.errors import EngineError
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.claims import Claims

@@ -10,7 +10,7 @@ from support.fake_engine import SteppedExecutor, idle, in_thread, make_core, unt
 
 from asyncengine import AdapterInfo, AsyncEngine, Engine, SamplingParams
 from asyncengine.batch import AdapterSwap, Batch, Row, StepResult
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.outputs import Completion

@@ -10,14 +10,14 @@ from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.batch import Batch, RowSpec, StepResult
-from asyncengine.build import wire
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.validation import ModelInfo
+from asyncengine.engine.wiring import wire
 from asyncengine.kvcache import KVCache
 from asyncengine.protocols import AdapterAdmission
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Generate
 from asyncengine.scheduler.request import Request
-from asyncengine.submit import ModelInfo
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncengine.engine import EngineLoop
+from asyncengine.engine.loop import EngineLoop
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncengine.batch import TokenLogprob
-from asyncengine.clock import Clock
-from asyncengine.mailbox import Mailbox, Waiter, wake_all
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort, StopText

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
-from asyncengine.submit import Accepted
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatReader

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from asyncengine.batch import Batch, StepResult
 from asyncengine.config import EngineConfig
-from asyncengine.delivery import Delivery, OutputStream
+from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
-from asyncengine.gate import Gate
-from asyncengine.inbox import Inbox
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from asyncengine.delivery import Delivery
+from asyncengine.engine.delivery import Delivery
 
 
 class Labels:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+from asyncengine.engine.mailbox import Waiter, wake_all
 from asyncengine.errors import EngineClosed, QueueFull
-from asyncengine.mailbox import Waiter, wake_all
 
 
 @dataclass(slots=True, eq=False)

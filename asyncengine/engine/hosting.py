@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 
 from asyncengine.device.process import PROCESS
-from asyncengine.engine import EngineLoop
+from asyncengine.engine.loop import EngineLoop
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain
 

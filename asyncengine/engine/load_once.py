@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from asyncengine.core import EngineCore
 from asyncengine.device.process import PROCESS, LoadAttempt
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.threads import begun
 from asyncengine.errors import EngineClosed
-from asyncengine.waiting import begun
 
 Build = Callable[[], EngineCore]
 

@@ -8,15 +8,17 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from asyncengine.assembler import Assembler
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_adapter
 from asyncengine.device.process import PROCESS
-from asyncengine.engine import EngineLoop
+from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.request_ids import Labels
+from asyncengine.engine.snapshot import snapshot
+from asyncengine.engine.validation import Acceptance, Accepted, ModelInfo
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
-from asyncengine.labels import Labels
 from asyncengine.outputs import Chunk
 from asyncengine.requests import (
     ChatMessages,
@@ -29,9 +31,7 @@ from asyncengine.requests import (
 )
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import Abort, Drain
-from asyncengine.snapshot import snapshot
 from asyncengine.stats import EngineStats, ThreadStats
-from asyncengine.submit import Acceptance, Accepted, ModelInfo
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:

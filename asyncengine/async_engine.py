@@ -22,8 +22,7 @@ from asyncengine.engine.validation import Accepted, ModelInfo
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.outputs import Completion
-from asyncengine.requests import (
+from asyncengine.options import (
     ChatKeywords,
     ChatMessages,
     Prompt,
@@ -33,6 +32,7 @@ from asyncengine.requests import (
     rough_size,
     split_chat,
 )
+from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from asyncengine.batch import AdapterSwap, Batch, StepResult
+    from asyncengine.step import AdapterSwap, Batch, StepResult
 
 
 class Clock(Protocol):

@@ -13,8 +13,7 @@ from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import Accepted, ModelInfo
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.outputs import Completion
-from asyncengine.requests import (
+from asyncengine.options import (
     ChatKeywords,
     ChatMessages,
     Prompt,
@@ -23,6 +22,7 @@ from asyncengine.requests import (
     ToolSpecs,
     split_chat,
 )
+from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream

@@ -27,7 +27,6 @@ import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.attention.cpu import CompiledBackend
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu.fused_layer import Span
 from asyncengine.models import linears
@@ -37,6 +36,7 @@ from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_buffers import StepBuffers
+from asyncengine.step import Batch, Row, RowSpec
 
 
 def main() -> None:

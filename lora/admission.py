@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from heapq import heappop
 from typing import Any
 
-from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
+from asyncengine.step import AdapterSwap
 
 
 class AdapterSlots:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncengine.batch import TokenLogprob
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort, StopText
 from asyncengine.stats import Meter
+from asyncengine.step import TokenLogprob
 from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import anyio
 
-from asyncengine.batch import Batch, StepResult
 from asyncengine.device.switching import INTERPRETER
 from asyncengine.protocols import Executor, StepHandle
+from asyncengine.step import Batch, StepResult
 
 
 class _Job(NamedTuple):

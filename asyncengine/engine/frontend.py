@@ -19,8 +19,7 @@ from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.validation import Acceptance, Accepted, ModelInfo
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
-from asyncengine.outputs import Chunk
-from asyncengine.requests import (
+from asyncengine.options import (
     ChatMessages,
     ChatRequest,
     Prompt,
@@ -29,6 +28,7 @@ from asyncengine.requests import (
     template_tools,
     template_variables,
 )
+from asyncengine.outputs import Chunk
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler.messages import Abort, Drain
 from asyncengine.stats import EngineStats, ThreadStats

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncengine.batch import Batch, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import Gate
 from asyncengine.engine.delivery import Delivery, OutputStream
@@ -28,6 +27,7 @@ from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarM
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
 from asyncengine.stats import Meter
+from asyncengine.step import Batch, StepResult
 from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")

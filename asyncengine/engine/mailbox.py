@@ -13,10 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from asyncengine.batch import TokenLogprob
 from asyncengine.device.process import PROCESS
 from asyncengine.errors import EngineDead
 from asyncengine.outputs import Chunk
+from asyncengine.step import TokenLogprob
 
 Waiter = asyncio.Future[None] | threading.Event
 

@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.batch import RowSpec
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
 from asyncengine.config import EngineConfig
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.loop import Submission
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
+from asyncengine.options import RequestOptions
 from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler
-from asyncengine.requests import RequestOptions
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
 from asyncengine.scheduler.messages import Generate
+from asyncengine.step import RowSpec
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from asyncengine.attention.factory import make_backend, num_pages_for
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
@@ -20,6 +19,7 @@ from asyncengine.models.short_steps import MOST_TOKENS
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch, Row, RowSpec
 
 logger = logging.getLogger("asyncengine")
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend
-from asyncengine.batch import Batch, FinishedStep, StepResult
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
@@ -26,6 +25,7 @@ from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.stats import ThreadStats
+from asyncengine.step import Batch, FinishedStep, StepResult
 
 logger = logging.getLogger("asyncengine")
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 from asyncengine.device.transfer import Readback
 from asyncengine.protocols import StepHandle
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)

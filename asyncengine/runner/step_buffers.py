@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array, StepView
-from asyncengine.batch import Batch, Row
 from asyncengine.device.transfer import upload
+from asyncengine.step import Batch, Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

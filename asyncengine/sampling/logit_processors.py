@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
-from asyncengine.batch import Row
 from asyncengine.device.transfer import upload
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
+from asyncengine.step import Row
 
 
 class Edits:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.batch import TokenLogprob
 from asyncengine.device.transfer import Readback
+from asyncengine.step import TokenLogprob
 
 _BLOCK_ELEMENTS = 2**24
 """Most float32 log-probabilities held at once."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.batch import Batch, Row
 from asyncengine.device.transfer import send, upload
+from asyncengine.step import Batch, Row
 
 _PART_ELEMENTS = 2**24
 """Logits masked at once: bounds the working memory at some 200 MB."""

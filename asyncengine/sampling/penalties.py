@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncengine.batch import Row, RowSpec
 from asyncengine.device.transfer import upload
+from asyncengine.step import Row, RowSpec
 
 
 @dataclass(slots=True)

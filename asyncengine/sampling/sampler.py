@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import Int64Array
-from asyncengine.batch import Row
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.sampling.logit_processors import Edits
@@ -26,6 +25,7 @@ from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.step import Row
 
 _BLOCK = 512
 NON_FINITE = "the model produced non-finite logits"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.attention.base import Int64Array
-from asyncengine.batch import Row, RowSpec
+from asyncengine.step import Row, RowSpec
 
 
 class SlotParams:

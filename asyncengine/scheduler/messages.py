@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncengine.batch import RowSpec
 from asyncengine.protocols import GrammarMatcher
+from asyncengine.step import RowSpec
 
 
 @dataclass(frozen=True, slots=True)

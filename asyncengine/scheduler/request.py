@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from asyncengine.batch import RowSpec
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.protocols import GrammarMatcher
+from asyncengine.step import RowSpec
 
 
 class RequestState(Enum):

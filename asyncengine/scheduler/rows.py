@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from asyncengine.batch import ConstrainedToken, Row
 from asyncengine.kvcache import KVCache
 from asyncengine.protocols import GrammarMatcher
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
+from asyncengine.step import ConstrainedToken, Row
 
 
 class TokenBudget:

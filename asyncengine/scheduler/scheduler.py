@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
@@ -39,6 +38,7 @@ from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.rows import TokenBudget, constrained_end, may_overlap, next_row, plain_end, widened
 from asyncengine.scheduler.slots import Slots
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 
 
 class _InFlight(NamedTuple):

@@ -11,7 +11,7 @@ from support.fake_engine import greedy, make_core, until
 from support.threads import no_new_engine_thread
 
 from asyncengine import AsyncEngine, EngineDead
-from asyncengine.batch import Batch, StepResult
+from asyncengine.step import Batch, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor
 
 

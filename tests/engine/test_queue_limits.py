@@ -11,7 +11,7 @@ from support.fake_engine import executor_of, greedy, idle, in_thread, make_engin
 from asyncengine import Engine, EngineConfig
 from asyncengine.engine.backpressure import Gate
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 

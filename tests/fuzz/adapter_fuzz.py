@@ -17,7 +17,7 @@ from support.plug_points import Letters
 
 from asyncengine.engine.validation import Accepted
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, QueueFull
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 MAX_TURNS = 5_000

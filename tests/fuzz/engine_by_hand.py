@@ -14,7 +14,6 @@ from support.fake_engine import make_core
 from support.hand_pool import HandPool
 from support.plug_points import Compiler
 
-from asyncengine.batch import Batch
 from asyncengine.config import EngineConfig
 from asyncengine.engine.loop import Launched
 from asyncengine.engine.validation import Accepted
@@ -22,6 +21,7 @@ from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import StopText
+from asyncengine.step import Batch
 from asyncengine.testing import FakeModel, ManualClock, Recording
 
 

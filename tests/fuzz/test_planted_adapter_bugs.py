@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from fuzz.adapter_fuzz import AdapterLife
 
-from asyncengine.batch import AdapterSwap
 from asyncengine.engine.frontend import EngineCore
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.errors import EngineError
@@ -20,6 +19,7 @@ from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.messages import AdapterReady
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.scheduler.slots import Slots
+from asyncengine.step import AdapterSwap
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

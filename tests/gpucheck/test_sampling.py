@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.batch import Row
 from asyncengine.gpucheck import sampling
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.sampling import KINDS, check_kind, check_logprobs
@@ -20,6 +19,7 @@ from asyncengine.sampling import masks
 from asyncengine.sampling import top_p as top_p_module
 from asyncengine.sampling.masks import FilledMasks, unpack_bits
 from asyncengine.sampling.sampler import Sampled, Sampler
+from asyncengine.step import Row
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 16, 4000

@@ -12,7 +12,7 @@ from support.fake_engine import gather_all, in_thread, until
 from asyncengine import AsyncEngine, Engine
 from asyncengine.engine.frontend import EngineCore
 from asyncengine.errors import EngineClosed, EngineDead
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.device_modes import DEVICE, FailOnce, NoWaiting
 
-from asyncengine.batch import Row, RowSpec
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Row, RowSpec
 
 VOCAB = 20
 TOKENS = [3, 4, 4, 7, 7, 9]

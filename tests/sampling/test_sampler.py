@@ -11,10 +11,10 @@ import pytest
 import torch
 from support import reference_sampler as reference
 
-from asyncengine.batch import Row, RowSpec
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Row, RowSpec
 
 VOCAB = 1200
 CPU = torch.device("cpu")

@@ -149,7 +149,7 @@ def test_two_thousand_deadlines_in_one_step():
 def _bulk(ticket: int):
     from support.fake_engine import greedy
 
-    from asyncengine.batch import RowSpec
     from asyncengine.scheduler.messages import Generate
+    from asyncengine.step import RowSpec
 
     return Generate(RowSpec(ticket, greedy(4), 0, 3), (2, 3, 4), 7, 0.0, deadline=5.0)

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.engine.frontend import EngineCore
 from asyncengine.engine.validation import ModelInfo
 from asyncengine.engine.wiring import wire
@@ -18,6 +17,7 @@ from asyncengine.protocols import AdapterAdmission
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Generate
 from asyncengine.scheduler.request import Request
+from asyncengine.step import Batch, RowSpec, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 GREEDY = SamplingParams(temperature=0.0)

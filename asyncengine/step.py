@@ -1,7 +1,7 @@
-"""What one step computes (`Batch` of `Row`s) and what comes back (`StepResult`).
+"""One step: what it computes (`Batch` of `Row`s), what comes back (`StepResult`), and who computes it (`Executor`).
 
-No torch here: the same batch feeds a thread, a process, a remote worker or the fake runner. The scheduler makes
-batches, the runner reads them; neither imports the other, both import this.
+No torch here: the same batch feeds a model on any device of this process, or the fake runner. The scheduler makes
+batches, the executor reads them; neither imports the other, both import this.
 
 Sharing rule: `Row.tokens` and `Row.pages` are the request's live lists, passed without copying. The scheduler only
 ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + num_scheduled` tokens
@@ -11,10 +11,42 @@ and the pages that cover them, so a step in flight never sees a change.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from asyncengine.protocols import GrammarMatcher
 from asyncengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class GrammarMatcher(Protocol):
+    """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
+
+    steered: bool
+    """True once a token was put in the place of a sampled one so that the output is complete within its budget."""
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
+        ...
+
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
+        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """True: the output is complete and nothing may follow."""
+        ...
+
+    def fresh(self) -> GrammarMatcher:
+        """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
+        thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
+        ...
+
+    def overrun(self) -> str | None:
+        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +148,47 @@ class StepResult:
     """Time the device worked on it."""
 
 
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def ready(self) -> bool:
+        """True: `wait` does not block."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The result. Called once, in launch order, on any thread."""
+        ...
+
+
 class FinishedStep(NamedTuple):
-    """A `protocols.StepHandle` of a step that was computed when it was launched."""
+    """A `StepHandle` of a step that was computed when it was launched."""
 
     result: StepResult
     ready: bool = True
 
     def wait(self) -> StepResult:
         return self.result
+
+
+class Executor(Protocol):
+    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+        ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    def launch(self, batch: Batch) -> StepHandle:
+        """Hand one step to the device and return without waiting for it, if the device is not the CPU.
+
+        A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, on the thread that executed."""
+        ...

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
-from asyncengine.protocols import Clock
+
+class Clock(Protocol):
+    """The only source of time. Tests use a manual one."""
+
+    def now(self) -> float:
+        """Seconds on a monotonic scale."""
+        ...
 
 
 class MonotonicClock:
@@ -12,6 +19,3 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-__all__ = ["Clock", "MonotonicClock"]

@@ -6,13 +6,26 @@ import asyncio
 import contextlib
 import queue
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import anyio
 
 from asyncengine.device.switching import INTERPRETER
-from asyncengine.protocols import Executor, StepHandle
-from asyncengine.step import Batch, StepResult
+from asyncengine.step import Batch, Executor, StepHandle, StepResult
+
+
+class Runner(Protocol):
+    """Launches steps without blocking the event loop; results come back in launch order."""
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
+
+    async def aclose(self) -> None:
+        """Stop after the current step and leave nothing behind. Idempotent."""
+        ...
+
+    def close_soon(self) -> None:
+        """The same without waiting, from any thread: the event loop that launched is closed."""
+        ...
 
 
 class _Job(NamedTuple):

@@ -19,15 +19,18 @@ from typing import NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
-from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler, GrammarMatcher, GrammarOrder, Runner
+from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
+from asyncengine.lora.interface import AdapterStore
 from asyncengine.scheduler import Scheduler
 from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
 from asyncengine.stats import Meter
-from asyncengine.step import Batch, StepResult
+from asyncengine.step import Batch, GrammarMatcher, StepResult
 from asyncengine.text import TokenTable
 
 logger = logging.getLogger("asyncengine")

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
 from asyncengine.config import EngineConfig
+from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.loop import Submission
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
+from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions
-from asyncengine.protocols import AdapterStore, Clock, GrammarCompiler
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
 from asyncengine.scheduler.messages import Generate
 from asyncengine.step import RowSpec

@@ -15,19 +15,20 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.backpressure import Gate
-from asyncengine.engine.clock import MonotonicClock
+from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.frontend import EngineCore
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import Acceptance, ModelInfo
 from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
-from asyncengine.protocols import Clock, Executor, GrammarCompiler
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import ThreadStats
+from asyncengine.step import Executor
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:

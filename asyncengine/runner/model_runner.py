@@ -1,4 +1,4 @@
-"""Running one batch: flatten, forward, sample. Implements `protocols.Executor` on CPU and CUDA alike."""
+"""Running one batch: flatten, forward, sample. Implements `step.Executor` on CPU and CUDA alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.attention_function import LayerAttention, attach
 from asyncengine.models.loading import LoadedModel
-from asyncengine.protocols import StepHandle
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.pending import PendingStep, SplitStep
 from asyncengine.runner.step_buffers import Step, StepBuffers
@@ -25,7 +24,7 @@ from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, FinishedStep, StepResult
+from asyncengine.step import Batch, FinishedStep, StepHandle, StepResult
 
 logger = logging.getLogger("asyncengine")
 

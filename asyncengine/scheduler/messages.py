@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncengine.protocols import GrammarMatcher
-from asyncengine.step import RowSpec
+from asyncengine.step import GrammarMatcher, RowSpec
 
 
 @dataclass(frozen=True, slots=True)

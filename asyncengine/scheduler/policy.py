@@ -7,11 +7,22 @@ has bounded waiting.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.protocols import Policy
 from asyncengine.scheduler.request import Request
+
+
+class Policy(Protocol):
+    """Order of the waiting queue. Small, stateless objects."""
+
+    name: str
+    dynamic: bool
+    """True: keys change between steps, the queue is sorted anew each time."""
+
+    def key(self, request: Any) -> Any:
+        """Sort key, smallest first. Must be a total order: end it with the request's ticket."""
+        ...
 
 
 class FirstComeFirstServed:

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any
 
-from asyncengine.protocols import Policy
+from asyncengine.scheduler.policy import Policy
 from asyncengine.scheduler.request import Request
 
 

@@ -6,8 +6,7 @@ from enum import Enum
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.protocols import GrammarMatcher
-from asyncengine.step import RowSpec
+from asyncengine.step import GrammarMatcher, RowSpec
 
 
 class RequestState(Enum):

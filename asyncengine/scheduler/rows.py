@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from asyncengine.kvcache import KVCache
-from asyncengine.protocols import GrammarMatcher
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
-from asyncengine.step import ConstrainedToken, Row
+from asyncengine.step import ConstrainedToken, GrammarMatcher, Row
 
 
 class TokenBudget:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
-from asyncengine.protocols import AdapterAdmission
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.messages import (
     Abort,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.protocols import AdapterAdmission
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler.request import Request
 from asyncengine.step import AdapterSwap
 

@@ -13,7 +13,7 @@ from asyncengine.engine.frontend import EngineCore
 from asyncengine.engine.validation import ModelInfo
 from asyncengine.engine.wiring import wire
 from asyncengine.kvcache import KVCache
-from asyncengine.protocols import AdapterAdmission
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Generate
 from asyncengine.scheduler.request import Request

@@ -3,7 +3,6 @@
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
-from asyncengine.engine.validation import ModelInfo
 from asyncengine.errors import (
     AdapterError,
     AdapterInUse,
@@ -28,6 +27,7 @@ from asyncengine.errors import (
     WrongLoop,
     WrongProcess,
 )
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import ChatKeywords, RequestKeywords
 from asyncengine.outputs import (

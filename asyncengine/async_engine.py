@@ -18,9 +18,10 @@ from asyncengine.engine.frontend import INLINE_CHARS, EngineCore
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
 from asyncengine.engine.threads import finished, finished_blocking
-from asyncengine.engine.validation import Accepted, ModelInfo
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,

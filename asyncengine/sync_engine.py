@@ -10,8 +10,9 @@ from typing import Any, Self, Unpack
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished_blocking
-from asyncengine.engine.validation import Accepted, ModelInfo
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import InvalidParameter, WrongLoop
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import (
     ChatKeywords,

@@ -19,8 +19,8 @@ import time
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.engine.frontend import EngineCore
-from asyncengine.engine.validation import ModelInfo
 from asyncengine.engine.wiring import wire
+from asyncengine.info import ModelInfo
 from asyncengine.step import Batch, FinishedStep, StepResult
 
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
-from asyncengine.demo import resolve_adapter
 from asyncengine.device.process import PROCESS
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.request_ids import Labels
 from asyncengine.engine.snapshot import snapshot
-from asyncengine.engine.validation import Acceptance, Accepted, ModelInfo
+from asyncengine.engine.validation import Acceptance, Accepted
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
+from asyncengine.info import ModelInfo
 from asyncengine.options import (
     ChatMessages,
     ChatRequest,
@@ -57,7 +57,9 @@ class EngineCore:
         planner: ChatPlanner | None = None,
         adapters: AdapterRegistry | None = None,
         threads: Callable[[], ThreadStats] = ThreadStats,
+        adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
     ) -> None:
+        """`adapter_folder`: the folder that the path of an adapter means."""
         self.loop = loop
         self.acceptance = acceptance
         self.tokenizer = tokenizer
@@ -65,6 +67,7 @@ class EngineCore:
         self.planner = planner
         self.adapters = adapters
         self._threads = threads
+        self._adapter_folder = adapter_folder
         self.started_at = loop.clock.now()
         self.closing = False
         self._labels = Labels(loop.delivery)
@@ -253,7 +256,7 @@ class EngineCore:
         """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
         registry = self._registry()
         try:
-            folder = resolve_adapter(path, self.config.adapter_root)
+            folder = self._adapter_folder(path)
         except TypeError:
             raise AdapterError("path", "must be the path of an adapter's folder", path) from None
         return registry.load(name, folder, pinned=pinned)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
@@ -22,6 +22,7 @@ from asyncengine.engine.loop import Submission
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.info import ModelInfo
 from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
@@ -31,32 +32,6 @@ from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, Text
 
 if TYPE_CHECKING:
     from asyncengine.chat import OutputParser
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What a caller may want to know about the loaded model."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
-    """Prompt plus output tokens of one request, at most."""
-    eos_token_ids: tuple[int, ...]
-    dtype: str
-    device: str
-    num_pages: int
-    page_size: int
-    has_tokenizer: bool = True
-    has_chat_template: bool = False
-    tool_format: str | None = None
-    """How the model writes tool calls ("hermes", "llama3", "mistral", "json"); None: chats with tools are refused."""
-    reasons: bool = False
-    """The chat template marks reasoning before the answer."""
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    weight_bytes: int = 0
-    kv_cache_bytes: int = 0
-    fused: tuple[str, ...] = ()
-    """Which parts of the model run in a fused form."""
 
 
 @dataclass(slots=True, eq=False)

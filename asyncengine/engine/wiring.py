@@ -20,9 +20,10 @@ from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.frontend import EngineCore
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
-from asyncengine.engine.validation import Acceptance, ModelInfo
+from asyncengine.engine.validation import Acceptance
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
@@ -280,7 +281,8 @@ def wire(
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
     acceptance = Acceptance(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
-    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters, threads)
+    folder = partial(resolve_adapter, root=config.adapter_root)
+    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters, threads, folder)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -18,12 +18,12 @@ from support.worded_model import VOCAB, Reference, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.engine.validation import ModelInfo
 from asyncengine.engine.wiring import make_grammars
 from asyncengine.errors import BudgetTooSmall
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
+from asyncengine.info import ModelInfo
 from asyncengine.text import load_tokenizer
 
 GRAMMARS: list[Grammar | None] = [

@@ -8,7 +8,8 @@ import pytest
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import MonotonicClock
-from asyncengine.engine.validation import Acceptance, ModelInfo, RequestOptions
+from asyncengine.engine.validation import Acceptance, RequestOptions
+from asyncengine.info import ModelInfo
 from asyncengine.sampling_params import SamplingParams
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.engine.frontend import EngineCore
-from asyncengine.engine.validation import ModelInfo
 from asyncengine.engine.wiring import wire
+from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler import Output, Scheduler

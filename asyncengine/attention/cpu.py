@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array, LayerSpec, MergedHeads, StepView
+from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.device.pinned import Int64Array
 from asyncengine.kernels.cpu import attention as kernels
 from asyncengine.kernels.cpu import attention_fields as fields
 from asyncengine.kernels.cpu.attention_tiles import LANES

@@ -9,7 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

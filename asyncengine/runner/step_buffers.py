@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array, StepView
+from asyncengine.attention.base import StepView
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.step import Batch, Row
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from asyncengine.sampling.penalties import PenaltyTable

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 
 Integers = TypeVar("Integers", torch.Tensor, Int64Array)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.sampling.logit_processors import Edits

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.step import Row, RowSpec
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 
 _FIRST_CANDIDATES = 1024

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.lora.layers.stack import LoraStack, Segment
 
 LONG = 24

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
 from asyncengine.lora.layers.masked import MaskedStack, MaskedStep

@@ -19,8 +19,8 @@ PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
 GUARDED = ("grammar", "lora", "integrations")
 
 MAX_FILE_LINES = 450
-"""A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs into others,
-where nobody looked for them."""
+"""A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs
+elsewhere, where nobody looked for them."""
 MAX_FUNCTION_LINES = 60
 LONGER_FILES = {
     "asyncengine/scheduler/scheduler.py": 465,  # four verbs over one state: splitting them would hide the state

@@ -1,7 +1,6 @@
 """asyncengine: an LLM inference engine that lives inside your Python program."""
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.batch import TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.errors import (
@@ -28,7 +27,9 @@ from asyncengine.errors import (
     WrongLoop,
     WrongProcess,
 )
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
+from asyncengine.options import ChatKeywords, RequestKeywords
 from asyncengine.outputs import (
     Chunk,
     Completion,
@@ -40,12 +41,11 @@ from asyncengine.outputs import (
     ToolCallDelta,
     Usage,
 )
-from asyncengine.requests import ChatKeywords, RequestKeywords
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
+from asyncengine.step import TokenLogprob
 from asyncengine.stream import SyncTokenStream, TokenStream
-from asyncengine.submit import ModelInfo
 from asyncengine.sync_engine import Engine
 
 __version__ = "0.1.0"

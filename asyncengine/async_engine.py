@@ -10,18 +10,20 @@ from typing import Any, Self, Unpack
 
 import anyio.to_thread
 
-from asyncengine.assembler import Assembler
 from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
-from asyncengine.core import INLINE_CHARS, EngineCore
+from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.frontend import INLINE_CHARS, EngineCore
+from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
+from asyncengine.engine.load_once import Build, LoadOnce
+from asyncengine.engine.threads import finished, finished_blocking
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
-from asyncengine.hosting import Host, OwnedHost, ThreadHost
-from asyncengine.load_once import Build, LoadOnce
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.outputs import Completion
-from asyncengine.process import LoadAttempt
-from asyncengine.requests import (
+from asyncengine.options import (
     ChatKeywords,
     ChatMessages,
     Prompt,
@@ -31,11 +33,10 @@ from asyncengine.requests import (
     rough_size,
     split_chat,
 )
+from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
-from asyncengine.submit import Accepted, ModelInfo
-from asyncengine.waiting import finished, finished_blocking
 
 
 class AsyncEngine:
@@ -50,7 +51,7 @@ class AsyncEngine:
     """
 
     def __init__(self, build: Build, *, hosted: bool = False, attempt: LoadAttempt | None = None) -> None:
-        """`build` loads the parts, on a thread of its own (see `asyncengine.build`); closing gives `attempt` up."""
+        """`build` loads the parts, on a thread of its own (see `engine.wiring`); closing gives `attempt` up."""
         self._load = LoadOnce(build, attempt)
         self._hosted = hosted
         self._core: EngineCore | None = None
@@ -66,7 +67,7 @@ class AsyncEngine:
         Any number of loads may go on at once; cancelling one leaves at once. Raises `ModelNotFound`,
         `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
         """
-        from asyncengine.build import engine_config, load_core
+        from asyncengine.engine.wiring import engine_config, load_core
 
         resolved, attempt = engine_config(config, settings), LoadAttempt()
         engine = cls(lambda: load_core(model, resolved, attempt), hosted=hosted, attempt=attempt)

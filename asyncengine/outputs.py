@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from asyncengine.batch import TokenLogprob
+from asyncengine.step import TokenLogprob
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "timeout", "error", "engine_dead"]
 """The closed set. Every stream ends exactly once with one of these; only its last chunk carries it."""

@@ -43,7 +43,7 @@ class _Shared:
             return self.loading
 
     def _load(self, outcome: Future[AsyncEngine]) -> None:
-        from asyncengine.build import load_core
+        from asyncengine.engine.wiring import load_core
 
         model, config = self.spec
         engine = AsyncEngine(lambda: load_core(model, config), hosted=True)
@@ -150,6 +150,6 @@ def shared_engine(
 
     Raises `InvalidParameter` for an unknown setting.
     """
-    from asyncengine.build import engine_config, resolve_model
+    from asyncengine.engine.wiring import engine_config, resolve_model
 
     return EngineHandle(_REGISTRY, (resolve_model(model), engine_config(config, settings)))

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from asyncengine.assembler import Assembler
+from asyncengine.engine.assembler import Assembler
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion
 

@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.threads import finished_blocking
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import InvalidParameter, WrongLoop
+from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.outputs import Completion
-from asyncengine.process import LoadAttempt
-from asyncengine.requests import (
+from asyncengine.options import (
     ChatKeywords,
     ChatMessages,
     Prompt,
@@ -21,11 +23,10 @@ from asyncengine.requests import (
     ToolSpecs,
     split_chat,
 )
+from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
-from asyncengine.submit import Accepted, ModelInfo
-from asyncengine.waiting import finished_blocking
 
 
 class Engine:
@@ -48,7 +49,7 @@ class Engine:
 
         Raises as `AsyncEngine.from_pretrained`.
         """
-        from asyncengine.build import engine_config, load_core
+        from asyncengine.engine.wiring import engine_config, load_core
 
         config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
         engine = AsyncEngine(lambda: load_core(model, config, attempt), hosted=True, attempt=attempt)

@@ -14,11 +14,11 @@ import statistics
 import time
 
 from asyncengine import EngineConfig, SamplingParams
-from asyncengine.batch import RowSpec, StepResult
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import Generate
 from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.messages import Generate
+from asyncengine.step import RowSpec, StepResult
 
 PARAMS = SamplingParams(temperature=0.0)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import LayerSpec, StepView
-from asyncengine.attention.compiled import CompiledBackend
+from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.attention.torch_paged import TorchPagedBackend
 
 HEADS, KV_HEADS, DIM, PAGE = 16, 8, 128, 16

@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
 from asyncengine.models import fused_model, fusions, output_layer
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.step import Batch, Row, RowSpec
 
 FORMS = ("panels", "no-spans", "onednn", "int8", "int4")
 CONTEXT, PAGE = 64, 16

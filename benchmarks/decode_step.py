@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
-from asyncengine.attention.compiled import CompiledBackend
-from asyncengine.batch import Batch, Row, RowSpec
+from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
-from asyncengine.cpu.span import Span
+from asyncengine.kernels.cpu.fused_layer import Span
 from asyncengine.models import linears
 from asyncengine.models.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
@@ -37,6 +36,7 @@ from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_buffers import StepBuffers
+from asyncengine.step import Batch, Row, RowSpec
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ from asyncengine.grammar.lower import to_llguidance
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.runner.masks import FilledMasks, apply_masks
+from asyncengine.sampling.masks import FilledMasks, apply_masks
 
 WALKS = ("mask", "added", "jump", "near", "tight")
 AMPLE, NEAR = 8192, 256

@@ -18,10 +18,10 @@ import statistics
 import time
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.batch import Batch, FinishedStep, StepResult
-from asyncengine.build import wire
-from asyncengine.core import EngineCore
-from asyncengine.submit import ModelInfo
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.wiring import wire
+from asyncengine.info import ModelInfo
+from asyncengine.step import Batch, FinishedStep, StepResult
 
 
 class InstantExecutor:

@@ -30,12 +30,12 @@ import torch
 from execution_vs_transformers import SHAPES, make_checkpoint
 
 from asyncengine import SamplingParams
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
-from asyncengine.runner.lora import LoraLayers, install_lora
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.step import Batch, Row, RowSpec
 
 SHAPES["qwen3-0.6b-seventh"] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4, "vocab_size": 21705}
 """4 of 28 layers and as much less vocabulary: the same ratios in a seventh of the time."""

@@ -15,7 +15,7 @@ from asyncengine.sampling_params import OnBudget
 
 
 class Matcher:
-    """A `protocols.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
+    """A `step.GrammarMatcher`. Used by one thread at a time: the one that runs the step its row is in."""
 
     def __init__(self, template: Template, budget: int, on_budget: OnBudget) -> None:
         """`budget`: output tokens at most; for `on_budget="close"` no less than the template's `min_tokens`.

@@ -20,13 +20,14 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
 from asyncengine.grammar.backend import Template
 from asyncengine.grammar.cache import TemplateCache
+from asyncengine.grammar.interface import GrammarDone, GrammarOrder
 from asyncengine.grammar.limits import check_limits
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.trial import STACK_BYTES
 from asyncengine.grammar.validation import text_check
-from asyncengine.protocols import GrammarDone, GrammarMatcher, GrammarOrder
 from asyncengine.sampling_params import OnBudget
+from asyncengine.step import GrammarMatcher
 
 
 class Backend(Protocol):
@@ -62,7 +63,7 @@ class _Job:
 
 
 class GrammarService:
-    """A `protocols.GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
+    """A `GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
 
     def __init__(self, backends: Mapping[str, Callable[[], Backend]], config: EngineConfig) -> None:
         """`backends`: how to make each backend, by name; made at first use. `config.grammar_backend` is the default."""

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from heapq import heappop
 from typing import Any
 
-from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
+from asyncengine.step import AdapterSwap
 
 
 class AdapterSlots:
-    """A `protocols.AdapterAdmission` over slots 1 ... max_loras (0 means no adapter). Used by one thread, no clock."""
+    """An `AdapterAdmission` over slots 1 ... max_loras (0 means no adapter). Used by one thread, no clock."""
 
     def __init__(self, max_loras: int, weights: Callable[[str], Any] | None = None) -> None:
         """`weights(digest)`: what a swap carries to the device. Taken at once: the host may let go of it later."""

@@ -13,8 +13,8 @@ from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
-from asyncengine.cpu import compiler_missing
 from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.kernels.cpu import compiler_missing
 
 logger = logging.getLogger("asyncengine")
 
@@ -102,7 +102,7 @@ def make_backend(
     if config.attention_backend != "torch":
         missing = compiler_missing(dtype, device)
         if missing is None:
-            from asyncengine.attention.compiled import CompiledBackend  # imports numba
+            from asyncengine.attention.cpu import CompiledBackend  # imports numba
 
             compiled = CompiledBackend(layers, num_pages, config.page_size, dtype)
             compiled.warm_up()

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import LayerSpec, StepView, page_bytes
-from asyncengine.attention.device_memory import CudaMemory, DeviceMemory
 from asyncengine.attention.flashinfer_plan import (
     DeviceArrays,
     HostArrays,
@@ -39,6 +38,7 @@ from asyncengine.attention.flashinfer_plan import (
     pack_step,
     uploaded_size,
 )
+from asyncengine.device.pinned import CudaMemory, DeviceMemory
 
 _LARGEST_FP8 = 448.0
 """Of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""

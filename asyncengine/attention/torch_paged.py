@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncengine.attention.base import Int32Array, Int64Array, LayerSpec, StepView, page_bytes
-from asyncengine.attention.device_memory import upload
+from asyncengine.attention.base import LayerSpec, StepView, page_bytes
 from asyncengine.attention.masked import causal_bias, masked_attention
+from asyncengine.device.pinned import Int32Array, Int64Array, upload
 
 _SCRATCH_BYTES = 16 * 2**20
 """Gathered keys of one decode group; keeps it near the last-level cache."""

@@ -9,7 +9,7 @@ from asyncengine.cli.errors import CliError
 from asyncengine.config import EngineConfig
 from asyncengine.demo import resolve_adapter
 from asyncengine.errors import AdapterError
-from asyncengine.lora.files import find_folder, read_config
+from asyncengine.lora.checkpoint.files import find_folder, read_config
 
 
 def name_and_path(text: str) -> tuple[str, str]:

@@ -73,7 +73,7 @@ async def in_background(work: Callable[[], T]) -> T:
 
 def _check_paths(model: str, config: EngineConfig) -> None:
     """Refuse wrong paths at once, for importing torch takes seconds. Hub ids are the loader's business."""
-    from asyncengine.build import resolve_model
+    from asyncengine.engine.wiring import resolve_model
     from asyncengine.models.checkpoint import open_checkpoint
 
     path = resolve_model(model)

@@ -83,7 +83,7 @@ class HostClock:
 
 
 class _TimedHandle:
-    """A `protocols.StepHandle` that tells reading results from waiting for them."""
+    """A `step.StepHandle` that tells reading results from waiting for them."""
 
     def __init__(self, handle: Any, step: int, reads: dict[int, float]) -> None:
         self._handle, self._step, self._reads = handle, step, reads

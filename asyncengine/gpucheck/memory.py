@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import OutOfMemory, RequestFailed
 from asyncengine.gpucheck.families import VOCAB, families, make_checkpoint
 from asyncengine.gpucheck.greedy import GREEDY, prompts, small_engine
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, Settings
 from asyncengine.gpucheck.stress import nothing_held
-from asyncengine.models.memory import is_out_of_memory
 
 _TOO_MUCH = 2**50
 _MARK = 1

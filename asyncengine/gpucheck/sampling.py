@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from asyncengine.batch import Row, RowSpec
 from asyncengine.gpucheck.greedy import GREEDY
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session
-from asyncengine.runner.logprobs import token_logprobs
-from asyncengine.runner.masks import FilledMasks
-from asyncengine.runner.sampler import Sampled, Sampler
+from asyncengine.sampling.logprobs import token_logprobs
+from asyncengine.sampling.masks import FilledMasks
+from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Row, RowSpec
 
 VOCAB = 151_936
 ROWS = 64

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from asyncengine.errors import InvalidParameter
-from asyncengine.protocols import EvictionStrategy
-
-if TYPE_CHECKING:
-    from asyncengine.kvcache.radix_tree import Node
-
-# A node's key may only grow while the node lives; the tree relies on it to revalidate lazily.
+from asyncengine.kvcache.radix_tree import EvictionStrategy, Node
 
 
 class LRU:

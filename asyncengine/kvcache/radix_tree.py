@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.protocols import EvictionStrategy
 
 Namespace = tuple[Hashable, ...]
 
@@ -42,6 +42,17 @@ class Node:
         self.priority = priority
         self.queued = False  # has an entry in the eviction heap
         self.namespace: Namespace | None = None  # roots only
+
+
+class EvictionStrategy(Protocol):
+    """Which cached page goes first when memory is needed (`eviction`).
+
+    Smallest key is evicted first. A node's key may only grow while the node lives: the tree revalidates lazily.
+    """
+
+    name: str
+
+    def key(self, node: Node) -> Any: ...
 
 
 class RadixTree:

@@ -1,4 +1,4 @@
-"""All layers of a step of few tokens in one call of a compiled kernel (`cpu.chain`).
+"""All layers of a step of few tokens in one call of a compiled kernel (`kernels.cpu.fused_layers`).
 
 Calling kernels one by one from Python is a tenth of a decoding step for one token; CUDA graphs save the same on a GPU.
 The kernels are those of the layers themselves and give the same bits. It serves models whose layers are all of the
@@ -55,8 +55,8 @@ def fused_layers(
     """None: a layer is of another shape, or of weights in a form that the kernel does not take."""
     if norm is None or not options.compiled or options.kernels.name != "compiled":
         return None
-    from asyncengine.cpu.chain import Chain, Heads
-    from asyncengine.cpu.span import Span
+    from asyncengine.kernels.cpu.fused_layer import Span
+    from asyncengine.kernels.cpu.fused_layers import Chain, Heads
 
     if not all(_common(layer) for layer in layers) or not norm.fusable:
         return None
@@ -95,7 +95,7 @@ def _common(layer: DecoderLayer) -> bool:
 
 
 def _form(layer: DecoderLayer) -> Any:
-    from asyncengine.cpu import activation
+    from asyncengine.kernels.cpu import activation
 
     gated = layer.mlp.gated
     return None if gated is None else activation.form_of(gated)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.attention.flashinfer import load_flashinfer
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 
 logger = logging.getLogger("asyncengine")
 
@@ -106,13 +106,13 @@ class TorchKernels:
 
 
 class CompiledKernels(TorchKernels):
-    """Those of `asyncengine.cpu`."""
+    """Those of `asyncengine.kernels.cpu`."""
 
     name = "compiled"
     norm_dtype = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.cpu import activation, norm
+        from asyncengine.kernels.cpu import activation, norm
 
         self._norm = norm
         self._gated = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.weight_forms import (
     DenseWeight,
@@ -76,7 +76,7 @@ class LayerOptions:
     def _packs(self, outputs: int, inputs: int) -> bool:
         if not self.compiled:
             return False
-        from asyncengine.cpu import panels
+        from asyncengine.kernels.cpu import packed as panels
 
         return panels.panels_pay(self.dtype) and panels.panels_fit(self.dtype, outputs, inputs)
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.reused_memory import new_tensor
 
 _TABLE = 8192
@@ -65,7 +65,7 @@ class Rotary:
         if device.type == "cpu":
             self._tables = self._compute(torch.arange(self._length))
             if compiler_missing(dtype, device) is None:
-                from asyncengine.cpu.rows import copy_rows
+                from asyncengine.kernels.cpu.gather import copy_rows
 
                 self._copy_rows = copy_rows
 

@@ -52,7 +52,7 @@ class WeightForm(Protocol):
         ...
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        """What the fused layer kernels take (`cpu.span.Product`); None: they do not take this form."""
+        """What the fused layer kernels take (`kernels.cpu.fused_layer.Product`); None: they do not take this form."""
         ...
 
 
@@ -91,14 +91,14 @@ class RowMajorWeight(DenseWeight):
     name = "row-major"
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        from asyncengine.cpu import products
+        from asyncengine.kernels.cpu import gemm_rowmajor as products
 
         super().__init__(outputs, inputs, dtype, torch.device("cpu"))
         self._products = products
 
     @staticmethod
     def fits(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-        from asyncengine.cpu.products import product_fits
+        from asyncengine.kernels.cpu.gemm_rowmajor import product_fits
 
         return bool(product_fits(dtype, inputs, outputs))
 
@@ -166,7 +166,7 @@ class OneDnnWeight:
 
 
 class PackedWeight:
-    """In panels of thirty-two outputs (`cpu.panels`).
+    """In panels of thirty-two outputs (`kernels.cpu.packed`).
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
@@ -174,7 +174,7 @@ class PackedWeight:
     name = "packed"
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release) -> None:
-        from asyncengine.cpu import panels
+        from asyncengine.kernels.cpu import packed as panels
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self._panels = panels
@@ -205,17 +205,18 @@ class PackedWeight:
         self._panels.read_rows(ids, self.weight, out)
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        from asyncengine.cpu.span import Product
+        from asyncengine.kernels.cpu.fused_layer import Product
 
         return Product(self.weight, None, bias, self.inputs, self.outputs, 0)
 
 
 class QuantizedWeight:
-    """In 8 or 4 bits (`cpu.quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
+    """In 8 or 4 bits (`kernels.cpu.gemm_quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
 
     def __init__(self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = ()) -> None:
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
-        from asyncengine.cpu import quantized, quantizing
+        from asyncengine.kernels.cpu import gemm_quantized as quantized
+        from asyncengine.kernels.cpu import quantize as quantizing
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self.bits = bits
@@ -262,6 +263,6 @@ class QuantizedWeight:
         self._quantizing.read_rows(ids, self.numbers, self.scales, out)
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        from asyncengine.cpu.span import Product
+        from asyncengine.kernels.cpu.fused_layer import Product
 
         return Product(self.numbers, self.scales, bias, self.inputs, self.outputs, self.bits)

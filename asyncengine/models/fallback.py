@@ -19,9 +19,9 @@ from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.places import Place
 from asyncengine.layers.step import StepContext
+from asyncengine.lora.layers.targets import find_places
 from asyncengine.models.attention_function import NAME, LayerAttention, Recorder, attach, register
 from asyncengine.models.checkpoint import first_line
-from asyncengine.models.lora_linears import find_places
 from asyncengine.models.probing import agree
 
 _PROBE_TOKENS = 7

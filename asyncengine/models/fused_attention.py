@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from asyncengine.attention.base import LayerSpec, MergedHeads
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.attention_function import attach, merged_handler
 from asyncengine.models.linears import FastLinear, MergedQKV, RMSNorm
 from asyncengine.models.probing import Context, random_like, same
@@ -120,7 +120,7 @@ class _Watch:
 
 
 def _agrees(module: Any, spec: LayerSpec, heads: MergedHeads, context: Context, x: torch.Tensor, rotated: bool) -> bool:
-    from asyncengine.attention.compiled import prepare_merged
+    from asyncengine.attention.cpu import prepare_merged
 
     cos, sin = context["position_embeddings"]
     if not rotated:

@@ -15,7 +15,7 @@ import torch
 
 from asyncengine.attention.flashinfer import load_flashinfer
 from asyncengine.config import EngineConfig
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.linears import AddNorm
 
 logger = logging.getLogger("asyncengine")
@@ -51,12 +51,12 @@ class Kernels(Protocol):
 
 
 class CompiledKernels:
-    """Those of `asyncengine.cpu`. Rotation is part of its attention."""
+    """Those of `asyncengine.kernels.cpu`. Rotation is part of its attention."""
 
     norm_dtype = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.cpu import activation, norm
+        from asyncengine.kernels.cpu import activation, norm
 
         self.rms_norm, self.add_rms_norm = norm.rms_norm, norm.add_rms_norm
         self._gated: list[Gated] = [activation.silu_and_mul, activation.gelu_tanh_and_mul, activation.gelu_and_mul]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.reused_memory import ReusedMemory
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -52,7 +52,7 @@ class FastLinear(nn.Module):
 
 
 class PanelLinear(FastLinear):
-    """The same with a weight, or several side by side, in the panels of `cpu.panels`.
+    """The same with a weight, or several side by side, in the panels of `kernels.cpu.packed`.
 
     `memory`, if given, is where float32 results go; `read` is told of what was read of the weights, part by part.
     A row's result depends neither on the rows beside it nor on the number of threads.
@@ -65,7 +65,7 @@ class PanelLinear(FastLinear):
         memory: ReusedMemory | None = None,
         read: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        from asyncengine.cpu import panels
+        from asyncengine.kernels.cpu import packed as panels
 
         nn.Module.__init__(self)  # there is no weight to keep as it is
         weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
@@ -102,7 +102,7 @@ def panels_serve(*weights: torch.Tensor) -> bool:
     dtype, outputs = weights[0].dtype, sum(weight.shape[0] for weight in weights)
     if compiler_missing(dtype, weights[0].device) is not None:
         return False
-    from asyncengine.cpu import panels
+    from asyncengine.kernels.cpu import packed as panels
 
     return panels.panels_pay(dtype) and panels.panels_fit(dtype, outputs, weights[0].shape[1])
 

@@ -17,6 +17,7 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
+from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
@@ -31,7 +32,6 @@ from asyncengine.models.fused_model import fuse_forward
 from asyncengine.models.fusions import fuse
 from asyncengine.models.kernels import compiled_kernels, device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.models.probing import agree
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.linears import PanelLinear, panels_serve
 from asyncengine.models.reused_memory import ReusedMemory, new_tensor
 
@@ -29,7 +29,7 @@ class OutputLayer(nn.Module):
     """x -> float32 x W^T + b. The parameter `weight` [vocabulary, width] may be the embedding's very own."""
 
     def __init__(self, weight: Any, bias: Any) -> None:
-        from asyncengine.cpu import products
+        from asyncengine.kernels.cpu import gemm_rowmajor as products
 
         super().__init__()
         self.out_features, self.in_features = weight.shape
@@ -100,7 +100,7 @@ def _equal_form(
 
     `release` None: not in panels, somebody else reads the weight.
     """
-    from asyncengine.cpu.products import product_fits
+    from asyncengine.kernels.cpu.gemm_rowmajor import product_fits
 
     forms: list[Callable[[], OutputLayer | PanelLinear]] = []
     if release is not None and panels_serve(head.weight):

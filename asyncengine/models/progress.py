@@ -10,7 +10,7 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any
 
-from asyncengine.cpu.watching import Watcher, watcher
+from asyncengine.kernels.cpu.compile_watcher import Watcher, watcher
 
 logger = logging.getLogger("asyncengine")
 

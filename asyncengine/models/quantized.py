@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from asyncengine.config import EngineConfig
-from asyncengine.cpu import compiler_missing
 from asyncengine.errors import InvalidParameter, UnsupportedModel
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.linears import FastLinear, GatedMLP, MergedQKV
 from asyncengine.models.mapped import MappedFiles
 from asyncengine.models.output_layer import SharedEmbedding
@@ -36,7 +36,8 @@ class QuantizedLinear(FastLinear):
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, bits: int, logits: bool = False) -> None:
-        from asyncengine.cpu import quantized, quantizing
+        from asyncengine.kernels.cpu import gemm_quantized as quantized
+        from asyncengine.kernels.cpu import quantize as quantizing
 
         nn.Module.__init__(self)  # there is no weight to keep as it is
         self.out_features, self.in_features = weight.shape

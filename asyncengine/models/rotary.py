@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.kernels import Kernels, Rotation
 from asyncengine.models.reused_memory import new_tensor
 
@@ -65,7 +65,7 @@ class RotaryTable:
             made = self._rotary(like, every, *self._arguments, **self._keywords)
             self._table = tuple(part[0].contiguous() for part in made)
             if compiler_missing(like.dtype, like.device) is None:
-                from asyncengine.cpu.rows import copy_rows
+                from asyncengine.kernels.cpu.gather import copy_rows
 
                 self._copy_rows = copy_rows
         if positions.shape[1] > MOST_LOOKED_UP or self._copy_rows is None:

@@ -1,4 +1,4 @@
-"""A decoding step in two calls per layer: attention, and everything up to the next one (`cpu.span`).
+"""A decoding step in two calls per layer: attention, and everything up to the next one (`kernels.cpu.fused_layer`).
 
 Only for models all of whose layers are of the commonest form, in kernels of `cpu` throughout, and only after the one
 call gave what the parts give one by one. A step in which somebody hooked onto a part (adapters do) goes the long way.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.attention_function import attached, merged_handler
 from asyncengine.models.fused_layer import FusedLayer
 from asyncengine.models.linears import GatedMLP, PanelLinear, RMSNorm
@@ -22,8 +22,8 @@ from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.models.reused_memory import new_tensor
 
 if TYPE_CHECKING:
-    from asyncengine.cpu.chain import Chain
-    from asyncengine.cpu.span import Product, Span
+    from asyncengine.kernels.cpu.fused_layer import Product, Span
+    from asyncengine.kernels.cpu.fused_layers import Chain
 
 logger = logging.getLogger("asyncengine")
 
@@ -84,7 +84,7 @@ class ShortSteps:
 
 def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span], dtype: torch.dtype) -> Chain | None:
     """All of it in one call, where weights are of the same bits throughout."""
-    from asyncengine.cpu.chain import Chain, Heads
+    from asyncengine.kernels.cpu.fused_layers import Chain, Heads
 
     first: Any = layers[0].first
     product = _product(layers[0].attention.qkv)
@@ -128,8 +128,9 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
 
 
 def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None:
-    from asyncengine.cpu import activation, span
-    from asyncengine.cpu.norm import add_rms_norm
+    from asyncengine.kernels.cpu import activation
+    from asyncengine.kernels.cpu import fused_layer as span
+    from asyncengine.kernels.cpu.norm import add_rms_norm
 
     norms = [norm for norm in (layer.middle, after) if isinstance(norm, RMSNorm)]
     if len(norms) < 2 or any(norm.add_kernel is not add_rms_norm for norm in norms):
@@ -144,7 +145,7 @@ def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None
 
 
 def _product(linear: Any) -> Product | None:
-    from asyncengine.cpu.span import Product
+    from asyncengine.kernels.cpu.fused_layer import Product
 
     if not isinstance(linear, (PanelLinear, QuantizedLinear)):
         return None

@@ -8,21 +8,27 @@ from functools import partial
 import torch
 
 from asyncengine.attention.factory import make_backend, num_pages_for
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores
+from asyncengine.device.memory import free_bytes, in_words, release_cached
+from asyncengine.device.transfer import on_device
+from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import free_bytes, in_words, release_cached
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.short_steps import MOST_TOKENS
-from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
-from asyncengine.runner.lora import LoraLayers
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.runner.rehearsal import largest_step
-from asyncengine.runner.transfer import on_device
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch, Row, RowSpec
 
 logger = logging.getLogger("asyncengine")
+
+_SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=0, repetition_penalty=1.1, min_tokens=1, logprobs=True, top_logprobs=20,
+    prompt_logprobs=True,
+)  # fmt: skip
+"""What takes the most memory beside the model's own: logits of all tokens, the sampler's copies of those it samples
+from, counts for penalties. Masks of grammars come in small parts."""
 
 _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
 
@@ -110,6 +116,24 @@ def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
         runner.close()
         del runner, backend
         release_cached(device)
+
+
+def largest_step(config: EngineConfig, max_model_len: int) -> tuple[Batch, int]:
+    """The largest step there can be, and the pages of a pool that holds it, page 0 included."""
+    budget = config.max_num_batched_tokens
+    count = min(config.max_num_seqs, budget)
+    size = config.page_size
+    rows: list[Row] = []
+    page = 1
+    for slot in range(count):
+        left = budget - (count - slot - 1)  # the others need one token each
+        length = min(left, max_model_len - 1)
+        budget -= length
+        pages = list(range(page, page + -(-length // size)))
+        page += len(pages)
+        spec = RowSpec(slot + 1, _SAMPLED, slot, length, (0,))
+        rows.append(Row(spec, slot, 0, length, [0] * length, False, pages, True))
+    return Batch(0, tuple(rows)), page
 
 
 def _capture_graphs(

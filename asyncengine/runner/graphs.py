@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend, StepView
-from asyncengine.models.memory import is_out_of_memory
-from asyncengine.runner.lora import LoraLayers, StepAdapters
+from asyncengine.device.memory import is_out_of_memory
+from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.runner.step_buffers import Step
 
 logger = logging.getLogger("asyncengine")

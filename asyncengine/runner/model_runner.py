@@ -1,4 +1,4 @@
-"""Running one batch: flatten, forward, sample. Implements `protocols.Executor` on CPU and CUDA alike."""
+"""Running one batch: flatten, forward, sample. Implements `step.Executor` on CPU and CUDA alike."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import AttentionBackend
-from asyncengine.batch import Batch, FinishedStep, StepResult
+from asyncengine.device.cores import Cores
+from asyncengine.device.memory import is_out_of_memory, release_cached
+from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.layers.step import CausalLM, StepContext
+from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
-from asyncengine.models.memory import is_out_of_memory, release_cached
-from asyncengine.protocols import StepHandle
-from asyncengine.runner.cores import Cores
 from asyncengine.runner.graphs import Capture, DecodeGraphs
-from asyncengine.runner.logprobs import token_logprobs
-from asyncengine.runner.lora import LoraLayers, StepAdapters
-from asyncengine.runner.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.runner.pending import PendingStep, SplitStep
-from asyncengine.runner.sampler import Sampler
 from asyncengine.runner.step_buffers import Step, StepBuffers
-from asyncengine.runner.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.sampling.logprobs import token_logprobs
+from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
+from asyncengine.sampling.sampler import Sampler
 from asyncengine.stats import ThreadStats
+from asyncengine.step import Batch, FinishedStep, StepHandle, StepResult
 
 logger = logging.getLogger("asyncengine")
 

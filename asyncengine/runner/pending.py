@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
-from asyncengine.protocols import StepHandle
-from asyncengine.runner.logprobs import LogprobTensors, token_logprobs
-from asyncengine.runner.masks import AwaitedToken, FilledMasks, grammar_failed
-from asyncengine.runner.sampler import NON_FINITE, Sampled
-from asyncengine.runner.transfer import Readback
+from asyncengine.device.transfer import Readback
+from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
+from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
+from asyncengine.sampling.sampler import NON_FINITE, Sampled
+from asyncengine.step import Batch, ConstrainedToken, Row, StepHandle, StepResult, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """A `protocols.StepHandle`. Its tensors are host tensors that hold their values once `readback` has arrived."""
+    """A `step.StepHandle`. Its tensors are host tensors that hold their values once `readback` has arrived."""
 
     batch: Batch
     readback: Readback
@@ -119,7 +118,7 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """A `protocols.StepHandle` of a step that was launched in two parts, one after the other."""
+    """A `step.StepHandle` of a step that was launched in two parts, one after the other."""
 
     step: int
     parts: tuple[StepHandle, StepHandle]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncengine.attention.base import Int64Array, StepView
-from asyncengine.batch import Batch, Row
-from asyncengine.runner.transfer import upload
+from asyncengine.attention.base import StepView
+from asyncengine.device.pinned import Int64Array
+from asyncengine.device.transfer import upload
+from asyncengine.step import Batch, Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,10 +19,10 @@ from itertools import islice
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node
-from asyncengine.protocols import Policy
-from asyncengine.request import Request, RequestState
-from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.policy import Policy
 from asyncengine.scheduler.queues import WaitingQueue
+from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.rows import TokenBudget
 from asyncengine.scheduler.slots import Slots
 
 Frontier = tuple[Node, tuple[int, ...]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncengine.batch import TokenLogprob
-from asyncengine.messages import EndReason
+from asyncengine.scheduler.messages import EndReason
+from asyncengine.step import TokenLogprob
 
 
 class Output(NamedTuple):

@@ -1,4 +1,4 @@
-"""In what order waiting requests are admitted. One small object per rule.
+"""In what order waiting requests are admitted, one small object per rule, and who is preempted when memory runs out.
 
 Whatever the rule, a request passed over `max_passes` times goes before all that are not (aging), so each of these
 has bounded waiting.
@@ -6,11 +6,23 @@ has bounded waiting.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.protocols import Policy
-from asyncengine.request import Request
+from asyncengine.scheduler.request import Request
+
+
+class Policy(Protocol):
+    """Order of the waiting queue. Small, stateless objects."""
+
+    name: str
+    dynamic: bool
+    """True: keys change between steps, the queue is sorted anew each time."""
+
+    def key(self, request: Any) -> Any:
+        """Sort key, smallest first. Must be a total order: end it with the request's ticket."""
+        ...
 
 
 class FirstComeFirstServed:
@@ -68,3 +80,18 @@ def scheduling_policy(name: str) -> Policy:
         if policy.name == name:
             return policy()
     raise InvalidParameter("policy", "must be one of " + ", ".join(p.name for p in _POLICIES), name)
+
+
+def choose_victim(running: Iterable[Request], policy: Policy) -> Request:
+    """The running request that loses its pages.
+
+    Under "priority" the largest (priority, arrival), else the last arrived; one that was passed over too often is
+    taken last. The rule is a fixed total order, so its smallest element is never a victim, runs to its end, and
+    preemption cannot go on for ever.
+    """
+
+    def key(request: Request) -> Any:
+        rank = request.priority if policy.name == "priority" and not request.overdue else 0
+        return (not request.overdue, rank, request.ticket)
+
+    return max(running, key=key)

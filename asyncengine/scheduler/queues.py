@@ -6,8 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any
 
-from asyncengine.protocols import Policy
-from asyncengine.request import Request
+from asyncengine.scheduler.policy import Policy
+from asyncengine.scheduler.request import Request
 
 
 class WaitingQueue:

@@ -17,21 +17,28 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from asyncengine.batch import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import Abort, AdapterReady, Drain, EndReason, Generate, GrammarReady, Message, StopText
-from asyncengine.protocols import AdapterAdmission
-from asyncengine.request import Request, RequestState
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.messages import (
+    Abort,
+    AdapterReady,
+    Drain,
+    EndReason,
+    Generate,
+    GrammarReady,
+    Message,
+    StopText,
+)
 from asyncengine.scheduler.output import Counters, Output
-from asyncengine.scheduler.policy import scheduling_policy
+from asyncengine.scheduler.policy import choose_victim, scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
-from asyncengine.scheduler.rows import constrained_end, may_overlap, next_row, plain_end, widened
+from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.rows import TokenBudget, constrained_end, may_overlap, next_row, plain_end, widened
 from asyncengine.scheduler.slots import Slots
-from asyncengine.scheduler.victim import choose_victim
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 
 
 class _InFlight(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
-from asyncengine.protocols import AdapterAdmission
-from asyncengine.request import Request
+from asyncengine.lora.interface import AdapterAdmission
+from asyncengine.scheduler.request import Request
+from asyncengine.step import AdapterSwap
 
 
 class Slots:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.batch import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob
+from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob
 
 EMPTY = -1
 

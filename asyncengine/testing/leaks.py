@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
 
 
 def assert_nothing_held(core: EngineCore) -> None:

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncengine.batch import RowSpec, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
-from asyncengine.protocols import AdapterAdmission, Executor, GrammarMatcher
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
+from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
+from asyncengine.step import Executor, GrammarMatcher, RowSpec, StepResult
 
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind for kind in (Generate, Abort, StopText, GrammarReady, AdapterReady, Drain)

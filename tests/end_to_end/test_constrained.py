@@ -17,13 +17,13 @@ from support.small_grammars import FORCED, PERSON, TREE
 from support.worded_model import VOCAB, Reference, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.build import make_grammars
 from asyncengine.config import EngineConfig
+from asyncengine.engine.wiring import make_grammars
 from asyncengine.errors import BudgetTooSmall
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.submit import ModelInfo
+from asyncengine.info import ModelInfo
 from asyncengine.text import load_tokenizer
 
 GRAMMARS: list[Grammar | None] = [

@@ -21,11 +21,11 @@ from support.threads import no_new_engine_thread
 from support.worded_model import VOCAB, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
-from asyncengine.batch import Row
+from asyncengine.device.transfer import Readback
 from asyncengine.grammar import Grammar
 from asyncengine.runner import model_runner
-from asyncengine.runner.masks import StepMasks
-from asyncengine.runner.transfer import Readback
+from asyncengine.sampling.masks import StepMasks
+from asyncengine.step import Row
 from asyncengine.testing.leaks import assert_nothing_held
 
 CONSTRAINTS = [

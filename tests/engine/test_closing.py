@@ -12,9 +12,9 @@ import pytest
 from support.fake_engine import executor_of, greedy, in_thread, make_core, make_engine, until
 
 from asyncengine import AsyncEngine, Engine
-from asyncengine.core import EngineCore
+from asyncengine.engine.device_thread import DeviceThread
+from asyncengine.engine.frontend import EngineCore
 from asyncengine.errors import EngineClosed, WrongLoop
-from asyncengine.runner.device_thread import DeviceThread
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
 LONG = greedy(400, ignore_eos=True)

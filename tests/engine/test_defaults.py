@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from asyncengine.clock import MonotonicClock
 from asyncengine.config import EngineConfig
+from asyncengine.engine.clock import MonotonicClock
+from asyncengine.engine.validation import Acceptance, RequestOptions
+from asyncengine.info import ModelInfo
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.submit import Acceptance, ModelInfo, RequestOptions
 
 
 def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:

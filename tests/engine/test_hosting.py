@@ -137,7 +137,7 @@ class Loader:
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     loader = Loader()
-    monkeypatch.setattr("asyncengine.build.load_core", loader)
+    monkeypatch.setattr("asyncengine.engine.wiring.load_core", loader)
     return loader
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
 
 from asyncengine import AsyncEngine, Completion, TokenStream
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]

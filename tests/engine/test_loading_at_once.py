@@ -14,8 +14,8 @@ import pytest
 from support.fake_engine import make_core, until
 
 from asyncengine import AsyncEngine, Engine, EngineConfig
+from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.errors import EngineClosed
-from asyncengine.process import PROCESS, LoadAttempt
 
 PROGRAM = """
 import asyncio, threading
@@ -104,7 +104,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
             raise OSError("broken")
         return make_core()
 
-    monkeypatch.setattr("asyncengine.build.load_core", load)
+    monkeypatch.setattr("asyncengine.engine.wiring.load_core", load)
     return rooms
 
 
@@ -180,7 +180,7 @@ def test_a_load_that_is_given_up_ends_at_its_next_stage():
         stages.append(text)
         attempt.give_up()
 
-    from asyncengine.build import load_core
+    from asyncengine.engine.wiring import load_core
     from asyncengine.models.progress import LoadProgress
 
     with pytest.MonkeyPatch.context() as patch:

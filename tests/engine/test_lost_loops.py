@@ -123,7 +123,7 @@ async def test_an_engine_that_ended_leaves_no_watch_on_its_loop():
     loop = asyncio.get_running_loop()
     async with make_engine():
         pass
-    from asyncengine import hosting
+    from asyncengine.engine import hosting
 
     watches = [handle for handle in loop._scheduled if isinstance(handle._callback, hosting._LoopWatch)]  # type: ignore[attr-defined]
     for handle in watches:

@@ -21,7 +21,7 @@ from support.worded_model import make_worded_model
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.errors import EngineError, InvalidParameter
-from asyncengine.requests import ChatRequest, RequestOptions
+from asyncengine.options import ChatRequest, RequestOptions
 
 PROMPT = [5, 6, 7, 8]
 ENDS = {"length", "stop", "timeout", "tool_calls"}

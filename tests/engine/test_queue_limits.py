@@ -9,9 +9,9 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
 
 from asyncengine import Engine, EngineConfig
+from asyncengine.engine.backpressure import Gate
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
-from asyncengine.gate import Gate
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 

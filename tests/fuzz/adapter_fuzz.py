@@ -15,9 +15,9 @@ from support.adapter_engine import EOS, adapter_oracle, greedy
 from support.fake_adapters import digest_of
 from support.plug_points import Letters
 
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, QueueFull
-from asyncengine.requests import RequestOptions
-from asyncengine.submit import Accepted
+from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
 MAX_TURNS = 5_000

@@ -14,14 +14,14 @@ from support.fake_engine import make_core
 from support.hand_pool import HandPool
 from support.plug_points import Compiler
 
-from asyncengine.batch import Batch
 from asyncengine.config import EngineConfig
-from asyncengine.engine import Launched
+from asyncengine.engine.loop import Launched
+from asyncengine.engine.validation import Accepted
 from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
-from asyncengine.messages import StopText
 from asyncengine.scheduler import Output
-from asyncengine.submit import Accepted
+from asyncengine.scheduler.messages import StopText
+from asyncengine.step import Batch
 from asyncengine.testing import FakeModel, ManualClock, Recording
 
 

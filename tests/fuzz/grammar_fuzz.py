@@ -11,12 +11,12 @@ from support.grammar_walks import text_of
 from support.small_grammars import NAMES, SmallGrammar, shared_vocabulary, small_grammar
 from support.small_vocabulary import EOS, LOGITS, SECOND_EOS
 
-from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import AdapterReady, Generate, GrammarReady, Message, StopText
 from asyncengine.sampling_params import OnBudget, SamplingParams
 from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.messages import AdapterReady, Generate, GrammarReady, Message, StopText
+from asyncengine.step import Batch, RowSpec, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel
 
 ENDS = (EOS, SECOND_EOS)

@@ -8,12 +8,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncengine.batch import Batch, RowSpec, StepResult
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import Abort, Generate, Message, StopText
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
+from asyncengine.scheduler.messages import Abort, Generate, Message, StopText
+from asyncengine.step import Batch, RowSpec, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 
 EOS = 1

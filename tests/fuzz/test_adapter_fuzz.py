@@ -174,7 +174,7 @@ async def test_callers_and_managers_of_an_engine(hosted: bool, depth: int) -> No
 
 
 def test_an_engine_wires_its_registry_to_its_slots() -> None:
-    """What the fuzz turns by hand is what `build.wire` makes."""
+    """What the fuzz turns by hand is what `wiring.wire` makes."""
     lab = Lab()
     core = make_core(lab.executor, wiring={"adapters": lab.registry})
     assert core.loop.adapters is core.adapters is core.acceptance.adapters is lab.registry

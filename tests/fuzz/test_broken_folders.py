@@ -19,9 +19,9 @@ import pytest
 from support.worded_model import make_worded_model
 
 from asyncengine import EngineConfig, SamplingParams
-from asyncengine.build import load_core
+from asyncengine.engine.wiring import load_core
 from asyncengine.errors import EngineError
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 
 CONFIG = EngineConfig(
     fuse=False, attention_backend="torch", kv_cache_memory="1MiB", max_num_seqs=2, max_num_batched_tokens=16

@@ -21,8 +21,8 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import Generate, GrammarReady
 from asyncengine.scheduler import Output
+from asyncengine.scheduler.messages import Generate, GrammarReady
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 from asyncengine.testing.leaks import assert_nothing_held
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from fuzz.adapter_fuzz import AdapterLife
 
-from asyncengine.batch import AdapterSwap
-from asyncengine.core import EngineCore
-from asyncengine.engine import EngineLoop
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.loop import EngineLoop
 from asyncengine.errors import EngineError
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.claims import Claims
 from asyncengine.lora.host_store import HostStore
 from asyncengine.lora.registry import AdapterRegistry
-from asyncengine.messages import AdapterReady
 from asyncengine.scheduler.admission import Admission
+from asyncengine.scheduler.messages import AdapterReady
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.scheduler.slots import Slots
+from asyncengine.step import AdapterSwap
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -11,8 +11,8 @@ from fuzz.grammar_fuzz import Breaking, GrammarLife
 from asyncengine.errors import EngineError
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.request import Request
 from asyncengine.scheduler import rows, scheduler
+from asyncengine.scheduler.request import Request
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.testing import FakeExecutor
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.batch import Row
 from asyncengine.gpucheck import sampling
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.sampling import KINDS, check_kind, check_logprobs
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.runner import masks, nucleus
-from asyncengine.runner.masks import FilledMasks, unpack_bits
-from asyncengine.runner.sampler import Sampled, Sampler
+from asyncengine.sampling import masks
+from asyncengine.sampling import top_p as top_p_module
+from asyncengine.sampling.masks import FilledMasks, unpack_bits
+from asyncengine.sampling.sampler import Sampled, Sampler
+from asyncengine.step import Row
 
 CPU = torch.device("cpu")
 ROWS, VOCAB = 16, 4000
@@ -44,7 +45,7 @@ class AsOnAGpu(Sampler):
 
     def sample(self, *arguments: Any) -> Sampled:
         with self._monkeypatch.context() as patch:
-            patch.setattr(nucleus, "_by_sorting", nucleus.by_digits)
+            patch.setattr(top_p_module, "_by_sorting", top_p_module.by_digits)
             patch.setattr(masks, "unpack_on_host", unpack_bits)
             return super().sample(*arguments)
 

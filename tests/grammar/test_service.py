@@ -21,8 +21,8 @@ from asyncengine.errors import (
     QueueFull,
 )
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.grammar.service import GrammarService
-from asyncengine.protocols import GrammarOrder
 
 
 class State:

@@ -18,10 +18,12 @@ PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
 GUARDED = ("grammar", "lora", "integrations")
 
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 450
+"""A file holds one concept, long or short. At 300, files that stood at the cap sent two dozen lines of theirs
+elsewhere, where nobody looked for them."""
 MAX_FUNCTION_LINES = 60
 LONGER_FILES = {
-    "asyncengine/scheduler/scheduler.py": 455,  # four verbs over one state: splitting them would hide the state
+    "asyncengine/scheduler/scheduler.py": 465,  # four verbs over one state: splitting them would hide the state
 }
 
 
@@ -139,30 +141,45 @@ def test_what_only_makers_run_is_not_shipped() -> None:
 # ---------------------------------------------------------------- imports
 
 BASE = {
-    "errors", "sampling_params", "batch", "protocols", "config", "clock", "outputs", "messages", "request", "events",
-    "stats", "checks",
+    "errors", "sampling_params", "options", "config", "step", "outputs", "info", "events", "stats", "checks",
+    "grammar.interface", "lora.interface",
 }  # fmt: skip
 """Plain data and plug points: anybody may import them."""
+
+ROOT_ONLY = {"async_engine", "sync_engine", "shared", "stream", "build"}
+"""Beside these two kinds of files the root of the package holds nothing."""
 
 ALLOWED = {
     "kvcache": {"kvcache"},
     "scheduler": {"scheduler", "kvcache"},
-    "cpu": {"cpu"},
-    "attention": {"attention", "cpu"},
-    "models": {"models", "attention", "cpu"},
-    "runner": {"runner", "models", "attention", "cpu"},
+    "kernels": {"kernels"},
+    "device": {"device", "kernels"},
+    "attention": {"attention", "device", "kernels"},
+    "models": {"models", "attention", "device", "kernels"},
+    "sampling": {"sampling", "device", "kernels"},
+    "runner": {"runner", "sampling", "lora.layers", "models", "attention", "device", "kernels"},
     "text": {"text"},
     "chat": {"chat", "text", "grammar"},
     "grammar": {"grammar", "text"},
-    "lora": {"lora"},
+    "lora": {"lora", "lora.checkpoint"},
+    "lora.checkpoint": {"lora", "lora.checkpoint"},
+    "lora.layers": {"lora.layers", "models", "attention", "device", "kernels"},
 }
-PURE = ("kvcache", "scheduler", "batch", "request", "messages", "protocols", "sampling_params", "config", "checks")
+PURE = (
+    "kvcache", "scheduler", "step", "sampling_params", "options", "config", "checks", "outputs", "info",
+    "lora.interface",
+)  # fmt: skip
 """No await, no torch."""
 
 
 def imported(path: Path) -> list[str]:
+    return names_in(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def names_in(tree: ast.AST) -> list[str]:
+    """Every module that it imports, and every name it imports from one."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -176,16 +193,22 @@ def part(name: str) -> str:
     return [*name.split("."), ""][1]
 
 
+def room(name: str) -> str:
+    """The longest part of a module's name that has a line of its own above."""
+    inner = ".".join(name.split(".")[1:3])
+    return inner if inner in {*ALLOWED, *BASE} else part(name)
+
+
 def test_imports_point_one_way() -> None:
     wrong = []
     for module, path in sources():
-        here = part(module)
+        here = room(module)
         if here not in ALLOWED:
             continue
         for name in imported(path):
             if not name.startswith("asyncengine."):
                 continue
-            there = part(name)
+            there = room(name)
             if there not in ALLOWED[here] | BASE:
                 wrong.append(f"{module} imports {name}")
     assert not wrong
@@ -206,31 +229,63 @@ def test_adapters_and_command_line_use_the_public_names() -> None:
     assert not wrong
 
 
+def test_the_root_holds_public_names_and_plain_data() -> None:
+    files = {path.stem for path in (ROOT / "asyncengine").glob("*.py")}
+    assert files == {"__init__", *ROOT_ONLY, *(name for name in BASE if "." not in name)}
+
+
+def runtime(tree: ast.AST) -> ast.AST:
+    """Without what only type checkers see."""
+
+    class Dropped(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                return None
+            return self.generic_visit(node)
+
+    return Dropped().visit(tree)
+
+
 def test_pure_parts_stay_pure() -> None:
     wrong = []
     for module, path in sources():
-        if part(module) not in PURE:
+        if room(module) not in PURE:
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if any(name.split(".")[0] in ("torch", "numpy", "transformers", "asyncio", "anyio") for name in imported(path)):
-            type_only = "if TYPE_CHECKING:\n    import asyncio" in path.read_text(encoding="utf-8")
-            if not type_only:
-                wrong.append(f"{module} imports more than data")
+        tree = runtime(ast.parse(path.read_text(encoding="utf-8")))
+        if any(name.split(".")[0] in ("torch", "numpy", "transformers", "asyncio", "anyio") for name in names_in(tree)):
+            wrong.append(f"{module} imports more than data")
         if any(isinstance(node, ast.Await) for node in ast.walk(tree)):
             wrong.append(f"{module} awaits")
     assert not wrong
 
 
-def test_only_build_wires() -> None:
-    """The engine's files know runners, models and attention only through protocols."""
+def test_nothing_imports_in_a_circle() -> None:
+    """Among the parts; what only type checkers see does not count."""
+    arrows: dict[str, dict[str, str]] = {}
+    for module, path in sources():
+        here = room(module)
+        for name in names_in(runtime(ast.parse(path.read_text(encoding="utf-8")))):
+            there = room(name)
+            if here in {*ALLOWED, *BASE} and there in {*ALLOWED, *BASE} and there != here:
+                arrows.setdefault(here, {})[there] = f"{module} imports {name}"
+    while leaves := [here for here in arrows if not any(there in arrows for there in arrows[here])]:
+        for here in leaves:
+            del arrows[here]
+    assert not arrows
+
+
+def test_only_wiring_wires() -> None:
+    """The engine's files know runners, models, sampling and attention only through protocols; only wiring and the
+    package itself know the demo model."""
+    concrete = ("runner", "models", "attention", "sampling", "kernels", "lora.layers")
     wrong = []
     for module, path in sources():
-        if module in ("asyncengine.build", "asyncengine.models.loading") or part(module) in (
-            "runner", "models", "attention", "cli", "testing", "gpucheck",
+        if module in ("asyncengine", "asyncengine.engine.wiring") or room(module) in (
+            *concrete, "device", "cli", "testing", "gpucheck",
         ):  # fmt: skip
             continue
         for name in imported(path):
-            if part(name) in ("runner", "models", "attention") and name.startswith("asyncengine."):
+            if name.startswith("asyncengine.") and room(name) in (*concrete, "demo"):
                 wrong.append(f"{module} imports {name}")
     assert not wrong
 

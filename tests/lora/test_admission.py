@@ -7,9 +7,9 @@ import random
 import pytest
 from support.fake_engine import Steps
 
-from asyncengine.batch import AdapterSwap
 from asyncengine.errors import InvariantViolation
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.step import AdapterSwap
 
 
 class Device:

@@ -12,7 +12,7 @@ from support.fake_engine import Steps
 from asyncengine.errors import AdapterError
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.registry import AdapterRegistry
-from asyncengine.messages import AdapterReady
+from asyncengine.scheduler.messages import AdapterReady
 
 ADAPTERS = [f"adapter {i}" for i in range(64)]
 

@@ -12,7 +12,7 @@ from support.fake_engine import gather_all, in_thread, until
 from support.plug_points import Compiler, Letters
 
 from asyncengine.errors import AdapterError, AdapterNotFound, QueueFull, RequestFailed
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 

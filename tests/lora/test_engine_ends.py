@@ -10,9 +10,9 @@ from support.adapter_engine import PROMPT, Face, Lab, greedy
 from support.fake_engine import gather_all, in_thread, until
 
 from asyncengine import AsyncEngine, Engine
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
 from asyncengine.errors import EngineClosed, EngineDead
-from asyncengine.requests import RequestOptions
+from asyncengine.options import RequestOptions
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 

@@ -20,7 +20,7 @@ from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import Zoo, random_prompts
 
 from asyncengine.errors import RequestFailed
-from asyncengine.runner.lora import LoraLayers
+from asyncengine.lora.layers.slots import LoraLayers
 
 pytest.importorskip("peft")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from asyncengine.attention.base import LayerSpec, MergedHeads
 from asyncengine.config import EngineConfig
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.families import probe, run_recorded
 from asyncengine.models.fused_attention import fuse_attention
 from asyncengine.models.fused_layer import FusedLayer, fuse_layer

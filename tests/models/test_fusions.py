@@ -15,7 +15,7 @@ from support.tiny_models import FAMILIES, VOCAB, make_model
 from torch import nn
 
 from asyncengine.config import EngineConfig
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.families import run_recorded
 from asyncengine.models.fusions import _called_in_order
 from asyncengine.models.linears import FastLinear, PanelLinear, can_pack
@@ -88,7 +88,7 @@ def test_panels_that_cannot_be_had(
 ) -> None:
     """Every linear is what it would be on a machine without them; what raises is asked once, not for each linear."""
     pytest.importorskip("numba")
-    from asyncengine.cpu import panels as panel_kernels
+    from asyncengine.kernels.cpu import packed as panel_kernels
 
     use_panels(False, monkeypatch)
     expected = load(checkpoint("llama"))

@@ -75,9 +75,9 @@ def test_panel_linear_gives_back_its_rows(dtype: torch.dtype) -> None:
 )
 def test_where_panels_serve(weight: torch.Tensor, fits: bool, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    from asyncengine.cpu import panels
+    from asyncengine.kernels.cpu import packed
 
-    monkeypatch.setattr(panels, "panels_pay", lambda dtype: pays)
+    monkeypatch.setattr(packed, "panels_pay", lambda dtype: pays)
     assert panels_serve(weight) == (fits and pays)
 
 

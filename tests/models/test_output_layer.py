@@ -15,10 +15,10 @@ from support.tiny_models import VOCAB, make_model
 from torch import nn
 
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers.targets import find_places
 from asyncengine.models import output_layer
 from asyncengine.models.linears import PanelLinear
 from asyncengine.models.loading import load_model
-from asyncengine.models.lora_linears import find_places
 from asyncengine.models.output_layer import OutputLayer, SharedEmbedding, replace_output_layer
 
 pytest.importorskip("numba")
@@ -153,10 +153,10 @@ def fail(*_: Any) -> None:
 
 
 def test_a_compiler_that_fails_is_no_reason_to_fail(panels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.cpu import panels as panel_kernels
-    from asyncengine.cpu import products
+    from asyncengine.kernels.cpu import gemm_rowmajor
+    from asyncengine.kernels.cpu import packed as panel_kernels
 
-    monkeypatch.setattr(products, "product", fail)
+    monkeypatch.setattr(gemm_rowmajor, "product", fail)
     monkeypatch.setattr(panel_kernels, "product", fail)
     model = Model(linear(32, 64))
     head, table = model.lm_head, model.table
@@ -166,7 +166,7 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(panels: bool, monkeypatch: p
 
 
 def test_panels_that_give_other_numbers_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.cpu import panels as panel_kernels
+    from asyncengine.kernels.cpu import packed as panel_kernels
 
     use_panels(True, monkeypatch)
     monkeypatch.setattr(panel_kernels, "product", lambda x, weight, out, bias: out.fill_(1.0))

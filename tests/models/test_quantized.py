@@ -17,11 +17,11 @@ from torch import nn
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams, UnsupportedModel
 from asyncengine.demo import MODEL_PATH
+from asyncengine.lora.layers.targets import find_places
 from asyncengine.models import quantized
 from asyncengine.models.families import run_recorded
 from asyncengine.models.linears import FastLinear
 from asyncengine.models.loading import load_model
-from asyncengine.models.lora_linears import find_places
 from asyncengine.models.output_layer import SharedEmbedding
 from asyncengine.models.quantized import QuantizedLinear, quantization_bits, relative_error
 

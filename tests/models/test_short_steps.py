@@ -12,11 +12,11 @@ from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores, Sharing
 from asyncengine.models import short_steps
 from asyncengine.models.fused_model import FusedForward
 from asyncengine.models.loading import load_model
 from asyncengine.models.short_steps import MOST_TOKENS, ShortSteps
-from asyncengine.runner.cores import Cores, Sharing
 
 pytest.importorskip("numba")
 COMMON = {"llama3.1-rope", "qwen2", "qwen3", "granite", "smollm3"}
@@ -80,7 +80,7 @@ def test_shared_among_threads_in_the_smallest_pieces(
     name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit: rows so long that their keys are split among threads, next to short ones."""
-    from asyncengine.cpu.team import Team
+    from asyncengine.kernels.cpu.team import Team
 
     runner = make_runner(name, quantization=quantization, max_num_batched_tokens=1024)
     inputs = prompts([530, 33, 5], VOCAB)
@@ -120,7 +120,7 @@ def test_without_a_merged_entry_it_is_not_taken(checkpoint: Checkpoint) -> None:
 
 
 def test_what_differs_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.cpu.span import Span
+    from asyncengine.kernels.cpu.fused_layer import Span
 
     own = Span.__call__
     monkeypatch.setattr(Span, "__call__", lambda *given: own(*given) * 1.01)
@@ -128,12 +128,12 @@ def test_what_differs_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.M
 
 
 def test_what_fails_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.cpu import span
+    from asyncengine.kernels.cpu import fused_layer
 
     def fail(*_: Any) -> None:
         raise RuntimeError("unknown CPU")
 
-    monkeypatch.setattr(span, "run_span", fail)
+    monkeypatch.setattr(fused_layer, "run_span", fail)
     model = load(checkpoint("qwen3"))
     assert "layer x 3" in model.fused
     assert not any(entry.startswith("span") for entry in model.fused)

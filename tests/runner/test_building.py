@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine import build
 from asyncengine.config import EngineConfig
+from asyncengine.device import transfer
+from asyncengine.engine import wiring
 from asyncengine.errors import OutOfMemory
 from asyncengine.models import loading
-from asyncengine.runner import building, transfer
+from asyncengine.runner import building
 from asyncengine.runner.building import build_runner
 
 CUDA = torch.device("cuda", 0)
@@ -182,10 +183,10 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(loading, "resolve_device", lambda _: CUDA)
     monkeypatch.setattr(loading, "load_model", told("model"))
     for name in ("make_adapters", "_assemble"):
-        monkeypatch.setattr(build, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
+        monkeypatch.setattr(wiring, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
-    monkeypatch.setattr("asyncengine.runner.lora.install_lora", lambda *_: None)
-    build.load_core("demo", EngineConfig())
+    monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
+    wiring.load_core("demo", EngineConfig())
     assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
     assert not current
 
@@ -196,4 +197,4 @@ def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loading, "load_model", no_room)
     with pytest.raises(OutOfMemory, match=r"the model does not fit on cpu, where .* Take a smaller model"):
-        build.load_core("demo", EngineConfig(device="cpu"))
+        wiring.load_core("demo", EngineConfig(device="cpu"))

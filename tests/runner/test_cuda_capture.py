@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.fake_cuda import CUDA, FakeCuda
 
+from asyncengine.device.transfer import copy_stream
 from asyncengine.runner.graphs import CudaCapture
-from asyncengine.runner.transfer import copy_stream
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from support.checkpoints import MakeRunner
 from support.drive import GREEDY, Driver, prompts
 from support.tiny_models import VOCAB
 
-from asyncengine.batch import Batch
 from asyncengine.runner.model_runner import OUT_OF_MEMORY, ModelRunner
-from asyncengine.runner.sampler import NON_FINITE, NOTHING_ALLOWED
+from asyncengine.sampling.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch
 
 BAD = 7
 

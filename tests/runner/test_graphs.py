@@ -23,9 +23,9 @@ from support.wide_models import make_wide
 from asyncengine import SamplingParams
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models.loading import load_model
 from asyncengine.runner.graphs import graph_sizes
-from asyncengine.runner.lora import LoraLayers, install_lora
 from asyncengine.runner.model_runner import ModelRunner
 
 WANT = 12

@@ -18,9 +18,9 @@ from support.device_modes import FailOnce
 from support.drive import prompts
 from support.tiny_models import VOCAB
 
-from asyncengine.batch import Batch, Row, RowSpec, StepResult
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch, Row, RowSpec, StepResult
 
 STEPS = 3
 FAILING = 1

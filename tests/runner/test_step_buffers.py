@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from asyncengine.batch import Batch, Row, RowSpec
 from asyncengine.runner.step_buffers import StepBuffers
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch, Row, RowSpec
 
 CPU = torch.device("cpu")
 

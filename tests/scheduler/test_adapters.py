@@ -4,7 +4,7 @@ import pytest
 from support.fake_engine import Steps, rows
 
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import AdapterReady
+from asyncengine.scheduler.messages import AdapterReady
 
 
 def test_an_adapter_without_a_slot_is_skipped_and_does_not_block():

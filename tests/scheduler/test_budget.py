@@ -2,7 +2,7 @@
 
 from support.fake_engine import Steps, rows
 
-from asyncengine.scheduler.budget import TokenBudget
+from asyncengine.scheduler.rows import TokenBudget
 
 
 def test_a_long_prompt_is_computed_in_chunks():

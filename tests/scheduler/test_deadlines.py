@@ -3,7 +3,7 @@
 import pytest
 from support.fake_engine import Steps
 
-from asyncengine.messages import GrammarReady
+from asyncengine.scheduler.messages import GrammarReady
 
 
 def test_a_request_that_waits_too_long_times_out():
@@ -149,7 +149,7 @@ def test_two_thousand_deadlines_in_one_step():
 def _bulk(ticket: int):
     from support.fake_engine import greedy
 
-    from asyncengine.batch import RowSpec
-    from asyncengine.messages import Generate
+    from asyncengine.scheduler.messages import Generate
+    from asyncengine.step import RowSpec
 
     return Generate(RowSpec(ticket, greedy(4), 0, 3), (2, 3, 4), 7, 0.0, deadline=5.0)

@@ -4,8 +4,8 @@ import pytest
 from support.fake_engine import Steps, rows
 from support.plug_points import Letters
 
-from asyncengine.messages import AdapterReady, GrammarReady
-from asyncengine.request import RequestState
+from asyncengine.scheduler.messages import AdapterReady, GrammarReady
+from asyncengine.scheduler.request import RequestState
 
 
 def test_others_proceed_while_a_grammar_compiles():

@@ -7,7 +7,7 @@ from support.fake_engine import Steps
 from support.plug_points import Letters
 
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.messages import GrammarReady
+from asyncengine.scheduler.messages import GrammarReady
 from asyncengine.testing.fake_runner import FakeModel
 
 SETTINGS = [

@@ -6,7 +6,7 @@ import pytest
 from support.fake_engine import Steps
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.request import LEGAL_TRANSITIONS, RequestState
+from asyncengine.scheduler.request import LEGAL_TRANSITIONS, RequestState
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(RequestState, RequestState)))

@@ -9,11 +9,11 @@ from support.fake_adapters import FakeLoader, digest_of
 from support.fake_engine import SteppedExecutor, idle, in_thread, make_core, until
 
 from asyncengine import AdapterInfo, AsyncEngine, Engine, SamplingParams
-from asyncengine.batch import AdapterSwap, Batch, Row, StepResult
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.outputs import Completion
+from asyncengine.step import AdapterSwap, Batch, Row, StepResult
 from asyncengine.testing import FakeModel
 from asyncengine.testing.leaks import assert_nothing_held
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncengine.batch import Batch, Row, RowSpec, StepResult, TokenLogprob
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Batch, Row, RowSpec, StepResult, TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.batch import Batch, RowSpec, StepResult
-from asyncengine.build import wire
-from asyncengine.core import EngineCore
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.wiring import wire
+from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
-from asyncengine.messages import Abort, Generate
-from asyncengine.protocols import AdapterAdmission
-from asyncengine.request import Request
+from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.submit import ModelInfo
+from asyncengine.scheduler.messages import Abort, Generate
+from asyncengine.scheduler.request import Request
+from asyncengine.step import Batch, RowSpec, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -14,7 +14,8 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.factory import kv_dtype
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.flashinfer_plan import why_not
-from asyncengine.runner import building, lora
+from asyncengine.lora.layers import slots
+from asyncengine.runner import building
 from asyncengine.runner.graphs import DecodeGraphs, graph_sizes
 
 
@@ -33,7 +34,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
     """Every engine built from now on; counts what ran. What cannot run on FlashInfer stays on torch."""
     calls: Counter[str] = Counter()
     make, build, install, run = (
-        building.make_backend, building.build_runner, lora.install_lora, DecodeGraphs.run,
+        building.make_backend, building.build_runner, slots.install_lora, DecodeGraphs.run,
     )  # fmt: skip
 
     def make_backend(
@@ -63,6 +64,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
 
     monkeypatch.setattr(building, "make_backend", make_backend)
     monkeypatch.setattr(building, "build_runner", build_runner)
-    monkeypatch.setattr(lora, "install_lora", lambda *arguments: install(*arguments, masked=True))
+    monkeypatch.setattr(slots, "install_lora", lambda *arguments: install(*arguments, masked=True))
     monkeypatch.setattr(DecodeGraphs, "run", counted)
     return calls

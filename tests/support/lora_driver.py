@@ -10,13 +10,13 @@ from support.drive import GREEDY, Driver, Job, prompts
 from support.lora_reference import LENGTHS, WANT
 from support.tiny_models import VOCAB
 
-from asyncengine.batch import Row
 from asyncengine.config import EngineConfig
+from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
-from asyncengine.runner.lora import LoraLayers, install_lora
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.step import Row
 
 
 class AdapterDriver(Driver):

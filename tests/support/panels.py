@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncengine.cpu import compiler_missing
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models import fusions, output_layer
 
 
@@ -16,7 +16,7 @@ def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         first = weights[0]
         if not wanted or compiler_missing(first.dtype, first.device) is not None:
             return False
-        from asyncengine.cpu.panels import panels_fit
+        from asyncengine.kernels.cpu.packed import panels_fit
 
         return panels_fit(first.dtype, sum(weight.shape[0] for weight in weights), first.shape[1])
 

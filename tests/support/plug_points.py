@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from asyncengine.protocols import GrammarOrder
+from asyncengine.grammar.interface import GrammarOrder
 from asyncengine.sampling_params import OnBudget
 
 

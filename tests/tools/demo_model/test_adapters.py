@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.demo import ADAPTERS_PATH, MODEL_PATH
-from asyncengine.lora.peft_loader import PeftLoader
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
 from tools.demo_model.adapter_texts import SPOKEN, Script, make
 from tools.demo_model.conversations import make as make_plain
 from tools.demo_model.evaluate import Score

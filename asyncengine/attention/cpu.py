@@ -1,0 +1,300 @@
+"""Paged attention on the CPU by compiled kernels: bfloat16 and float32, anything a `LayerSpec` can say.
+
+The pool's layout and the kernels are those of `kernels.cpu.attention_tiles`; here is what a step needs besides: which
+thread computes which queries over which keys. Pages need no clearing: the kernels add up nothing beyond a row's own
+keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.device.pinned import Int64Array
+from asyncengine.kernels.cpu import attention as kernels
+from asyncengine.kernels.cpu import attention_fields as fields
+from asyncengine.kernels.cpu.attention_tiles import LANES
+from asyncengine.kernels.cpu.attention_write import prepare, prepare_and_write, write
+from asyncengine.kernels.cpu.jit import kind_of
+from asyncengine.kernels.cpu.team import team_threads, use_team
+from asyncengine.kernels.cpu.team_loops import PER_THREAD
+from asyncengine.kernels.cpu.vectors import cpu_has
+
+_ROWS = 64
+"""Queries times the query heads of a kv head in a piece of a prompt chunk: as many as share a load of the keys."""
+_LOAD, _START = 20, 1000
+"""Cost of loading a key, of starting an item; 1: one query head and one key that is there, about a nanosecond."""
+_BYTES = 26
+"""That could be read for a cost of 1."""
+_EVEN = 8
+"""Long decode rows are split while one unit of work is more than a thread's share of the whole divided by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerGroup:
+    """Layers that share a plan."""
+
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Addresses of a step's arrays, and what keeps these alive."""
+
+    step: int
+    joins: int
+    """How many results are to be joined."""
+    arrays: tuple[Any, ...]
+
+
+class CompiledBackend:
+    """`AttentionBackend` in compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
+
+    name = "compiled"
+    graphs = False
+
+    def __init__(self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._layers = tuple(layers)
+        self._dtype = dtype
+        lanes = math.gcd(page_size, max(LANES))
+        self._lanes = LANES[lanes]
+        self._kind = kind_of(dtype)
+        pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
+        self._form = np.uint16(0) if pairs else np.float32(0)
+        self.forms = self._lanes, self._form
+        """As `kernels.cpu.attention.attend` takes them."""
+        self._pools = [_LayerPool(spec, num_pages, page_size, lanes, dtype) for spec in layers]
+        self.kv_bytes = sum(pool.bytes for pool in self._pools)
+        self._groups = {_group_of(spec): spec for spec in layers}
+        self._plans: dict[_LayerGroup, _Plan] = {}
+        self._planned: list[_Plan] = []
+        self._threads, self._piece, self._team = 1, 1, 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._partials = torch.empty(0)
+        self._query = torch.empty(0, dtype=dtype)
+
+    def prepare_graph(self, size: int) -> None:
+        raise RuntimeError("the compiled backend runs on the CPU: no graphs")
+
+    def plan(self, step: StepView) -> None:
+        (self._threads, self._piece, workers), self._team = team_threads(), use_team()
+        size = max(_scratch_bytes(spec) for spec in self._layers)
+        if self._scratch.numel() < workers * size:
+            self._scratch = torch.empty(workers * size, dtype=torch.uint8)
+        self._plans = {group: self._plan_group(spec, step, size) for group, spec in self._groups.items()}
+        self._planned = [self._plans[_group_of(spec)] for spec in self._layers]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        key, value = _dense(key), _dense(value)
+        steps = [stride * key.element_size() for stride in (*key.stride()[:2], *value.stride()[:2])]
+        write(
+            key.data_ptr(), steps[0], steps[1], value.data_ptr(), steps[2], steps[3],
+            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
+        )  # fmt: skip
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        query = _dense(query)
+        spec = self._layers[layer]
+        out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+        size = query.element_size()
+        self._attend(layer, query.data_ptr(), query.stride(0) * size, query.stride(1) * size, out)
+        return out
+
+    def attend_merged(
+        self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Norms, rotation, `write` and `attend` at once. -> [tokens, heads * value dim].
+
+        qkv [tokens, (heads + kv heads) * key dim + kv heads * value dim] contiguous, the layer's heads in order;
+        cos and sin [tokens, rotary dim] contiguous in the model's type.
+        """
+        spec = self._layers[layer]
+        tokens = qkv.shape[0]
+        if self._query.numel() < tokens * spec.num_heads * spec.key_dim:
+            self._query = torch.empty(tokens * spec.num_heads * spec.key_dim, dtype=self._dtype)
+        out = qkv.new_empty((tokens, spec.num_heads * spec.value_dim))
+        q_norm = 0 if heads.q_norm is None else heads.q_norm.data_ptr()
+        k_norm = 0 if heads.k_norm is None else heads.k_norm.data_ptr()
+        query = self._query.data_ptr()
+        prepare_and_write(
+            qkv.data_ptr(), query, q_norm, k_norm, heads.epsilon, cos.data_ptr(), sin.data_ptr(), cos.shape[-1],
+            self._pools[layer].address, self._planned[layer].step, self._kind, self._team,
+        )  # fmt: skip
+        head_size = spec.key_dim * qkv.element_size()
+        self._attend(layer, query, spec.num_heads * head_size, head_size, out)
+        return out
+
+    def _attend(self, layer: int, query: int, token_size: int, head_size: int, out: torch.Tensor) -> None:
+        plan, known = self._planned[layer], self._pools[layer].address
+        kernels.attend(
+            query, token_size, head_size, out.data_ptr(), known, plan.step, self._kind, self._lanes, self._form,
+            self._team,
+        )  # fmt: skip
+        if plan.joins:
+            kernels.join(out.data_ptr(), known, plan.step, self._kind, plan.joins, self._team)
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """(address of the layer's pool, address of its plan for this step, how many results are to be joined)."""
+        plan = self._planned[layer]
+        return self._pools[layer].address, plan.step, plan.joins
+
+    def warm_up(self) -> None:
+        """Compile what only steps with long contexts call: of no pieces, a kernel does nothing else."""
+        kernels.join(0, self._pools[0].address, 0, self._kind, 0, 0)
+
+    def close(self) -> None:
+        self._pools, self._plans, self._planned = [], {}, []
+        self._scratch, self._partials = torch.empty(0, dtype=torch.uint8), torch.empty(0)
+        self._query = torch.empty(0, dtype=self._dtype)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def _plan_group(self, spec: LayerSpec, step: StepView, scratch_size: int) -> _Plan:
+        items, joins = self._items(spec, step)
+        group = spec.num_heads // spec.num_kv_heads
+        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (_LOAD + group * items[:, fields.COUNT]) + _START
+        partials = int(joins[:, 2].sum())
+        widest = max(other.value_dim for other in self._layers)
+        need = partials * spec.num_kv_heads * fields.partial_floats(group, widest)
+        if self._partials.numel() < need:
+            self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
+        bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, self._piece // _BYTES)
+        table = np.ascontiguousarray(step.page_tables, dtype=np.int32)
+        known = np.zeros(fields.STEP_FIELDS, dtype=np.int64)
+        known[fields.ITEMS], known[fields.NUM_ITEMS] = _address(items), len(items)
+        known[fields.BOUNDS], known[fields.PIECES] = _address(bounds), len(bounds) - 1
+        known[fields.TABLE], known[fields.WIDTH] = _address(table), table.shape[1]
+        known[fields.SLOTS], known[fields.TOKENS] = step.kv_slots.data_ptr(), step.kv_slots.numel()
+        known[fields.JOINS], known[fields.NUM_JOINS] = _address(joins), len(joins)
+        known[fields.PARTIALS] = self._partials.data_ptr()
+        known[fields.SCRATCH], known[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), scratch_size
+        return _Plan(_address(known), len(joins), (items, joins, bounds, table, known, step.kv_slots, self._partials))
+
+    def _items(self, spec: LayerSpec, step: StepView) -> tuple[Int64Array, Int64Array]:
+        """What is to be computed, [items, ITEM_FIELDS], and which results are to be joined, [joins, 3]."""
+        decodes = np.flatnonzero(step.counts == 1)
+        positions = step.starts[decodes]
+        begins = np.zeros_like(positions) if spec.window is None else np.maximum(positions - spec.window + 1, 0)
+        first = begins // fields.SPLIT
+        parts = positions // fields.SPLIT - first + 1
+        if not self._worth_splitting(spec, step, positions + 1 - begins):
+            parts = np.ones_like(parts)
+        which = np.repeat(np.arange(len(decodes)), parts)
+        turn = np.arange(len(which)) - (np.cumsum(parts) - parts)[which]
+        several = parts[which] > 1
+        items = np.zeros((len(which), fields.ITEM_FIELDS), dtype=np.int64)
+        items[:, fields.TOKEN] = step.qo_indptr[decodes][which]
+        items[:, fields.COUNT] = 1
+        items[:, fields.POSITION] = positions[which]
+        items[:, fields.ROW] = decodes[which]
+        from_split = (first[which] + turn) * fields.SPLIT
+        items[:, fields.BEGIN] = np.maximum(begins[which], from_split)
+        ends = positions[which] + 1
+        items[:, fields.END] = np.where(several, np.minimum(ends, from_split + fields.SPLIT), ends)
+        items[:, fields.PARTIAL] = np.where(several, np.cumsum(several) - 1, -1)
+        starts = np.flatnonzero(several & (turn == 0))
+        joins = np.stack((items[starts, fields.TOKEN], items[starts, fields.PARTIAL], parts[which[starts]]), axis=1)
+        chunks = [_chunk_items(spec, step, row) for row in np.flatnonzero(step.counts > 1).tolist()]
+        return np.concatenate((items, *chunks)), np.ascontiguousarray(joins)
+
+    def _worth_splitting(self, spec: LayerSpec, step: StepView, keys: Int64Array) -> bool:
+        """True if whole decode rows are too few or too uneven for the threads. The results are the same."""
+        if len(keys) == 0 or self._threads == 1 or len(keys) < len(step.counts):
+            return False
+        return int(keys.max()) * self._threads * _EVEN > int(keys.sum()) * spec.num_kv_heads
+
+
+class _LayerPool:
+    """Keys and values of one layer, and what the kernels know of it."""
+
+    def __init__(self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, dtype: torch.dtype) -> None:
+        size = dtype.itemsize
+        tokens = spec.num_kv_heads * num_pages * page_size
+        # A key of an odd number of dimensions takes one more. Untouched memory costs nothing.
+        self._keys = torch.empty(tokens * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK, dtype=torch.uint8)
+        self._values = torch.empty(tokens * spec.value_dim * size + fields.SLACK, dtype=torch.uint8)
+        self.bytes = self._keys.numel() + self._values.numel() - 2 * fields.SLACK
+        self._numbers = torch.tensor([spec.scale, spec.softcap or 0.0], dtype=torch.float32)
+        self._sinks = None if spec.sinks is None else spec.sinks.detach().to(torch.float32).contiguous()
+        self._known = np.zeros(fields.LAYER_FIELDS, dtype=np.int64)
+        for field, value in (
+            (fields.POOL_KEYS, self._keys.data_ptr()), (fields.POOL_VALUES, self._values.data_ptr()),
+            (fields.PAGES, num_pages), (fields.PAGE_SIZE, page_size), (fields.LANES, lanes),
+            (fields.HEADS, spec.num_heads), (fields.KV_HEADS, spec.num_kv_heads), (fields.KEY_DIM, spec.key_dim),
+            (fields.VALUE_DIM, spec.value_dim), (fields.NUMBERS, self._numbers.data_ptr()),
+            (fields.SINKS, 0 if self._sinks is None else self._sinks.data_ptr()), (fields.WINDOW, spec.window or 0),
+        ):  # fmt: skip
+            self._known[field] = value
+        self.address = _address(self._known)
+
+
+def prepare_merged(
+    qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `attend_merged` does before attention: query [tokens, heads, key dim], key and value alike (a view)."""
+    tokens, size = qkv.shape[0], qkv.element_size()
+    query = qkv.new_empty((tokens, heads.num_heads, heads.key_dim))
+    key = qkv.new_empty((tokens, heads.num_kv_heads, heads.key_dim))
+    prepare(
+        qkv.data_ptr(), query.data_ptr(), key.data_ptr(), tokens, heads.num_heads, heads.num_kv_heads, heads.key_dim,
+        qkv.shape[1] * size, 0 if heads.q_norm is None else heads.q_norm.data_ptr(),
+        0 if heads.k_norm is None else heads.k_norm.data_ptr(), heads.epsilon, cos.data_ptr(), sin.data_ptr(),
+        cos.shape[-1], kind_of(qkv.dtype), use_team(),
+    )  # fmt: skip
+    value = qkv[:, (heads.num_heads + heads.num_kv_heads) * heads.key_dim :]
+    return query, key, value.view(tokens, heads.num_kv_heads, -1)
+
+
+def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
+    """One prompt chunk, cut into pieces of a few queries."""
+    size = max(_ROWS * spec.num_kv_heads // spec.num_heads, 1)
+    count, start = int(step.counts[row]), int(step.starts[row])
+    offsets = np.arange(0, count, size)
+    items = np.zeros((len(offsets), fields.ITEM_FIELDS), dtype=np.int64)
+    items[:, fields.TOKEN] = step.qo_indptr[row] + offsets
+    items[:, fields.COUNT] = np.minimum(size, count - offsets)
+    items[:, fields.POSITION] = start + offsets
+    items[:, fields.ROW] = row
+    items[:, fields.END] = start + offsets + items[:, fields.COUNT]
+    if spec.window is not None:
+        items[:, fields.BEGIN] = np.maximum(start + offsets - spec.window + 1, 0)
+    items[:, fields.PARTIAL] = -1
+    return items
+
+
+def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int64Array:
+    """[pieces + 1] bounds of the units of each piece, which go head by head over all items; a piece costs `least`."""
+    ends = np.cumsum(cost)
+    total = int(ends[-1]) * heads
+    pieces = 1 if threads == 1 else max(1, min(threads * PER_THREAD, total // max(1, least), len(cost) * heads))
+    wanted = np.arange(pieces + 1) * total // pieces
+    head, rest = np.divmod(wanted, int(ends[-1]))
+    return head * len(cost) + np.searchsorted(ends, rest, side="right")
+
+
+def _scratch_bytes(spec: LayerSpec) -> int:
+    rows = max(_ROWS, spec.num_heads // spec.num_kv_heads)
+    return -(-int(fields.scratch_places(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
+
+
+def _group_of(spec: LayerSpec) -> _LayerGroup:
+    return _LayerGroup(spec.window, spec.num_heads, spec.num_kv_heads)
+
+
+def _dense(part: torch.Tensor) -> torch.Tensor:
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
+def _address(values: np.ndarray[Any, Any]) -> int:
+    address: int = values.__array_interface__["data"][0]
+    return address

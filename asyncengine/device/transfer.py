@@ -1,0 +1,69 @@
+"""Between host and device without waiting: what a step sends, and how its results come back.
+
+Results are copied on a stream of their own, behind an event, so that the next step's kernels do not queue
+behind them; whoever wants them waits for a second event, on any thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asyncengine.device.pinned import on_device, send, upload
+
+__all__ = ["Readback", "copy_stream", "on_device", "send", "upload"]
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for results; None where the device is the host.
+
+    torch hands out the same 32 streams of a priority in turns. Graphs are captured on streams of the default priority:
+    with this one, no copy of another engine can land in a stream that is being captured.
+    """
+    stream: Any = torch.cuda.Stream
+    return None if device.type == "cpu" else stream(device, priority=-1)
+
+
+class Readback:
+    """The results of one step on their way to the host. `fetch` each, `send` once, `wait` before reading any.
+
+    What is copied is kept until it has arrived: only then may its memory go to somebody else, who knows nothing of this
+    stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        """`stream`: where copies run; None: the device is the host."""
+        self._stream = stream
+        self._arrived: torch.cuda.Event | None = None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def ready(self) -> bool:
+        """True: `wait` does not block."""
+        return self._stream is None
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor that holds `tensor` after `wait`."""
+        if self._stream is None:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copies.append((host, tensor))
+        return host
+
+    def send(self) -> None:
+        """Start copying, behind everything launched so far."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for host, tensor in self._copies:
+                host.copy_(tensor, non_blocking=True)
+        event: Any = torch.cuda.Event  # untyped in torch
+        self._arrived = self._stream.record_event(event(blocking=True))  # else waiting burns a core
+
+    def wait(self) -> None:
+        """Block, without the interpreter lock, until all is here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._copies.clear()

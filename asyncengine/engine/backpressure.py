@@ -1,0 +1,209 @@
+"""Back-pressure at submit: how many samples, and prompt tokens, may wait before the engine says no."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from asyncengine.engine.mailbox import Waiter, wake_all
+from asyncengine.errors import EngineClosed, QueueFull
+
+
+@dataclass(slots=True, eq=False)
+class _Applicant:
+    samples: int
+    tokens: int
+    waiter: Waiter
+    granted: bool = False
+    expired: bool = False
+
+
+Left = Callable[[], float]
+
+
+def _for_ever() -> float:
+    return inf
+
+
+class Gate:
+    """Counts samples from submit until they start or end. Thread-safe.
+
+    `enter` is all or nothing for the `n` samples of a request. Limits of None admit everything. With a limit of 0 a
+    request is admitted only while no other waits to start; a request larger than a limit is never admitted.
+    """
+
+    def __init__(self, max_requests: int | None, max_tokens: int | None) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._lock = threading.RLock()  # reentrant: a collected coroutine withdraws on whatever thread collects it
+        self._requests = 0
+        self._tokens = 0
+        self._closed = False
+        self._applicants: deque[_Applicant] = deque()
+        self.expired = 0
+        """Samples whose deadline came while they waited for a place."""
+
+    @property
+    def waiting(self) -> int:
+        return self._requests
+
+    def enter(self, samples: int, tokens: int) -> None:
+        """Take `samples` places, of `tokens` prompt tokens each. Raises `QueueFull`."""
+        with self._lock:
+            self._check_open()
+            full = self._full(samples, tokens) or self._behind_others()
+            if full is not None:
+                raise QueueFull(*full)
+            self._take(samples, tokens)
+
+    async def enter_when_free(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+        """The same, but await a place, first come first served. Cancelling gives up the place in line.
+
+        False: `left()`, the seconds it may still wait, came to 0 before; it has left the line.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        applicant = self._apply(samples, tokens, waiter)
+        if applicant is None:
+            return True
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            seconds = left()
+            if seconds > 0:
+                timer = None if seconds == inf else loop.call_later(seconds, look)
+            elif self._withdraw_unless_granted(applicant) and not waiter.done():
+                waiter.set_result(None)
+
+        look()
+        try:
+            await waiter
+        except BaseException:
+            self._withdraw(applicant)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self._granted(applicant)
+
+    def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
+        """The same for a plain thread."""
+        applicant = self._apply(samples, tokens, threading.Event())
+        if applicant is None:
+            return True
+        assert isinstance(applicant.waiter, threading.Event)
+        try:
+            while not applicant.waiter.is_set():
+                seconds = left()
+                if seconds <= 0 and self._withdraw_unless_granted(applicant):
+                    break
+                applicant.waiter.wait(None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
+        except BaseException:  # KeyboardInterrupt
+            self._withdraw(applicant)
+            raise
+        return self._granted(applicant)
+
+    def leave(self, samples: int, tokens: int) -> None:
+        """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
+        with self._lock:
+            self._requests -= samples
+            self._tokens -= tokens
+            woken = self._grant()
+        if woken:
+            wake_all(woken)
+
+    def close(self) -> None:
+        """Nobody gets in any more; those in line are told. Called on the engine's loop."""
+        with self._lock:
+            self._closed = True
+            woken = [applicant.waiter for applicant in self._applicants]
+            self._applicants.clear()
+        if woken:
+            wake_all(woken)
+
+    def _apply(self, samples: int, tokens: int, waiter: Waiter) -> _Applicant | None:
+        with self._lock:
+            self._check_open()
+            full = self._full(samples, tokens)
+            if full is not None and self._never_fits(samples, tokens):
+                raise QueueFull(*full)
+            if full is None and not self._applicants:
+                self._take(samples, tokens)
+                return None
+            applicant = _Applicant(samples, tokens, waiter)
+            self._applicants.append(applicant)
+            return applicant
+
+    def _withdraw_unless_granted(self, applicant: _Applicant) -> bool:
+        """Leave the line because the time is up. False: no longer in it, and the waiter is set or about to be."""
+        with self._lock:
+            if applicant not in self._applicants:
+                return False
+            self._applicants.remove(applicant)
+            applicant.expired = True
+            self.expired += applicant.samples
+            woken = self._grant()
+        if woken:
+            wake_all(woken)
+        return True
+
+    def _withdraw(self, applicant: _Applicant) -> None:
+        with self._lock:
+            if applicant.granted:
+                self._requests -= applicant.samples
+                self._tokens -= applicant.samples * applicant.tokens
+            elif applicant in self._applicants:
+                self._applicants.remove(applicant)
+            woken = self._grant()
+        if woken:
+            wake_all(woken)
+
+    def _grant(self) -> list[Waiter]:
+        woken: list[Waiter] = []
+        while self._applicants and self._full(self._applicants[0].samples, self._applicants[0].tokens) is None:
+            applicant = self._applicants.popleft()
+            applicant.granted = True
+            self._take(applicant.samples, applicant.tokens)
+            woken.append(applicant.waiter)
+        return woken
+
+    def _take(self, samples: int, tokens: int) -> None:
+        self._requests += samples
+        self._tokens += samples * tokens
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def _granted(self, applicant: _Applicant) -> bool:
+        """False: its time was up."""
+        if not applicant.granted and not applicant.expired:
+            raise EngineClosed("the engine closed while the request waited for a place in its queue")
+        return applicant.granted
+
+    def _behind_others(self) -> tuple[str, int] | None:
+        return ("max_queued_requests", self._max_requests or 0) if self._applicants else None
+
+    def _never_fits(self, samples: int, tokens: int) -> bool:
+        limits = ((self._max_requests, samples), (self._max_tokens, samples * tokens))
+        return any(limit is not None and 0 < limit < size for limit, size in limits)
+
+    def _full(self, samples: int, tokens: int) -> tuple[str, int] | None:
+        """The setting that `samples` more would break, with its value."""
+        if _over(self._requests, samples, self._max_requests):
+            return "max_queued_requests", self._max_requests or 0
+        if _over(self._tokens, samples * tokens, self._max_tokens):
+            return "max_queued_tokens", self._max_tokens or 0
+        return None
+
+
+def _over(taken: int, more: int, limit: int | None) -> bool:
+    """Is `limit` broken by `more` on top of `taken`? A limit of 0 lets one request at a time be on its way in."""
+    if limit is None:
+        return False
+    return taken > 0 if limit == 0 else taken + more > limit

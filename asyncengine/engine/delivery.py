@@ -1,0 +1,196 @@
+"""From scheduler outputs to mailboxes: detokenize, look for stop strings, put, wake.
+
+Text is made here and only here; the scheduler knows token ids, consumers know text. A stop string ends the stream at
+once; the scheduler hears of it by a `StopText` message and drops the request before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
+from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
+from asyncengine.scheduler import Output
+from asyncengine.scheduler.messages import Abort, StopText
+from asyncengine.stats import Meter
+from asyncengine.step import TokenLogprob
+from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """The engine's end of one sample: where its outputs go, and the text state between tokens."""
+
+    index: int
+    mailbox: Mailbox
+    arrival: float
+    request_id: str
+    stop_ids: frozenset[int] = frozenset()
+    """Ids whose text is left out when one of them ends the output."""
+    detokenizer: Detokenizer | None = None
+    stops: StopStringMatcher | None = None
+    min_tokens: int = 0
+    num_tokens: int = 0
+    last_token_at: float = 0.0
+
+    def advance(self, token: int, ends: bool) -> tuple[str, bool]:
+        """Text that `token` adds, and whether a stop string is complete with it."""
+        self.num_tokens += 1
+        if self.detokenizer is None or (ends and token in self.stop_ids):
+            return "", False
+        text = self.detokenizer.push((token,))
+        if self.stops is None or not text:
+            return text, False
+        text, matched = self.stops.push(text, armed=self.num_tokens > self.min_tokens)
+        return text, matched is not None
+
+    def rest(self) -> str:
+        """Text held back until the end."""
+        text = "" if self.detokenizer is None else self.detokenizer.finish()
+        if self.stops is None:
+            return text
+        text, matched = self.stops.push(text)
+        return text if matched is not None else text + self.stops.finish()
+
+
+class Delivery:
+    """Every open stream of one engine, by ticket. Lives on the engine's loop."""
+
+    def __init__(
+        self, clock: Clock, meter: Meter, post: Callable[[StopText | Abort], object], table: TokenTable | None = None
+    ) -> None:
+        """`post`: told before the consumer when a stream ends here and not by the scheduler."""
+        self.streams: dict[int, OutputStream] = {}
+        self.expected: dict[int, None] = {}
+        """Tickets posted and not opened yet. Posters add to it, from any thread."""
+        self._clock = clock
+        self._meter = meter
+        self._post = post
+        self._table = table
+
+    def open(self, ticket: int, stream: OutputStream) -> None:
+        self.streams[ticket] = stream
+        self.expected.pop(ticket, None)
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Put all outputs of a step, then wake all consumers. Outputs of streams that have ended are dropped."""
+        if not outputs:
+            return
+        now = self._clock.now()
+        waiters: list[Waiter] = []
+        gaps: list[float] = []
+        streams = self.streams
+        for output in outputs:
+            stream = streams.get(output.ticket)
+            if stream is None:
+                continue
+            try:
+                if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
+                    stream.num_tokens += 1
+                    gaps.append(now - stream.last_token_at)
+                    stream.last_token_at = now
+                    token = output.token
+                    detokenizer = stream.detokenizer
+                    text = "" if detokenizer is None else detokenizer.push((token,))
+                    chunk = Chunk(text, [token], None, stream.index)
+                else:
+                    made = self._chunk(stream, output, now, gaps)
+                    if made is None:
+                        continue
+                    chunk = made
+            except Exception as error:  # a decoder's fault is the fault of one row
+                chunk = self._undecodable(stream, output, error)
+            waiter = stream.mailbox.put(chunk)
+            if waiter is not None:
+                waiters.append(waiter)
+        self._meter.inter_token.extend(gaps)
+        if waiters:
+            wake_all(waiters)
+
+    def _chunk(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Chunk | None:
+        """The chunk for any kind of output; None if it has nothing for the stream yet."""
+        token, reason = output.token, output.reason
+        if output.prompt_logprobs is not None:
+            start, entries = output.prompt_logprobs
+            stream.mailbox.prompt_logprobs.update(enumerate(entries, start))
+            return None
+        text = ""
+        end: FinishReason | None = reason
+        if token >= 0:
+            if stream.num_tokens:
+                gaps.append(now - stream.last_token_at)
+            else:
+                self._first_token(stream, output, now)
+            stream.last_token_at = now
+            text, stopped = stream.advance(token, reason is not None)
+            if stopped:
+                end = "stop"
+                if reason is None:
+                    self._post(StopText(output.ticket))
+            elif reason is not None:
+                text += stream.rest()
+        elif reason is not None:
+            text = stream.rest()
+        if end is not None:
+            self._close(stream, output, end)
+        logprobs = None if output.logprob is None else [self._entry(output.logprob)]
+        error = output.error
+        if isinstance(error, Exception):
+            stream.mailbox.cause, error = error, str(error)
+        return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, error)
+
+    def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
+        if output.reason is None:
+            self._post(Abort(output.ticket))
+        self._close(stream, output, "error")
+        return Chunk("", [], "error", stream.index, error=f"the text could not be decoded: {error!r}")
+
+    def _entry(self, logprob: TokenLogprob) -> LogprobEntry:
+        table = self._table
+        return LogprobEntry(
+            logprob.token_id,
+            "" if table is None else table.token_text(logprob.token_id),
+            logprob.logprob,
+            b"" if table is None else table.token_bytes(logprob.token_id),
+            tuple(self._entry(TokenLogprob(*alternative)) for alternative in logprob.top),
+        )
+
+    def _first_token(self, stream: OutputStream, output: Output, now: float) -> None:
+        mailbox = stream.mailbox
+        if mailbox.first_token_at is None:
+            mailbox.first_token_at = now
+            mailbox.started_at = output.started_at
+            mailbox.cached_tokens = output.cached_tokens
+        self._meter.first_token.append(now - stream.arrival)
+
+    def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
+        mailbox = stream.mailbox
+        if mailbox.started_at is None:
+            mailbox.started_at = output.started_at
+            mailbox.cached_tokens = output.cached_tokens
+        self._meter.count_end(reason)
+        del self.streams[output.ticket]
+
+    def fail_all(self, failure: Callable[[], Exception], unopened: list[OutputStream]) -> None:
+        """End every stream, and those posted but never opened, with reason "engine_dead", once.
+
+        `failure` makes the error that each consumer raises.
+        """
+        streams = [*self.streams.values(), *unopened]
+        self.streams.clear()
+        self.expected.clear()
+        error = str(failure())
+        waiters: list[Waiter] = []
+        for stream in streams:
+            stream.mailbox.failure = failure
+            self._meter.count_end("engine_dead")
+            try:
+                text = stream.rest()
+            except Exception:  # perhaps what killed the engine: everybody must hear of it all the same
+                text = ""
+            waiter = stream.mailbox.put(Chunk(text, [], "engine_dead", stream.index, error=error))
+            if waiter is not None:
+                waiters.append(waiter)
+        wake_all(waiters)

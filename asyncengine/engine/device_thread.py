@@ -1,0 +1,171 @@
+"""The thread that runs steps, so that no event loop waits for a forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from typing import NamedTuple, Protocol
+
+import anyio
+
+from asyncengine.device.switching import INTERPRETER
+from asyncengine.step import Batch, Executor, StepHandle, StepResult
+
+
+class Runner(Protocol):
+    """Launches steps without blocking the event loop; results come back in launch order."""
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
+
+    async def aclose(self) -> None:
+        """Stop after the current step and leave nothing behind. Idempotent."""
+        ...
+
+    def close_soon(self) -> None:
+        """The same without waiting, from any thread: the event loop that launched is closed."""
+        ...
+
+
+class _Job(NamedTuple):
+    batch: Batch
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[StepResult]
+
+
+class _Launched(NamedTuple):
+    handle: StepHandle
+    job: _Job
+
+
+class DeviceThread:
+    """A `Runner`: launches steps on one thread of its own, first in first out.
+
+    Where launching does not wait for the device, a second thread does, so that the next step is launched meanwhile.
+
+    Measured per step: a thread of our own with call_soon_threadsafe takes 31 us, an executor 44, anyio.to_thread 79.
+    The threads are daemons: a forward pass that never returns must not keep the program from ending.
+    """
+
+    def __init__(
+        self, executor: Executor, name: str = "asyncengine-device", switch_interval: float | None = None
+    ) -> None:
+        """`switch_interval`: seconds, of the interpreter while the thread lives (`device.switching`)."""
+        self.executor = executor
+        self._switch_interval = switch_interval
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._closing = False
+        self._ended: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name=f"{name}-results", daemon=True)
+
+    def launch(self, batch: Batch) -> asyncio.Future[StepResult]:
+        self._start()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[StepResult] = loop.create_future()
+        self._jobs.put(_Job(batch, loop, result))
+        return result
+
+    def _start(self) -> None:
+        """Not before it is needed: an engine that was built and never served leaves no thread behind."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            with INTERPRETER.shortened(self._switch_interval):
+                self._serve()
+        finally:
+            self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        if self._ended is not None:
+            loop, ended = self._ended
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_set, ended)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                handle = self.executor.launch(job.batch)
+            except BaseException as error:
+                told = _tell(job, error)
+            else:
+                told = self._finish(_Launched(handle, job))
+                del handle
+            if not told:
+                break  # the loop is closed: nobody waits for results any more
+            del job  # hold nothing of a finished step while waiting for the next
+        if self._waiter.ident is not None:
+            self._launched.put(None)
+            self._waiter.join()
+        self.executor.close()
+
+    def _finish(self, launched: _Launched) -> bool:
+        """See to it that the step's result is told. False: its loop is closed."""
+        if launched.handle.ready and self._waiter.ident is None:
+            return _tell(launched.job, _outcome(launched.handle))
+        if self._waiter.ident is None:
+            self._waiter.start()
+        self._launched.put(launched)
+        return not launched.job.loop.is_closed()
+
+    def _wait(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            _tell(launched.job, _outcome(launched.handle))
+            del launched  # as above
+
+    def close_soon(self) -> None:
+        """`aclose` for whoever has no event loop left: nobody waits for the current step."""
+        if not self._closing:
+            self._closing = True
+            self._jobs.put(None)
+            self._start()
+
+    async def aclose(self, patience: float = 5.0) -> None:
+        """Stop after the current step; wait up to `patience` seconds for the thread to end."""
+        if self._closing:
+            return
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        self._ended = (loop, ended)
+        self._jobs.put(None)
+        self._start()  # if it never ran: the executor is closed on this thread in any case
+        with anyio.CancelScope(shield=True), anyio.move_on_after(patience):
+            await ended
+            self._thread.join(patience)
+
+
+def _outcome(handle: StepHandle) -> StepResult | BaseException:
+    try:
+        return handle.wait()
+    except BaseException as error:
+        return error
+
+
+def _tell(job: _Job, outcome: StepResult | BaseException) -> bool:
+    """False: the loop that waits is closed."""
+    try:
+        job.loop.call_soon_threadsafe(_settle, job.result, outcome)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _settle(result: asyncio.Future[StepResult], outcome: StepResult | BaseException) -> None:
+    if result.done():
+        return
+    if isinstance(outcome, StopIteration):  # a future refuses it, and the step would never end
+        result.set_exception(RuntimeError("the step raised StopIteration"))
+    elif isinstance(outcome, BaseException):
+        result.set_exception(outcome)
+    else:
+        result.set_result(outcome)

@@ -1,0 +1,291 @@
+"""What the asynchronous and the synchronous engine share: one running loop, and a thread-safe front door to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asyncengine.checks import as_items
+from asyncengine.config import EngineConfig
+from asyncengine.device.process import PROCESS
+from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.request_ids import Labels
+from asyncengine.engine.snapshot import snapshot
+from asyncengine.engine.validation import Acceptance, Accepted
+from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
+from asyncengine.events import Event
+from asyncengine.info import ModelInfo
+from asyncengine.options import (
+    ChatMessages,
+    ChatRequest,
+    Prompt,
+    RequestOptions,
+    ToolSpecs,
+    template_tools,
+    template_variables,
+)
+from asyncengine.outputs import Chunk
+from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler.messages import Abort, Drain
+from asyncengine.stats import EngineStats, ThreadStats
+from asyncengine.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.chat import ChatPlan, ChatPlanner
+    from asyncengine.lora.naming import AdapterInfo
+    from asyncengine.lora.registry import AdapterRegistry
+
+PROMPT_TAIL = 512
+"""Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
+INLINE_CHARS = 4096
+"""Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
+
+
+class EngineCore:
+    """The front door: everything here may be called from any thread."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        acceptance: Acceptance,
+        tokenizer: TextTokenizer | None,
+        info: ModelInfo,
+        planner: ChatPlanner | None = None,
+        adapters: AdapterRegistry | None = None,
+        threads: Callable[[], ThreadStats] = ThreadStats,
+        adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
+    ) -> None:
+        """`adapter_folder`: the folder that the path of an adapter means."""
+        self.loop = loop
+        self.acceptance = acceptance
+        self.tokenizer = tokenizer
+        self.info = info
+        self.planner = planner
+        self.adapters = adapters
+        self._threads = threads
+        self._adapter_folder = adapter_folder
+        self.started_at = loop.clock.now()
+        self.closing = False
+        self._labels = Labels(loop.delivery)
+        self._born = PROCESS.generation
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.loop.config
+
+    # ---------------------------------------------------------------- text in
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises `InvalidParameter`."""
+        if not isinstance(prompt, str):
+            if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+                raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
+            return list(as_items("prompt", prompt))
+        if not prompt:
+            raise InvalidParameter("prompt", "must not be empty")
+        return self._tokenizer("prompt").encode(prompt)
+
+    def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
+        """Length in tokens of a prompt, or of a chat as the model would see it."""
+        if isinstance(text, str):
+            return len(self.encode(text))
+        return len(self._tokenizer("messages").apply_chat_template(text, template_tools(tools)))
+
+    def _tokenizer(self, field: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise InvalidParameter(field, f"{self.info.name} has no tokenizer: pass a sequence of token ids as prompt")
+        return self.tokenizer
+
+    # ---------------------------------------------------------------- requests in
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
+    ) -> Accepted:
+        """Tokenize and check a request, submitted at `arrival` (by the engine's clock; None: now).
+
+        Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
+        """
+        self.check_open()
+        arrival = self.loop.clock.now() if arrival is None else arrival
+        return self.acceptance.accept(self.encode(prompt), params, options, arrival)
+
+    def prepare_chat(
+        self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
+    ) -> Accepted:
+        """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
+        self.check_open()
+        arrival = self.loop.clock.now() if arrival is None else arrival
+        tokenizer = self._tokenizer("messages")
+        tools = template_tools(chat.tools)
+        text = tokenizer.render_chat(chat.messages, tools, **template_variables(chat.template_kwargs))
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidParameter("params", "must be a SamplingParams", params)
+        params = params or SamplingParams()
+        plan = self._plan(chat, params, text)
+        if plan is None:
+            return self.acceptance.accept(prompt, params, options, arrival)
+        visible = params.skip_special_tokens and plan.skip_special_tokens
+        planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
+        accepted = self.acceptance.accept(prompt, planned, options, arrival)
+        accepted.make_parser = plan.make_parser
+        accepted.check_text = self.acceptance.text_check(plan.final)
+        return accepted
+
+    def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
+        """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
+        wanted = chat.response_format
+        if params.grammar is not None:
+            if wanted is not None:
+                raise InvalidParameter("response_format", "cannot go with a grammar in the sampling parameters")
+            wanted = params.grammar
+        if self.planner is None:
+            if chat.tools or wanted is not None:
+                raise InvalidParameter("tools" if chat.tools else "response_format", "this engine takes no grammars")
+            return None
+        return self.planner.plan(
+            text[-PROMPT_TAIL:],
+            tools=chat.tools,
+            tool_choice="auto" if chat.tool_choice is None else chat.tool_choice,
+            parallel_tool_calls=chat.parallel_tool_calls,
+            response_format=wanted,
+        )
+
+    async def enter(self, accepted: Accepted) -> bool:
+        """Pass the gate: at once, or as soon as there is room if so configured. False: a deadline came first.
+
+        Raises `QueueFull`, `EngineClosed`, `EngineDead`.
+        """
+        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        with self._closed_or_dead():
+            if self.config.when_full == "wait":
+                return await gate.enter_when_free(samples, length, accepted.time_left(self.loop.clock.now))
+            gate.enter(samples, length)
+        return True
+
+    def enter_blocking(self, accepted: Accepted) -> bool:
+        """`enter` for a plain thread."""
+        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        with self._closed_or_dead():
+            if self.config.when_full == "wait":
+                return gate.enter_blocking(samples, length, accepted.time_left(self.loop.clock.now))
+            gate.enter(samples, length)
+        return True
+
+    @contextmanager
+    def _closed_or_dead(self) -> Iterator[None]:
+        """Closed because it died? Then that is what to say."""
+        try:
+            yield
+        except EngineClosed:
+            self.check_open()
+            raise
+
+    def expired(self, accepted: Accepted) -> Assembler:
+        """The end of a request whose deadline came at the gate. The engine never hears of it."""
+        for index in range(accepted.params.n):
+            accepted.mailbox.put(Chunk("", [], "timeout", index))
+        return Assembler(accepted, self.loop.clock.now)
+
+    def post(self, accepted: Accepted) -> Assembler:
+        """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch.
+
+        Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
+        """
+        self._claim_adapter(accepted)
+        self._labels.remember(accepted.request_id, accepted.tickets)
+        if not self.loop.inbox.post(*accepted.submissions):
+            for ticket in accepted.tickets:
+                self.loop.delivery.expected.pop(ticket, None)
+                if self.adapters is not None:
+                    self.adapters.cancel(ticket)
+            self.check_open()
+            raise EngineClosed("the engine is closed")
+        return Assembler(accepted, self.loop.clock.now)
+
+    def _claim_adapter(self, accepted: Accepted) -> None:
+        """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
+        if accepted.adapter is None or self.adapters is None:
+            return
+        try:
+            with self._closed_or_dead():
+                accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+        except EngineClosed:
+            raise
+        except BaseException:
+            self.loop.gate.leave(accepted.params.n, accepted.params.n * len(accepted.prompt))
+            raise
+
+    def abort_tickets(self, tickets: list[int]) -> None:
+        """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
+        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
+            self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one."""
+        tickets = self._labels.unfinished(request_id)
+        self.abort_tickets(tickets)
+        return bool(tickets)
+
+    def check_open(self) -> None:
+        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""
+        self.check_process()
+        if self.loop.failure is not None:
+            raise EngineDead(self.loop.failure)
+        if self.closing:
+            raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def check_process(self) -> None:
+        """Raises `WrongProcess` in a fork of the engine's process."""
+        PROCESS.check_unforked(self._born)
+
+    def start_closing(self, drain: bool, timeout: float | None) -> None:
+        """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""
+        self.closing = True
+        now = self.loop.clock.now()
+        deadline = (None if timeout is None else now + timeout) if drain else now
+        self.loop.inbox.post(Drain(deadline))
+
+    # ---------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
+        """See `AdapterRegistry.load`. Raises `EngineClosed`, `EngineDead`, `AdapterError`."""
+        registry = self._registry()
+        try:
+            folder = self._adapter_folder(path)
+        except TypeError:
+            raise AdapterError("path", "must be the path of an adapter's folder", path) from None
+        return registry.load(name, folder, pinned=pinned)
+
+    def unload_adapter(self, name: str, wait: bool) -> Future[None]:
+        """See `AdapterRegistry.unload`."""
+        return self._registry().unload(name, wait=wait)
+
+    def list_adapters(self) -> tuple[AdapterInfo, ...]:
+        return () if self.adapters is None else self.adapters.list()
+
+    def _registry(self) -> AdapterRegistry:
+        self.check_open()
+        if self.adapters is None:
+            raise AdapterError("adapter", "this engine takes no adapters")
+        return self.adapters
+
+    def discard(self) -> None:
+        """Let go of what loading took: nobody will serve this engine. Idempotent."""
+        for part in (self.adapters, self.loop.grammars):
+            if part is not None:
+                part.close()
+        self.loop.runner.close_soon()
+
+    # ---------------------------------------------------------------- looking in
+
+    def observe(self, hook: Callable[[Event], None]) -> Callable[[], None]:
+        return self.loop.hooks.add(hook)
+
+    def stats(self) -> EngineStats:
+        """A snapshot, from any thread. Counts of a running engine may be a step apart from each other."""
+        return snapshot(self.loop, self.adapters, self._threads(), self.started_at)

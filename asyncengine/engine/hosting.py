@@ -1,0 +1,191 @@
+"""Where the engine's loop runs: a task on the caller's event loop, or a thread with a loop of its own.
+
+*Owned* is structured and hops threads only for the forward pass. *Hosted* outlives event loops and serves callers on
+any loop or thread; adapters use it, because frameworks call synchronously from inside running loops and start a new
+loop for every call, and both hang an engine that is driven by a task on the caller's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib.util
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+
+from asyncengine.device.process import PROCESS
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
+from asyncengine.scheduler.messages import Drain
+
+EXIT_PATIENCE = 10.0
+"""Seconds that a program's end waits for a step to finish."""
+WATCH_PERIOD = 60.0
+
+
+class Host(Protocol):
+    """Runs an `EngineLoop` from `start` to its end."""
+
+    def start(self) -> None: ...
+
+    async def wait_ended(self) -> None:
+        """Until the loop has ended and left nothing behind."""
+        ...
+
+    def drives_this_thread(self) -> bool:
+        """Would blocking the current thread stop the engine?"""
+        ...
+
+
+class _Ending:
+    """The end of an engine's loop: told once, from any thread; awaited on any loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._lock = threading.Lock()
+        self._told = False
+
+    def tell(self) -> None:
+        with self._lock:
+            self._told = True
+            waiting, self._waiting = self._waiting, []
+        for loop, future in waiting:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
+                loop.call_soon_threadsafe(_settle, future)
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self._told:
+                return
+            self._waiting.append((loop, future))
+        await future
+
+
+class _LoopWatch:
+    """A timer of a loop that nobody but the loop refers to: closing the loop drops it, and `closed` is called then."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        loop.call_later(WATCH_PERIOD, self)
+
+    def __call__(self) -> None:
+        if weakref.getweakrefcount(self):  # somebody still wants to know
+            self._loop.call_later(WATCH_PERIOD, self)
+
+
+def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[[], _LoopWatch]:
+    """Call `closed` when `loop` is closed (or collected); `detach` what is returned to hear no more of it.
+
+    asyncio has no such hook, and a loop that was closed while a task of it waited says nothing to anybody.
+    """
+    watching = weakref.finalize(_LoopWatch(loop), closed)
+    watching.atexit = False
+    return watching
+
+
+class OwnedHost:
+    """The engine is a task on the loop that calls `start`."""
+
+    def __init__(self, engine: EngineLoop) -> None:
+        self._engine = engine
+        self._ending = _Ending()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
+        self._watching: weakref.finalize[[], _LoopWatch] | None = None
+
+    def start(self) -> None:
+        self._thread = threading.get_ident()
+        self._loop = asyncio.get_running_loop()
+        self._watching = _when_closed(self._loop, self._lost)
+        self._task = self._loop.create_task(self._engine.run(), name="asyncengine")
+        self._task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self._watching is not None:
+            self._watching.detach()
+        self._end()
+
+    def _lost(self) -> None:
+        """May run inside a collection of garbage, on a thread that holds any lock: the work is another thread's."""
+        self._engine.failure = self._engine.failure or EngineClosed(
+            "its event loop was closed before it: await aclose() there first, or load it with hosted=True"
+        )
+        threading.Thread(target=self._end, name="asyncengine-end", daemon=True).start()
+
+    def _end(self) -> None:
+        """Where the engine has not ended by itself: its loop is lost, or cancelled the task before it began."""
+        engine = self._engine
+        try:
+            if not engine.inbox.closed:
+                engine.failure = engine.failure or EngineClosed("its task was cancelled")
+                engine.in_flight.clear()  # futures of that loop, which nobody can settle
+                engine.end_all()
+                engine.runner.close_soon()
+        finally:
+            self._ending.tell()
+
+    async def wait_ended(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed() and not loop.is_running() and not self._engine.inbox.closed:
+            raise WrongLoop("an owned engine ends on its own loop, which is not running: close it there")
+        await self._ending.wait()  # neither cancels it with the caller nor takes its cancellation for ours
+
+    def drives_this_thread(self) -> bool:
+        running = not self._engine.inbox.closed and self._engine.failure is None
+        return running and threading.get_ident() == self._thread
+
+
+class ThreadHost:
+    """The engine has a thread with an event loop of its own (uvloop's, if asked for)."""
+
+    def __init__(self, engine: EngineLoop, *, use_uvloop: bool = False) -> None:
+        if use_uvloop and importlib.util.find_spec("uvloop") is None:
+            raise InvalidParameter("uvloop", "needs the package uvloop: pip install 'asyncengine[uvloop]'")
+        self._born = PROCESS.generation
+        self._engine = engine
+        self._use_uvloop = use_uvloop
+        self._ending = _Ending()
+        # A daemon: a program that forgets to close its engine must still be able to end.
+        self._thread = threading.Thread(target=self._main, name="asyncengine-loop", daemon=True)
+
+    def start(self) -> None:
+        atexit.register(self._close_at_exit)
+        self._thread.start()
+
+    def _close_at_exit(self) -> None:
+        """The interpreter must not take itself apart under a thread that is inside a forward pass: that aborts the
+        process. So an engine nobody closed, or is still closing, is closed now."""
+        if self._born == PROCESS.generation:  # else the thread is another process's
+            self._engine.inbox.post(Drain(self._engine.clock.now()))
+            self.join(EXIT_PATIENCE)
+
+    def _main(self) -> None:
+        try:
+            anyio.run(self._engine.run, backend_options={"use_uvloop": self._use_uvloop})
+        finally:
+            atexit.unregister(self._close_at_exit)
+            self._ending.tell()
+
+    async def wait_ended(self) -> None:
+        await self._ending.wait()
+        self.join()
+
+    def join(self, timeout: float | None = None) -> None:
+        """The same for a plain thread."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def drives_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

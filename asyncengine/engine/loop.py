@@ -1,0 +1,302 @@
+"""The engine: one task, one loop, the only writer. Start reading here.
+
+Everyone else posts messages into its inbox and reads a mailbox. Messages are applied only between steps, so nothing
+is ever freed under a running step, and a recorded inbox replays to the same outputs with no event loop at all
+(`asyncengine.testing.replay`).
+
+    inbox ──take──▶ scheduler.apply ─▶ scheduler.schedule ─▶ runner.launch ──▶ device thread
+                          ▲                                      │
+    mailboxes ◀─deliver── outputs ◀──── scheduler.commit ◀───────┘ (result)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asyncengine.config import EngineConfig
+from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.device_thread import Runner
+from asyncengine.engine.inbox import Inbox
+from asyncengine.errors import EngineClosed, EngineDead, EngineError
+from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
+from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
+from asyncengine.lora.interface import AdapterStore
+from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
+from asyncengine.stats import Meter
+from asyncengine.step import Batch, GrammarMatcher, StepResult
+from asyncengine.text import TokenTable
+
+logger = logging.getLogger("asyncengine")
+
+LAG_PROBE = 0.1
+"""Seconds between two readings of the event loop's lag."""
+
+
+class Submission(NamedTuple):
+    """A request as posted: the message for the scheduler, and the stream its outputs go to."""
+
+    message: Generate
+    stream: OutputStream
+
+
+class Launched(NamedTuple):
+    batch: Batch
+    result: asyncio.Future[StepResult]
+    at: float
+
+
+Recorder = Callable[[str, object], None]
+"""Called with ("apply", message), ("schedule", now), ("commit", now) and ("end_all", reason), in order; see
+`testing.replay`."""
+
+
+class EngineLoop:
+    """The actor. `run` is the whole engine; the other methods are its steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        *,
+        grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
+        gate: Gate | None = None,
+        table: TokenTable | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.grammars = grammars
+        self.adapters = adapters
+        self.gate = gate or Gate(None, None)
+        self.inbox: Inbox[Submission | Message] = Inbox()
+        self.meter = Meter()
+        self.delivery = Delivery(clock, self.meter, self._end_early, table)
+        self.hooks = Hooks()
+        self.record = recorder
+        self.failure: BaseException | None = None
+        """What killed the engine, if something did."""
+        self.depth = config.max_steps_in_flight or 1
+        self.in_flight: deque[Launched] = deque()
+        self._drain: Drain | None = None
+        self._left_queue = (0, 0)
+        self._lag_timer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> None:
+        """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
+        self._probe_lag(self.clock.now())
+        try:
+            while not self._drained():
+                self._apply_inbox()  # 1 the world changes only here
+                batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
+                if batch is not None:  # 3 the device thread starts
+                    self.in_flight.append(Launched(batch, self.runner.launch(batch), self.clock.now()))
+                self._deliver()  # 4 outputs of the step before go out while this one runs
+                if not self.in_flight:
+                    await self._idle()
+                elif batch is None or len(self.in_flight) >= self.depth:
+                    result = await self._watch(self.in_flight[0])  # 5 consumers run here
+                    self._commit(result)  # 6 the only place where results are applied
+        except BaseException as error:
+            self.failure = self.failure or error
+            if not isinstance(error, Exception):  # cancelled: the loop that hosts us is going away
+                raise
+            logger.exception("the engine died")
+            self.hooks.emit(EngineDied(error))
+        finally:
+            await self._shut_down()
+
+    # ---------------------------------------------------------------- the steps of a turn
+
+    def _apply_inbox(self) -> None:
+        for item in self.inbox.take():
+            self._apply(item)
+        if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
+            for item in self.inbox.take():
+                self._apply(item)
+
+    def _apply(self, item: Submission | Message) -> None:
+        if isinstance(item, Submission):
+            message: Message = item.message
+            self.delivery.open(item.message.spec.ticket, item.stream)
+        else:
+            message = item
+        if self.record is not None:
+            self.record("apply", message)
+        self.scheduler.apply(message)
+        match message:
+            case Generate():
+                self._order(message)
+            case Drain():
+                self._drain = _sooner(self._drain, message)
+                self.gate.close()  # those in line for a place are refused like newcomers
+
+    def _order(self, message: Generate) -> None:
+        """Have made or fetched, by other threads, what the request must wait for."""
+        ticket = message.spec.ticket
+        if message.adapter_loading and self.adapters is not None:
+            self.adapters.start(ticket, self._adapter_done)
+        if message.needs_grammar and self.grammars is not None:
+            params, budget = message.spec.params, message.max_total - message.spec.prompt_len
+            order = GrammarOrder(params.grammar, budget, params.on_budget)
+            try:
+                self.grammars.start(ticket, order, self._grammar_done)
+            except Exception as error:  # the fault of one request
+                self._grammar_done(ticket, error)
+
+    def _adapter_done(self, ticket: int, error: Exception | None) -> None:
+        """The adapter store's answer, from any thread."""
+        self.inbox.post(AdapterReady(ticket, error))
+
+    def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
+        """The compile service's answer, from any thread."""
+        if isinstance(outcome, Exception):
+            error = outcome if isinstance(outcome, EngineError) else f"the grammar did not compile: {outcome!r}"
+            self.inbox.post(GrammarReady(ticket, error=error))
+        else:
+            self.inbox.post(GrammarReady(ticket, matcher=outcome))
+
+    def _schedule(self) -> Batch | None:
+        now = self.clock.now()
+        self._abort_if_overdue(now)
+        if self.record is not None:
+            self.record("schedule", now)
+        preemptions = self.scheduler.counters.preemptions
+        batch = self.scheduler.schedule(now)
+        if self.hooks and self.scheduler.counters.preemptions > preemptions:
+            self.hooks.emit(Preempted(self.scheduler.last_step, self.scheduler.counters.preemptions - preemptions))
+        return batch
+
+    def _deliver(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        for output in outputs:
+            if output.reason is not None:  # before the consumer, perhaps on another thread, hears of it
+                self._let_go(output.ticket)
+        self.delivery.deliver(outputs)
+        counters = self.scheduler.counters
+        left = (counters.left_queue, counters.left_queue_tokens)
+        if left != self._left_queue:
+            self.gate.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
+            self._left_queue = left
+
+    def _let_go(self, ticket: int) -> None:
+        """Whatever ended it, the request waits for nothing and uses nothing any more."""
+        if self.grammars is not None:
+            self.grammars.cancel(ticket)
+        if self.adapters is not None:
+            self.adapters.cancel(ticket)
+
+    def _end_early(self, message: StopText | Abort) -> None:
+        """Delivery has ended a stream by itself. The scheduler hears of it before it plans another step."""
+        self._let_go(message.ticket)
+        self.inbox.post(message)
+
+    async def _idle(self) -> None:
+        """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
+        if not self._drained():
+            self.scheduler.check_sums()
+            if self.adapters is not None:
+                self.adapters.check()
+            until = self.scheduler.next_deadline
+            if self._drain is not None and self._drain.deadline is not None:
+                until = min(until, self._drain.deadline)
+            await self.inbox.wait(None if until == float("inf") else until - self.clock.now())
+
+    async def _watch(self, launched: Launched) -> StepResult:
+        """The step's result; a slow step is reported, one that exceeds the hard limit kills the engine."""
+        loop = asyncio.get_running_loop()
+        soft = loop.call_later(self.config.step_soft_limit, self._report_slow, launched.batch)
+        hard = loop.call_later(self.config.step_hard_limit, self._give_up, launched)
+        try:
+            if launched.result.done():
+                await asyncio.sleep(0)  # awaiting a finished result does not yield, and consumers must run
+            return await launched.result
+        finally:
+            soft.cancel()
+            hard.cancel()
+
+    def _commit(self, result: StepResult) -> None:
+        batch, _, launched_at = self.in_flight.popleft()
+        now = self.clock.now()
+        if self.record is not None:
+            self.record("commit", now)
+        self.scheduler.commit(result, now)
+        self.meter.step.append(took := now - launched_at)
+        if batch.step % self.config.check_every == 0:
+            self.scheduler.check_sums()
+        if self.hooks:
+            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            self.hooks.emit(StepDone(batch.step, len(batch.rows), batch.num_tokens, took, running, waiting))
+
+    # ---------------------------------------------------------------- watching
+
+    def _report_slow(self, batch: Batch) -> None:
+        longest = max(row.start + row.num_scheduled for row in batch.rows)
+        plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context {longest}"
+        logger.warning("step %d has run for %.0f s: %s", batch.step, self.config.step_soft_limit, plan)
+        self.hooks.emit(StepSlow(batch.step, plan))
+
+    def _give_up(self, launched: Launched) -> None:
+        if not launched.result.done():
+            limit = self.config.step_hard_limit
+            launched.result.set_exception(TimeoutError(f"step {launched.batch.step} ran for over {limit:.0f} s"))
+
+    def _probe_lag(self, due: float) -> None:
+        """How late do timers run on this loop?"""
+        now = self.clock.now()
+        self.meter.loop_lag.append(max(0.0, now - due))
+        self._lag_timer = asyncio.get_running_loop().call_later(LAG_PROBE, self._probe_lag, now + LAG_PROBE)
+
+    # ---------------------------------------------------------------- the end
+
+    def _abort_if_overdue(self, now: float) -> None:
+        """Draining has a deadline: what still runs then is aborted."""
+        if self._drain is None or self._drain.deadline is None or now < self._drain.deadline:
+            return
+        if self.record is not None:
+            self.record("end_all", "abort")
+        self.scheduler.end_all("abort")
+
+    def _drained(self) -> bool:
+        return self._drain is not None and not self.scheduler.requests and not self.in_flight
+
+    async def _shut_down(self) -> None:
+        try:
+            self.end_all()
+        finally:
+            await self.runner.aclose()
+
+    def end_all(self) -> None:
+        """Tell everybody, leave nothing behind."""
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        self.gate.close()
+        unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
+        if self.failure is None:
+            self._deliver()
+        self.delivery.fail_all(self._make_failure, unopened)
+        for launched in self.in_flight:
+            launched.result.cancel()  # nobody will read it
+        for part in (self.grammars, self.adapters):
+            if part is not None:
+                part.close()
+
+    def _make_failure(self) -> Exception:
+        return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)
+
+
+def _sooner(known: Drain | None, new: Drain) -> Drain:
+    """Closing again may shorten a drain, not lengthen it."""
+    deadlines = [drain.deadline for drain in (known, new) if drain is not None and drain.deadline is not None]
+    return Drain(min(deadlines, default=None))

@@ -1,0 +1,47 @@
+"""What a running engine looks like from outside, in one piece."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.stats import EngineStats, Summary, ThreadStats
+
+if TYPE_CHECKING:
+    from asyncengine.lora.registry import AdapterRegistry
+
+
+def snapshot(
+    loop: EngineLoop, adapters: AdapterRegistry | None, threads: ThreadStats, started_at: float
+) -> EngineStats:
+    """From any thread: nothing is locked, so counts may be a step apart from each other."""
+    scheduler, meter = loop.scheduler, loop.meter
+    running = list(scheduler.running.values())
+    counters = scheduler.counters
+    finished = dict(meter.finished)
+    if loop.gate.expired:
+        finished["timeout"] = finished.get("timeout", 0) + loop.gate.expired
+    return EngineStats(
+        requests={
+            "waiting": len(scheduler.waiting),
+            "running": len(running),
+            "grammar_queue": len(scheduler.grammar_queue),
+            "adapter_queue": len(scheduler.adapter_queue),
+        },
+        finished=finished,
+        pages=scheduler.kv.counts([table for r in running if (table := r.table) is not None]),
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        generated_tokens=counters.generated_tokens,
+        forced_tokens=counters.forced_tokens,
+        computed_tokens=counters.computed_tokens,
+        preemptions=counters.preemptions,
+        steps=counters.steps,
+        first_token=Summary.of(list(meter.first_token)),
+        inter_token=Summary.of(list(meter.inter_token)),
+        step=Summary.of(list(meter.step)),
+        loop_lag=Summary.of(list(meter.loop_lag)),
+        uptime=loop.clock.now() - started_at,
+        adapters={} if adapters is None else adapters.counts(),
+        threads=threads,
+    )

@@ -1,0 +1,272 @@
+"""From what a caller asks to what is posted: resolve defaults, check every limit, draw the tickets.
+
+Everything that can be refused is refused here, in the caller's own call, by name: the scheduler only ever sees
+requests that can run. Registering and enqueueing is one synchronous stretch (vLLM #57061 leaked what an await between
+the two let be cancelled).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
+from asyncengine.config import EngineConfig
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.delivery import OutputStream
+from asyncengine.engine.loop import Submission
+from asyncengine.engine.mailbox import Mailbox
+from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
+from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.info import ModelInfo
+from asyncengine.lora.interface import AdapterStore
+from asyncengine.options import RequestOptions
+from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
+from asyncengine.scheduler.messages import Generate
+from asyncengine.step import RowSpec
+from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.chat import OutputParser
+
+
+@dataclass(slots=True, eq=False)
+class Accepted:
+    """A request ready to be posted, and the consumer's end of it."""
+
+    request_id: str
+    submissions: list[Submission]
+    mailbox: Mailbox
+    arrival: float
+    prompt: list[int]
+    params: SamplingParams
+    make_parser: Callable[[], OutputParser] | None = None
+    """Chats: takes one sample's text apart into answer, reasoning and tool calls."""
+    check_text: Callable[[str], str | None] | None = None
+    """What a finished text breaks of its schema, where the grammar could not enforce all of it."""
+    adapter: str | None = None
+    """Name of the adapter to claim when it is posted."""
+
+    @property
+    def tickets(self) -> list[int]:
+        return [submission.message.spec.ticket for submission in self.submissions]
+
+    def time_left(self, now: Callable[[], float]) -> Callable[[], float]:
+        """Seconds until it ends with reason "timeout" if it has not started by then; infinity: never."""
+        message = self.submissions[0].message
+        first = min(math.inf if at is None else at for at in (message.deadline, message.waiting_deadline))
+        return lambda: first - now()
+
+    def use_adapter(self, digest: str) -> None:
+        """What the adapter's name means for all samples of this request."""
+        self.submissions = [
+            submission._replace(message=replace(submission.message, adapter=digest, adapter_loading=True))
+            for submission in self.submissions
+        ]
+
+
+class Acceptance:
+    """Checks requests against one engine's model and limits. Thread-safe: tickets come from one atomic counter."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        clock: Clock,
+        tokenizer: TextTokenizer | None,
+        grammars: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.clock = clock
+        self.tokenizer = tokenizer
+        self.grammars = grammars
+        self.adapters = adapters
+        self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
+
+    def accept(
+        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions, arrival: float
+    ) -> Accepted:
+        """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it.
+
+        `arrival`: when it was submitted, by the engine's clock; deadlines count from there.
+
+        Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
+        """
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidParameter("params", "must be a SamplingParams", params)
+        params = self._resolve(params or SamplingParams())
+        tokens = self._check_prompt(prompt)
+        self._check_limits(params)
+        options = self._check_options(options)
+        max_total = self._check_length(len(tokens), params)
+        if params.grammar is not None:
+            params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
+        label = options.request_id or f"req-{secrets.token_hex(8)}"
+        accepted = Accepted(label, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
+        accepted.check_text = self.text_check(params.grammar)
+        stops = StopAutomaton(params.stop) if params.stop else None
+        for index in range(params.n):
+            accepted.submissions.append(self._submission(index, accepted, max_total, options, stops))
+        return accepted
+
+    def _submission(
+        self, index: int, accepted: Accepted, max_total: int, options: RequestOptions, stops: StopAutomaton | None
+    ) -> Submission:
+        params = accepted.params
+        ticket = next(self._tickets)
+        group = None if params.n == 1 else (accepted.tickets[0] if index else ticket)
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        if index and params.prompt_logprobs:
+            params = params.replace(prompt_logprobs=False)  # the same for all samples: computed once
+        spec = RowSpec(
+            ticket,
+            params,
+            _sample_seed(params.seed, index),
+            len(accepted.prompt),
+            tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+        )
+        timeout = options.timeout if options.timeout is not None else self.config.request_timeout
+        waiting = self.config.waiting_timeout
+        message = Generate(
+            spec,
+            tuple(accepted.prompt),
+            max_total,
+            accepted.arrival,
+            priority=options.priority,
+            salt=options.cache_salt or "",
+            group=group,
+            needs_grammar=params.grammar is not None,
+            deadline=None if timeout is None else accepted.arrival + timeout,
+            waiting_deadline=None if waiting is None else accepted.arrival + waiting,
+            inter_token_timeout=self.config.inter_token_timeout,
+        )
+        return Submission(message, self._stream(index, accepted, spec, stops))
+
+    def _stream(self, index: int, accepted: Accepted, spec: RowSpec, stops: StopAutomaton | None) -> OutputStream:
+        params = accepted.params
+        stream = OutputStream(index, accepted.mailbox, accepted.arrival, accepted.request_id)
+        if self.tokenizer is not None:
+            stream.detokenizer = Detokenizer(self.tokenizer.table, params.skip_special_tokens)
+        if stops is not None:
+            stream.stops = StopStringMatcher(stops, params.include_stop)
+            stream.min_tokens = params.min_tokens
+        if not params.include_stop:
+            stream.stop_ids = frozenset(spec.stop_ids)
+        return stream
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """Fill in what the caller left open: the model's generation_config, else the neutral value.
+
+        As in Hugging Face `generate`, `do_sample: false` in it means greedy, whatever temperature stands beside it.
+        """
+        defaults = self.info.generation_defaults
+        changes: dict[str, Any] = {}
+        temperature = params.temperature
+        if temperature is None:
+            greedy = defaults.get("do_sample") is False
+            temperature = 0.0 if greedy else defaults.get("temperature", 1.0)
+        if temperature != params.temperature or temperature < GREEDY_BELOW:
+            changes["temperature"] = 0.0 if temperature < GREEDY_BELOW else temperature
+        if params.top_p is None:
+            changes["top_p"] = defaults.get("top_p", 1.0)
+        if params.top_k is None or params.top_k < 0:
+            default = defaults.get("top_k", 0) if params.top_k is None else 0
+            changes["top_k"] = max(0, default)
+        if params.repetition_penalty is None:
+            changes["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
+        return params.replace(**changes) if changes else params
+
+    def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
+        tokens = list(prompt)
+        if not tokens:
+            raise InvalidParameter("prompt", "must not be empty")
+        vocab = self.info.vocab_size
+        for position, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < vocab:
+                raise InvalidParameter(
+                    f"prompt[{position}]", f"must be a token id between 0 and {vocab - 1} (the vocabulary)", token
+                )
+        return tokens
+
+    def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
+        """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""
+        limit = self.info.max_model_len
+        if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
+            raise ContextLengthExceeded(
+                "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
+            )
+        if params.max_tokens is None:
+            if params.min_tokens > limit - prompt_len:
+                raise ContextLengthExceeded(
+                    "min_tokens", f"{prompt_len} prompt tokens leave room for {limit - prompt_len}", params.min_tokens
+                )
+            return limit
+        if prompt_len + params.max_tokens > limit:
+            raise ContextLengthExceeded(
+                "max_tokens",
+                f"the context of {limit} leaves {limit - prompt_len} after {prompt_len} prompt tokens",
+                params.max_tokens,
+            )
+        return prompt_len + params.max_tokens
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        config, vocab = self.config, self.info.vocab_size
+        sizes = (
+            ("n", params.n, "max_n", config.max_n),
+            ("stop", len(params.stop), "max_stop_strings", config.max_stop_strings),
+            ("stop_token_ids", len(params.stop_token_ids), "max_stop_token_ids", config.max_stop_token_ids),
+            ("top_logprobs", params.top_logprobs, "max_top_logprobs", config.max_top_logprobs),
+            ("logit_bias", len(params.logit_bias), "max_logit_bias", config.max_logit_bias),
+        )
+        for name, size, setting, limit in sizes:
+            if size > limit:
+                raise InvalidParameter(name, f"{size} exceeds the engine's {setting}={limit}")
+        for stop in params.stop:
+            if len(stop) > config.max_stop_string_length:
+                limit = config.max_stop_string_length
+                raise InvalidParameter("stop", f"{len(stop)} characters exceed max_stop_string_length={limit}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidParameter("stop", "needs a tokenizer and this model has none; use stop_token_ids")
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+            for token in ids:
+                if token >= vocab:
+                    raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
+
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        """See `GrammarCompiler.text_check`."""
+        return None if grammar is None or self.grammars is None else self.grammars.text_check(grammar)
+
+    def _check_grammar(self, params: SamplingParams, budget: int) -> Any:
+        if self.grammars is None:
+            raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
+        return self.grammars.check(params.grammar, budget, params.on_budget)
+
+    def _check_options(self, options: RequestOptions) -> RequestOptions:
+        """The options, their numbers in plain types."""
+        if options.adapter is not None:
+            if self.adapters is None:
+                raise AdapterNotFound("adapter", "this engine takes no adapters", options.adapter)
+            self.adapters.find(options.adapter)
+        for name in ("request_id", "cache_salt"):
+            value = getattr(options, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidParameter(name, "must be a str or None", value)
+        return replace(
+            options,
+            priority=as_integer("priority", options.priority, MIN_INT64, MAX_INT64),
+            timeout=None if options.timeout is None else as_seconds("timeout", options.timeout),
+        )
+
+
+def _sample_seed(seed: int | None, index: int) -> int:
+    """Seed of sample `index`: the caller's for sample 0, a mix of it and the index for the others."""
+    if seed is None:
+        return secrets.randbits(64)
+    mixed = (seed & (2**64 - 1)) ^ (index * 0x9E3779B97F4A7C15)
+    return mixed & (2**64 - 1)

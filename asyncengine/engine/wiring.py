@@ -1,0 +1,295 @@
+"""The only wiring: from a model's name and a configuration to a running engine's parts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.demo import MODEL_PATH, resolve_adapter
+from asyncengine.device.process import PROCESS, LoadAttempt
+from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.clock import Clock, MonotonicClock
+from asyncengine.engine.device_thread import DeviceThread
+from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.loop import EngineLoop, Recorder
+from asyncengine.engine.threads import on_own_thread
+from asyncengine.engine.validation import Acceptance
+from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.grammar.interface import GrammarCompiler
+from asyncengine.info import ModelInfo
+from asyncengine.kvcache import KVCache
+from asyncengine.lora.admission import AdapterSlots
+from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.scheduler import Scheduler
+from asyncengine.stats import ThreadStats
+from asyncengine.step import Executor
+from asyncengine.text import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.grammar.service import GrammarService
+    from asyncengine.lora.layers.slots import LoraLayers
+    from asyncengine.lora.registry import AdapterRegistry
+    from asyncengine.models.loading import LoadedModel
+    from asyncengine.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("asyncengine")
+
+DEMO = "demo"
+"""Name of the bundled model, wherever a model's folder or hub id is expected."""
+
+
+def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """`config` with `settings` on top. Raises `InvalidParameter` for an unknown one."""
+    if config is None:
+        return EngineConfig.from_dict(settings)
+    if not isinstance(config, EngineConfig):
+        raise InvalidParameter("config", "must be an EngineConfig", config)
+    return config.replace(**settings) if settings else config
+
+
+def resolve_model(model: str | os.PathLike[str]) -> str:
+    """What to load for `model`: "demo" is the bundled one unless a folder of that name is here; a folder becomes
+    absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
+
+    Raises `InvalidParameter` for what is no path.
+    """
+    model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
+    if not isinstance(model, str) or "\0" in model:
+        raise InvalidParameter("model", 'must be a folder, a hub id or "demo"', model)
+    if model == DEMO and not os.path.isdir(model):
+        return str(MODEL_PATH)
+    return os.path.abspath(model) if os.path.exists(model) else model
+
+
+def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> EngineCore:
+    """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
+    are downloaded side by side and loaded one after another.
+
+    Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
+    `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
+    """
+    from asyncengine.device.transfer import on_device
+    from asyncengine.models.loading import resolve_device
+
+    PROCESS.check_may_load()
+    path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
+
+    def load() -> EngineCore:
+        checkpoint = open_checkpoint(path, config)
+        with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
+            import_module("transformers")  # whole, before any module of ours asks it for a name
+            core = _load_core(path, checkpoint, config, device, trying)
+        if trying.given_up:
+            core.discard()
+            trying.check()
+        return core
+
+    # OpenMP gives each thread that computes a team. Where teams outnumber the CPUs, libgomp lets them sleep after every
+    # loop rather than wait for the next: a team that was left behind by loading made decode steps a third longer.
+    try:
+        return on_own_thread(load, "asyncengine-load")
+    except BaseException:  # a Ctrl-C here does not stop the other thread
+        trying.give_up()
+        raise
+
+
+def _load_core(
+    path: str, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, attempt: LoadAttempt
+) -> EngineCore:
+    from asyncengine.device.cores import Cores
+    from asyncengine.device.memory import in_words
+    from asyncengine.lora.layers.slots import install_lora
+    from asyncengine.models.loading import load_model
+    from asyncengine.models.progress import LoadProgress
+    from asyncengine.runner.building import build_runner
+    from asyncengine.text import load_tokenizer
+
+    smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
+    progress = LoadProgress(config.show_progress, attempt.check)
+    with ExitStack() as undo:
+        cores = Cores(config.num_threads, device)
+        undo.callback(cores.close)
+        with cores.loading():
+            loaded = in_words(lambda: load_model(path, config, progress, checkpoint), device, "the model", smaller)
+        attempt.check()
+        config = _resolve_overlap(config, loaded.device.type)
+        tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+        if tokenizer is not None:
+            tokenizer.warm_up()
+        attempt.check()
+        lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
+        adapters = make_adapters(lora, loaded.dtype, config)
+        undo.callback(adapters.close)
+        ranks = [info.rank for info in adapters.list()]
+        if ranks:  # before the KV cache takes its share of what is free
+            take = partial(lora.allocate, lora.layer_linears(), max(ranks))
+            in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
+        attempt.check()
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
+        progress.say_compiled()
+        core = _assemble(path, loaded, tokenizer, runner, adapters, config)
+        undo.pop_all()
+        return core
+
+
+def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
+    depth = config.max_steps_in_flight or (2 if device_type == "cuda" else 1)
+    jump = depth == 1 if config.jump_forward is None else config.jump_forward
+    return config.replace(max_steps_in_flight=depth, jump_forward=jump)
+
+
+def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:
+    """What holds the adapters of a model, with those of the configuration already read.
+
+    Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
+    """
+    from asyncengine.lora.adapter import BaseModule
+    from asyncengine.lora.checkpoint.files import discover
+    from asyncengine.lora.checkpoint.peft_loader import PeftLoader
+    from asyncengine.lora.registry import AdapterRegistry
+
+    base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}
+    loader = PeftLoader(base, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
+    registry = AdapterRegistry(
+        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=config.max_passes
+    )
+    try:
+        paths = {name: resolve_adapter(path, config.adapter_root) for name, path in dict(config.adapters).items()}
+        named = {name: registry.load(name, path) for name, path in paths.items()}
+        try:
+            seen = {} if loader.root is None else discover(loader.root)
+        except OSError as error:
+            reason = f"cannot be read ({type(error).__name__})"
+            raise InvalidParameter("adapter_root", reason, config.adapter_root) from error
+        found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
+        for name, loading in named.items():
+            try:
+                loading.result()
+            except AdapterError as error:
+                raise type(error)(error.field, f"{error.limit} (adapter {name!r})", error.value) from error
+        for name, loading in found.items():
+            if (broken := loading.exception()) is not None:
+                logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
+    except BaseException:
+        registry.close()
+        raise
+    return registry
+
+
+def _assemble(
+    path: str,
+    loaded: LoadedModel,
+    tokenizer: TextTokenizer | None,
+    runner: ModelRunner,
+    adapters: AdapterRegistry,
+    config: EngineConfig,
+) -> EngineCore:
+    info = ModelInfo(
+        name=DEMO if path == str(MODEL_PATH) else loaded.name,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=tuple(loaded.eos_token_ids),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        num_pages=runner.num_pages,
+        page_size=runner.page_size,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        generation_defaults=loaded.generation_defaults,
+        weight_bytes=runner.weights_bytes,
+        kv_cache_bytes=runner.kv_bytes,
+        fused=tuple(runner.fused),
+    )
+    grammars = make_grammars(tokenizer, info, config)
+    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters)
+
+
+def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
+    """What compiles grammars for this model, or None where there is no text to constrain.
+
+    Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
+    """
+    from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+    from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
+    from asyncengine.grammar.service import GrammarService
+    from asyncengine.grammar.vocabulary import Vocabulary
+
+    if tokenizer is None or config.grammar_backend == "none":
+        return None
+    # a checkpoint may name its end of sequence in the tokenizer only
+    ends = info.eos_token_ids or (() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    if not ends:
+        return None
+    table = tokenizer.table
+    vocabulary = Vocabulary(
+        [table.token_bytes(token) for token in range(table.size)],
+        ends,
+        table.special_ids,
+        info.vocab_size,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    vocabulary.warm_up()
+
+    def outlines_core() -> OutlinesCoreBackend:
+        v = vocabulary
+        return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
+
+    return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)
+
+
+def wire(
+    executor: Executor,
+    info: ModelInfo,
+    config: EngineConfig,
+    *,
+    tokenizer: TextTokenizer | None = None,
+    clock: Clock | None = None,
+    grammars: GrammarCompiler | None = None,
+    adapters: AdapterRegistry | None = None,
+    recorder: Recorder | None = None,
+) -> EngineCore:
+    """Put an engine together around any executor (tests use a fake one)."""
+    clock = clock or MonotonicClock()
+    kv = KVCache(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction)
+    info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
+    loop = EngineLoop(
+        config,
+        Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
+        DeviceThread(executor, switch_interval=config.switch_interval),
+        clock,
+        grammars=grammars,
+        adapters=adapters,
+        gate=Gate(config.max_queued_requests, config.max_queued_tokens),
+        table=None if tokenizer is None else tokenizer.table,
+        recorder=recorder,
+    )
+    planner = None
+    if tokenizer is not None and tokenizer.has_chat_template and grammars is not None:
+        from asyncengine.chat import ChatPlanner
+
+        planner = ChatPlanner(tokenizer, config.tool_format)
+        form = planner.tool_format
+        info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
+    acceptance = Acceptance(config, info, clock, tokenizer, grammars, adapters)
+    threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
+    folder = partial(resolve_adapter, root=config.adapter_root)
+    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters, threads, folder)
+
+
+def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:
+    """No request may be longer than the model's context, the configured limit, or the whole KV cache."""
+    if config.max_model_len is not None and config.max_model_len > capacity:
+        raise InvalidParameter(
+            "max_model_len", f"the KV cache holds {capacity} tokens; raise kv_cache_memory", config.max_model_len
+        )
+    limits = [info.max_model_len, capacity] + ([config.max_model_len] if config.max_model_len is not None else [])
+    return replace(info, max_model_len=min(limits))

@@ -1,0 +1,33 @@
+"""What a caller may want to know about the loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a caller may want to know about the loaded model."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    """Prompt plus output tokens of one request, at most."""
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+    num_pages: int
+    page_size: int
+    has_tokenizer: bool = True
+    has_chat_template: bool = False
+    tool_format: str | None = None
+    """How the model writes tool calls ("hermes", "llama3", "mistral", "json"); None: chats with tools are refused."""
+    reasons: bool = False
+    """The chat template marks reasoning before the answer."""
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    weight_bytes: int = 0
+    kv_cache_bytes: int = 0
+    fused: tuple[str, ...] = ()
+    """Which parts of the model run in a fused form."""

@@ -1,0 +1,1 @@
+"""What a device computes fast: compiled kernels, by device. `kernels.cpu` for CPUs."""

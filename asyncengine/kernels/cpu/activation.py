@@ -1,0 +1,126 @@
+"""Gated activations: the activation of one half of a merged product times the other half.
+
+The exponential is a polynomial, as in Cephes: it costs a few instructions for sixteen numbers at once, where a call to
+the mathematical library is made for each.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.jit import (
+    array,
+    inline,
+    kind_of,
+    narrow,
+    pointer,
+    serial_in_order,
+    widen,
+)
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import number_of
+
+_WORK = 16
+"""Bytes that could be read while an element is computed."""
+_SILU, _GELU_TANH, _GELU = range(3)
+
+
+def _gated(form: int, both: torch.Tensor) -> torch.Tensor:
+    both = both.contiguous()
+    *outer, width = both.shape
+    width //= 2
+    out = torch.empty((*outer, width), dtype=both.dtype)
+    rows = out.numel() // width
+    gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_team())
+    return out
+
+
+silu_and_mul = partial(_gated, _SILU)
+"""[..., 2 * width] -> [..., width]: x / (1 + exp(-x)) of the first half, rounded to its type, times the second."""
+gelu_tanh_and_mul = partial(_gated, _GELU_TANH)
+"""The same with GELU by its approximation with tanh."""
+gelu_and_mul = partial(_gated, _GELU)
+"""The same with GELU by the error function."""
+
+
+def form_of(gated: object) -> int | None:
+    """The number by which `gate` knows one of these; None: it is none of them."""
+    return gated.args[0] if isinstance(gated, partial) and gated.func is _gated else None
+
+
+@inline
+def exponential(x: np.float32) -> np.float32:
+    """e^x to 2e-7 of itself, for x from -87 to 88; the nearest of those beyond."""
+    x = np.float32(-87) if x < np.float32(-87) else x
+    x = np.float32(88) if x > np.float32(88) else x
+    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    # ln 2 in two parts, the first of few bits: their products with a whole number lose nothing
+    rest = (x - whole * np.float32(0.693359375)) + whole * np.float32(2.12194440e-4)
+    power = np.float32(1.9875691500e-4)
+    power = power * rest + np.float32(1.3981999507e-3)
+    power = power * rest + np.float32(8.3334519073e-3)
+    power = power * rest + np.float32(4.1665795894e-2)
+    power = power * rest + np.float32(1.6666665459e-1)
+    power = power * rest + np.float32(5.0000001201e-1)
+    power = power * rest * rest + rest + np.float32(1)
+    found: np.float32 = power * number_of((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return found
+
+
+@inline
+def _silu(x: np.float32) -> np.float32:
+    return x / (np.float32(1) + exponential(-x))
+
+
+@inline
+def _gelu_tanh(x: np.float32) -> np.float32:
+    """0.5 x (1 + tanh(y)) is x / (1 + exp(-2 y))."""
+    return x / (np.float32(1) + exponential(np.float32(-1.59576912) * (x + np.float32(0.044715) * x * x * x)))
+
+
+@inline
+def _gelu(x: np.float32) -> np.float32:
+    """x times the normal distribution's integral, whose tail is Abramowitz and Stegun's 7.1.26, off by 8e-8 at most."""
+    size = abs(x)
+    near = np.float32(1) / (np.float32(1) + np.float32(0.3275911 * 0.70710678) * size)
+    tail = np.float32(0.5 * 1.061405429)
+    tail = tail * near + np.float32(0.5 * -1.453152027)
+    tail = tail * near + np.float32(0.5 * 1.421413741)
+    tail = tail * near + np.float32(0.5 * -0.284496736)
+    tail = tail * near + np.float32(0.5 * 0.254829592)
+    tail = tail * near * exponential(np.float32(-0.5) * size * size)
+    return x * (np.float32(1) - tail if x > np.float32(0) else tail)
+
+
+@serial_in_order
+def _gate_part(
+    piece: int, pieces: int, worker: int,
+    both: int, out: int, rows: int, width: int, form: int, kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+    halves = array(pointer(both, kind), (last, 2, width))
+    results = array(pointer(out, kind), (last, width))
+    for row in range(first, last):
+        if form == _SILU:
+            for index in range(width):
+                gate = widen(narrow(_silu(widen(halves[row, 0, index])), kind))
+                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+        elif form == _GELU_TANH:
+            for index in range(width):
+                gate = widen(narrow(_gelu_tanh(widen(halves[row, 0, index])), kind))
+                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+        else:
+            for index in range(width):
+                gate = widen(narrow(_gelu(widen(halves[row, 0, index])), kind))
+                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+
+
+@serial_in_order
+def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, team: int) -> None:
+    """One of the gated activations above, by address."""
+    spread(_gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, form, kind))

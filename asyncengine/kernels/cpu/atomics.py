@@ -1,0 +1,168 @@
+"""What threads of compiled code agree with: words of shared memory, a clock, and a lock with a condition to sleep on.
+
+Every access to a word is sequentially consistent. The protocol of `team` rests on that: of two threads that each write
+one word and then read the other's, at least one sees what the other wrote.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu.jit import array, pointer, serial
+from asyncengine.kernels.cpu.vectors import LONG
+
+_ORDER = "seq_cst"
+_WINDOWS = sys.platform == "win32"
+_MONOTONIC = 6 if sys.platform == "darwin" else 1
+"""CLOCK_MONOTONIC."""
+LOCK_BYTES = 64
+"""At least those of a lock and of a condition: pthread_mutex_t, pthread_cond_t on Linux and macOS, less on Windows."""
+
+_int32, _int64 = numba.types.int32, numba.types.int64
+
+
+def _external(name: str, *arguments: Any) -> Any:
+    return numba.types.ExternalFunction(name, _int32(*arguments))
+
+
+def _at(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, LONG.as_pointer())
+
+
+def _load(_: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_at(builder, arguments[0]), _ORDER, 8)
+
+    return _int64(_int64), generate
+
+
+def _store(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], _at(builder, arguments[0]), _ORDER, 8)
+        return context.get_dummy_value()
+
+    return numba.types.void(_int64, _int64), generate
+
+
+def _add(_: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", _at(builder, arguments[0]), arguments[1], _ORDER)
+
+    return _int64(_int64, _int64), generate
+
+
+def _exchange(_: Any, address: Any, expected: Any, wanted: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _at(builder, arguments[0])
+        found = builder.cmpxchg(place, arguments[1], arguments[2], _ORDER, _ORDER)
+        return builder.zext(builder.extract_value(found, 1), LONG)
+
+    return _int64(_int64, _int64, _int64), generate
+
+
+def _pause(_: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        name = {"x86_64": "llvm.x86.sse2.pause", "amd64": "llvm.x86.sse2.pause"}.get(platform.machine().lower())
+        if name is not None:
+            builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), []), name), [])
+        return context.get_dummy_value()
+
+    return numba.types.void(), generate
+
+
+load: Any = intrinsic(_load)
+"""load(address) -> the int64 there."""
+store: Any = intrinsic(_store)
+"""store(address, value)."""
+add: Any = intrinsic(_add)
+"""add(address, value) -> what was there before."""
+exchange: Any = intrinsic(_exchange)
+"""exchange(address, expected, wanted) -> 1 if `expected` was there and `wanted` is now; 0: nothing changed."""
+pause: Any = intrinsic(_pause)
+"""pause(): tells the core that this thread waits for a word to change."""
+
+
+if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a second
+    _lock = _external("AcquireSRWLockExclusive", _int64)
+    _unlock = _external("ReleaseSRWLockExclusive", _int64)
+    _sleep_on = _external("SleepConditionVariableSRW", _int64, _int64, _int32, _int32)
+    _wake_all = _external("WakeAllConditionVariable", _int64)
+    _counter = _external("QueryPerformanceCounter", _int64)
+
+    @serial
+    def nanoseconds(space: int) -> int:
+        """Of a clock that only goes forward. `space`: two words that are this thread's own."""
+        _counter(space)
+        ticks: int = array(pointer(space, np.int64(0)), (1,))[0]
+        return ticks * 100
+
+    @serial
+    def make_mutex(mutex: int) -> None:
+        """Of zeros."""
+
+    @serial
+    def make_condition(condition: int) -> None:
+        """Of zeros."""
+
+    @serial
+    def wait(condition: int, mutex: int) -> None:
+        """Let go of the mutex, sleep until `wake` (or for no reason at all), and hold it again."""
+        _sleep_on(condition, mutex, np.int32(-1), np.int32(0))
+
+else:
+    _make_mutex = _external("pthread_mutex_init", _int64, _int64)
+    _make_condition = _external("pthread_cond_init", _int64, _int64)
+    _lock = _external("pthread_mutex_lock", _int64)
+    _unlock = _external("pthread_mutex_unlock", _int64)
+    _sleep_on = _external("pthread_cond_wait", _int64, _int64)
+    _wake_all = _external("pthread_cond_broadcast", _int64)
+    _clock = _external("clock_gettime", _int32, _int64)
+
+    @serial
+    def nanoseconds(space: int) -> int:
+        """Of a clock that only goes forward. `space`: two words that are this thread's own."""
+        _clock(np.int32(_MONOTONIC), space)
+        fields = array(pointer(space, np.int64(0)), (2,))
+        seconds: int = fields[0]
+        total: int = seconds * 1_000_000_000 + fields[1]
+        return total
+
+    @serial
+    def make_mutex(mutex: int) -> None:
+        """Of zeros."""
+        _make_mutex(mutex, 0)
+
+    @serial
+    def make_condition(condition: int) -> None:
+        """Of zeros."""
+        _make_condition(condition, 0)
+
+    @serial
+    def wait(condition: int, mutex: int) -> None:
+        """Let go of the mutex, sleep until `wake` (or for no reason at all), and hold it again."""
+        _sleep_on(condition, mutex)
+
+
+@serial
+def lock(mutex: int) -> None:
+    _lock(mutex)
+
+
+@serial
+def unlock(mutex: int) -> None:
+    _unlock(mutex)
+
+
+@serial
+def wake(condition: int) -> None:
+    """Whoever sleeps on the condition. Who looks with the mutex held before it sleeps must not miss what has changed:
+    take and leave the mutex between changing it and this."""
+    _wake_all(condition)

@@ -1,0 +1,240 @@
+"""Attention over a paged pool: who does which part of it, and the blocks of keys each part goes through.
+
+The work is a list of items: queries of one row of the batch that follow each other, with a range of keys. A decode row
+is one item, or several if it is long; a prompt chunk is cut into items of some queries each. An item times a kv head
+is a unit: it is computed by one thread, all query heads of the kv head together, so that a key is loaded once for all.
+
+Keys are taken in splits of `SPLIT` positions, each with its own softmax, which are then joined in order; both the
+splits and the blocks in them begin at fixed positions. So a query's result depends on its own keys alone: not on the
+batch, on the number of threads, on the chunk it came in, or on whether its splits were one item or several
+(the idea of splitting: T. Dao et al., Flash-Decoding, 2023).
+
+Nothing is read beyond a row's own keys but the rest of their tile, and that never enters a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from asyncengine.kernels.cpu.attention_blocks import attend_block, find_tiles, gather
+from asyncengine.kernels.cpu.attention_fields import (
+    BEGIN,
+    BOUNDS,
+    COUNT,
+    END,
+    HEADS,
+    ITEM_FIELDS,
+    ITEMS,
+    JOINS,
+    KEY_DIM,
+    KV_HEADS,
+    LANES,
+    LAYER_FIELDS,
+    NUM_ITEMS,
+    NUM_JOINS,
+    PARTIAL,
+    PARTIALS,
+    PIECES,
+    ROW,
+    SCRATCH,
+    SCRATCH_SIZE,
+    SINKS,
+    SPLIT,
+    STEP_FIELDS,
+    TILES,
+    TOKEN,
+    VALUE_DIM,
+    padded,
+    partial_floats,
+    scratch_places,
+)  # fmt: skip
+from asyncengine.kernels.cpu.attention_softmax import LOG2E, give
+from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
+from asyncengine.kernels.cpu.calls import call, spread
+from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order
+from asyncengine.kernels.cpu.vectors import size_of
+
+_WHOLE, _SINGLE = np.int64(0), np.float32(0)
+
+
+@serial_in_order
+def attend(
+    query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, form: Any,
+    team: int,
+) -> None:  # fmt: skip
+    """out [tokens, heads, value dim] of query [tokens, heads, key dim], whose steps are given in bytes. Addresses.
+
+    If there are results to be joined, `join` must follow.
+    """
+    pieces = array(pointer(step, _WHOLE), (STEP_FIELDS,))[PIECES]
+    spread(_attend_units, team, pieces, (query, token_size, head_size, out, layer, step, kind, lanes, form))
+
+
+@serial_in_order
+def join(out: int, layer: int, step: int, kind: Any, pieces: int, team: int) -> None:
+    """Make the results of long rows of those of their splits. No pieces: do nothing."""
+    spread(_join_units, team, pieces, (out, layer, step, kind))
+
+
+@serial_in_order
+def _attend_units(
+    piece: int, pieces: int, worker: int,
+    query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
+    lanes: Any, form: Any,
+) -> None:  # fmt: skip
+    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    bounds = array(pointer(steps[BOUNDS], _WHOLE), (piece + 2,))
+    items, heads = steps[NUM_ITEMS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
+    scratch = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    for unit in range(bounds[piece], bounds[piece + 1]):
+        head, place = unit // items, unit % items
+        item, following = steps[ITEMS] + place * (ITEM_FIELDS * 8), steps[ITEMS]
+        if place + 1 < items:
+            following = item + ITEM_FIELDS * 8
+        after = min((unit + 1) // items, heads - 1)
+        _attend_unit(
+            item, head, following, after, query, token_size, head_size, out, layer, step, scratch, kind, lanes, form
+        )
+
+
+@serial_in_order
+def _attend_unit(
+    item: int, head: int, following: int, after: int, query: int, token_size: int, head_size: int, out: int,
+    layer: int, step: int, scratch: int, kind: Any, lanes: Any, form: Any,
+) -> None:  # fmt: skip
+    """One item and kv head. `following`, `after`: the item and kv head that this thread turns to next."""
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    own = array(pointer(item, _WHOLE), (ITEM_FIELDS,))
+    group = known[HEADS] // known[KV_HEADS]
+    rows = own[COUNT] * group
+    value_dim = known[VALUE_DIM]
+    places = scratch_places(rows, known[KEY_DIM], value_dim)
+    sums, joined, state = scratch + places[3], scratch + places[4], scratch + places[5]
+    size = size_of(kind)
+    first = query + own[TOKEN] * token_size + head * group * head_size
+    gather(first, token_size, head_size, rows, group, known[KEY_DIM], scratch, kind, form)
+    begin, end = own[BEGIN] // SPLIT, (own[END] - 1) // SPLIT + 1
+    total = state + rows * 4 * 4
+    keys, values = scratch + places[6], scratch + places[6] + TILES * 8
+    array(pointer(state + rows * 3 * 4, _SINGLE), (rows,))[:] = np.float32(1)
+    if end - begin > 1:
+        _clear(joined, total, rows, value_dim)
+    for split in range(begin, end):
+        _clear(sums, state, rows, value_dim)
+        last = min(own[END], (split + 1) * SPLIT)
+        first = max(own[BEGIN], split * SPLIT)
+        find_tiles(own[ROW], head, first, last, layer, step, keys, values, kind)
+        _look_ahead(item, head, following, after, first, last, layer, step, keys, values, kind)
+        for block in range(first // BLOCK * BLOCK, last, BLOCK):
+            at = (max(block, first) // known[LANES] - first // known[LANES]) * 8
+            call(
+                attend_block,
+                (item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, form),
+            )
+        if end - begin > 1:
+            _join(total, joined, state, sums, rows, value_dim)
+    if end - begin > 1:
+        sums, state = joined, total
+    if own[PARTIAL] < 0:
+        to = out + (own[TOKEN] * known[HEADS] + head * group) * value_dim * size
+        _finish(to, state, sums, rows, group, head, layer, kind)
+    else:
+        steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+        part = partial_floats(group, value_dim)
+        to = steps[PARTIALS] + (own[PARTIAL] * known[KV_HEADS] + head) * part * 4
+        _clear(to + 8 * rows, to, rows, value_dim)
+        _join(to, to + 8 * rows, state, sums, rows, value_dim)
+
+
+@serial_in_order
+def _look_ahead(
+    item: int, head: int, following: int, after: int, first: int, last: int, layer: int, step: int, keys: int,
+    values: int, kind: Any,
+) -> None:  # fmt: skip
+    """Behind the tiles of keys [first, last), write down those that will be wanted next: `AHEAD` of them at least."""
+    lanes = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[LANES]
+    own, other = array(pointer(item, _WHOLE), (ITEM_FIELDS,)), array(pointer(following, _WHOLE), (ITEM_FIELDS,))
+    count = (last - 1) // lanes - first // lanes + 1
+    at, most = count * 8, AHEAD * lanes
+    if last < own[END]:
+        found = find_tiles(own[ROW], head, last, min(own[END], last + most), layer, step, keys + at, values + at, kind)
+    else:
+        begin = other[BEGIN]
+        end = min(other[END], begin // lanes * lanes + most)
+        found = find_tiles(other[ROW], after, begin, end, layer, step, keys + at, values + at, kind)
+    every_key = array(pointer(keys, _WHOLE), (TILES,))
+    every_value = array(pointer(values, _WHOLE), (TILES,))
+    for index in range(count + found, count + AHEAD + 1):
+        every_key[index], every_value[index] = every_key[index - 1], every_value[index - 1]
+
+
+@serial_in_order
+def _clear(sums: int, state: int, rows: int, dim: int) -> None:
+    array(pointer(sums, _SINGLE), (rows * padded(dim),))[:] = np.float32(0)
+    numbers = array(pointer(state, _SINGLE), (2, rows))
+    numbers[0] = np.float32(FLOOR)
+    numbers[1] = np.float32(0)
+
+
+@serial_in_order
+def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -> None:
+    """Add the result of a split to that of the splits before it. `total`, `state`: float32 maxima, sums of weights."""
+    before, added = array(pointer(total, _SINGLE), (2, rows)), array(pointer(state, _SINGLE), (2, rows))
+    width = padded(dim)
+    to, values = array(pointer(joined, _SINGLE), (rows, width)), array(pointer(sums, _SINGLE), (rows, width))
+    for row in range(rows):
+        most = before[0, row]
+        most = max(most, added[0, row])
+        old, new = np.exp2(before[0, row] - most), np.exp2(added[0, row] - most)
+        before[0, row] = most
+        before[1, row] = before[1, row] * old + added[1, row] * new
+        for index in range(width):
+            to[row, index] = to[row, index] * old + values[row, index] * new
+
+
+@serial_in_order
+def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, layer: int, kind: Any) -> None:
+    """Divide by the sums of weights, to which a sink adds its own. `out`: the first query's first head of the group."""
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    dim = known[VALUE_DIM]
+    width = padded(dim)
+    numbers, values = array(pointer(state, _SINGLE), (2, rows)), array(pointer(sums, _SINGLE), (rows, width))
+    for row in range(rows):
+        place = row // group * known[HEADS] + row % group
+        results = array(pointer(out + place * dim * size_of(kind), kind), (dim,))
+        factor = np.float32(1) / numbers[1, row]
+        if known[SINKS] != 0:
+            sinks = array(pointer(known[SINKS], _SINGLE), (known[HEADS],))
+            sink = sinks[head * group + row % group] * np.float32(LOG2E)
+            most = max(sink, numbers[0, row])
+            shrink = np.exp2(numbers[0, row] - most)
+            factor = shrink / (numbers[1, row] * shrink + np.exp2(sink - most))
+        if dim % 16 == 0:
+            give(sums + row * width * 4, factor, out + place * dim * size_of(kind), dim, kind)
+        else:
+            for index in range(dim):
+                results[index] = narrow(values[row, index] * factor, kind)
+
+
+@serial_in_order
+def _join_units(
+    piece: int, pieces: int, worker: int,
+    out: int, layer: int, step: int, kind: Any,
+) -> None:  # fmt: skip
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    heads, dim = known[KV_HEADS], known[VALUE_DIM]
+    group = known[HEADS] // heads
+    joins = array(pointer(steps[JOINS], _WHOLE), (steps[NUM_JOINS], 3))
+    units = steps[NUM_JOINS] * heads
+    size = partial_floats(group, dim) * 4
+    for unit in range(units * piece // pieces, units * (piece + 1) // pieces):
+        place, head = unit // heads, unit % heads
+        first = steps[PARTIALS] + (joins[place, 1] * heads + head) * size
+        for index in range(1, joins[place, 2]):
+            other = first + index * heads * size
+            _join(first, first + group * 8, other, other + group * 8, group, dim)
+        to = out + (joins[place, 0] * known[HEADS] + head * group) * dim * size_of(kind)
+        _finish(to, first, first + group * 8, group, group, head, layer, kind)

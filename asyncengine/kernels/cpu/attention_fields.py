@@ -1,0 +1,56 @@
+"""How a step and a layer are described to the attention kernels: plain numbers at fixed places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, SCORES
+from asyncengine.kernels.cpu.jit import serial_in_order
+
+SPLIT = 512
+"""Keys of a split; a multiple of `BLOCK`."""
+TILES = SPLIT + AHEAD + 2
+"""Most tiles of a split, and those that are asked for meanwhile."""
+SLACK = 512
+"""Bytes that may be read behind the pool: a vector of values may reach beyond the last dimension."""
+
+# What is known of a layer: int64 by place. POOL_KEYS, POOL_VALUES: addresses of [kv heads, pages, page] tiles; SINKS:
+# address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none.
+POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW = range(12)
+LAYER_FIELDS = 12
+# What is known of a step. ITEMS: address of [items, ITEM_FIELDS]; BOUNDS: [PIECES + 1] units of each piece, head by
+# head; TABLE: int32 [rows, WIDTH] pages; SLOTS: [TOKENS] where new keys go; JOINS: [joins, 3] token, first and number
+# of partial results; PARTIALS: their memory; SCRATCH: SCRATCH_SIZE bytes for each worker.
+ITEMS, NUM_ITEMS, BOUNDS, TABLE, WIDTH, SLOTS, TOKENS, JOINS, NUM_JOINS, PARTIALS, SCRATCH, SCRATCH_SIZE, PIECES = (
+    range(13)
+)
+STEP_FIELDS = 13
+# An item: its first token in the batch, how many, the first one's position, its row of the table, the keys
+# [BEGIN, END), and the partial result it makes (-1: the result itself).
+TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL = range(7)
+ITEM_FIELDS = 8
+
+
+@serial_in_order
+def padded(dim: int) -> int:
+    """Floats of a row of sums."""
+    return (dim + 63) // 64 * 64
+
+
+@serial_in_order
+def partial_floats(group: int, value_dim: int) -> int:
+    """Floats of a partial result of one kv head: maxima, sums of weights, sums of values."""
+    return int(group * (2 + padded(value_dim)))
+
+
+@serial_in_order
+def scratch_places(rows: int, key_dim: int, value_dim: int) -> Any:
+    """Offsets of the parts of a thread's scratch memory, and its size last. `rows`: queries times heads of a group."""
+    query = 0
+    scores = query + rows * (key_dim + 16) * 4
+    weights = scores + rows * SCORES * 4
+    sums = weights + rows * BLOCK * 4
+    joined = sums + rows * padded(value_dim) * 4
+    state = joined + rows * padded(value_dim) * 4
+    tiles = state + (rows * 6 * 4 + 63) // 64 * 64
+    return query, scores, weights, sums, joined, state, tiles, tiles + 2 * TILES * 8

@@ -1,0 +1,178 @@
+"""The softmax of attention, a row and a block of keys at a time, in float32 vectors.
+
+Exponentials have base 2: the factor log2(e) goes into the scores' scale. None of this lets a NaN become a number, so a
+query or key with one shows in the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.attention_tiles import BLOCK
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, WORDS, load, store
+
+LOG2E = 1.4426950408889634
+_POWERS = (1.0, 0.6931471825, 0.2402264625, 0.05550328642, 0.009618489072, 0.001339993207, 0.0001534580952)
+"""2 ** x on [-1/2, 1/2], relative error 2e-9: least squares reweighted until the errors were level."""
+_HALF = numba.types.uint16
+
+
+def _soften(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place, factor, most = arguments
+        ratio = vectors.splat(builder, builder.fdiv(factor, most))
+        back = vectors.splat(builder, builder.fmul(most, FLOAT(LOG2E)))
+        with cgutils.for_range(builder, LONG(BLOCK // LANES)) as loop:
+            own = builder.add(place, builder.mul(loop.index, LONG(4 * LANES)))
+            store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
+        return context.get_dummy_value()
+
+    return numba.types.void(numba.types.int64, numba.types.float32, numba.types.float32), generate
+
+
+def _weigh(
+    _: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, most: Any, total: Any, decay: Any, form: Any
+) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _write_weights(builder, form, *arguments[:8])
+        return context.get_dummy_value()
+
+    whole, single = numba.types.int64, numba.types.float32
+    return numba.types.void(whole, whole, whole, whole, single, whole, whole, whole, form), generate
+
+
+def _write_weights(
+    builder: Any, form: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, most: Any, total: Any, decay: Any
+) -> None:
+    factor = vectors.splat(builder, scale)
+    scaled = []
+    for first in range(0, BLOCK, LANES):
+        block = load(builder, builder.add(scores, LONG(4 * first)), FLOATS)
+        scaled.append(cgutils.alloca_once_value(builder, builder.fmul(block, factor)))
+    all_seen = builder.and_(
+        builder.icmp_signed("<=", low, LONG(0)), builder.icmp_signed(">=", high, LONG(BLOCK))
+    )  # most blocks, but for a query's last
+    with builder.if_then(builder.not_(all_seen)):
+        _hide(builder, scaled, low, high)
+    blocks = [builder.load(block) for block in scaled]
+    before = load(builder, most, FLOAT)
+    now = _greater(builder, _reduce(builder, blocks, _greater), before)
+    shrink = _exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
+    shift = vectors.splat(builder, now)
+    weights = [_exp2(builder, builder.fsub(block, shift)) for block in blocks]
+    for place, part in enumerate(weights):
+        if form == _HALF:
+            store(builder, vectors.narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
+        else:
+            store(builder, part, builder.add(out, LONG(4 * LANES * place)))
+    shrink = builder.extract_element(shrink, WORD(0))
+    found = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
+    store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
+    store(builder, now, most)
+    store(builder, shrink, decay)
+
+
+def _give(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, factor, out, count = arguments[:4]
+        by = vectors.splat(builder, factor)
+        with cgutils.for_range(builder, builder.udiv(count, LONG(LANES))) as loop:
+            own = load(builder, builder.add(values, builder.mul(loop.index, LONG(4 * LANES))), FLOATS)
+            found = builder.fmul(own, by)
+            narrow = kind == _HALF
+            to = builder.add(out, builder.mul(loop.index, LONG((2 if narrow else 4) * LANES)))
+            store(builder, vectors.narrow(builder, found) if narrow else found, to)
+        return context.get_dummy_value()
+
+    whole = numba.types.int64
+    return numba.types.void(whole, numba.types.float32, whole, whole, kind), generate
+
+
+def _hide(builder: Any, scaled: list[Any], low: Any, high: Any) -> None:
+    """Minus infinity for all keys but [low, high)."""
+    bounds = [vectors.splat(builder, builder.trunc(bound, WORD)) for bound in (low, high)]
+    hidden = vectors.constant(FLOATS, float("-inf"))
+    for part, block in enumerate(scaled):
+        index = ir.Constant(WORDS, list(range(part * LANES, (part + 1) * LANES)))
+        seen = builder.and_(builder.icmp_signed(">=", index, bounds[0]), builder.icmp_signed("<", index, bounds[1]))
+        builder.store(builder.select(seen, builder.load(block), hidden), block)
+
+
+def _greater(builder: Any, left: Any, right: Any) -> Any:
+    """The greater of two; `right` where `left` is no number."""
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _reduce(builder: Any, blocks: list[Any], join: Any) -> Any:
+    """All lanes of all vectors joined, two by two."""
+    while len(blocks) > 1:
+        half = len(blocks) // 2
+        blocks = [join(builder, left, right) for left, right in zip(blocks[:half], blocks[half:], strict=True)]
+    (found,) = blocks
+    count = LANES
+    while count > 1:
+        count //= 2
+        kind = ir.VectorType(WORD, count)
+        halves = [ir.Constant(kind, list(range(first, first + count))) for first in (0, count)]
+        found = join(builder, *(builder.shuffle_vector(found, found, half) for half in halves))
+    return builder.extract_element(found, WORD(0))
+
+
+def _exp2(builder: Any, x: Any) -> Any:
+    """2 ** x within 2e-7 of itself for x in [-126, 126], 0 below -150, NaN of NaN."""
+    if vectors.WIDE:
+        bounded = _greater(builder, vectors.constant(FLOATS, -200.0), x)
+        whole = vectors.call(builder, "llvm.rint.v16f32", FLOATS, [bounded])
+        return vectors.scale_by_power(builder, _power(builder, builder.fsub(bounded, whole)), whole)
+    magic = vectors.constant(FLOATS, 12582912.0)  # 1.5 * 2 ** 23: adding it leaves the rounded number in the low bits
+    shifted = builder.fadd(x, magic)
+    found = _power(builder, builder.fsub(x, builder.fsub(shifted, magic)))
+    exponent = builder.shl(builder.bitcast(shifted, WORDS), vectors.constant(WORDS, 23))
+    exponent = builder.bitcast(builder.add(exponent, vectors.constant(WORDS, 0x3F800000)), FLOATS)
+    tiny = builder.fcmp_ordered("<", x, vectors.constant(FLOATS, -126.0))
+    return builder.select(tiny, vectors.constant(FLOATS, 0.0), builder.fmul(found, exponent))
+
+
+def _power(builder: Any, x: Any) -> Any:
+    found = vectors.constant(FLOATS, _POWERS[-1])
+    for power in reversed(_POWERS[:-1]):
+        found = vectors.multiply_add(builder, found, x, vectors.constant(FLOATS, power))
+    return found
+
+
+def _tanh(builder: Any, x: Any) -> Any:
+    """Within 2e-7 of itself: a series near 0, where the other form cancels."""
+    square = builder.fmul(x, x)
+    series = vectors.constant(FLOATS, 62 / 2835)
+    for term in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+        series = vectors.multiply_add(builder, series, square, vectors.constant(FLOATS, term))
+    limit = vectors.constant(FLOATS, 20.0)
+    bounded = builder.select(builder.fcmp_ordered(">", x, limit), limit, x)
+    power = _exp2(builder, builder.fmul(bounded, vectors.constant(FLOATS, 2 * LOG2E)))
+    one = vectors.constant(FLOATS, 1.0)
+    whole = builder.fdiv(builder.fsub(power, one), builder.fadd(power, one))
+    near = builder.fcmp_ordered("<", square, vectors.constant(FLOATS, 0.0625))
+    return builder.select(near, builder.fmul(series, x), whole)
+
+
+soften: Any = intrinsic(_soften)
+"""soften(scores, scale, cap), inside kernels: cap * tanh(score * scale / cap) * log2(e) on a block of scores, in place.
+
+`scale` and `cap` are float32.
+"""
+weigh: Any = intrinsic(_weigh)
+"""weigh(scores, out, low, high, scale, most, total, decay, form), inside kernels:
+
+Turn a block of scores into weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
+
+`most`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
+to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `form`.
+"""
+give: Any = intrinsic(_give)
+"""give(values, factor, out, count, kind), inside kernels: `count` float32, a multiple of sixteen, times a float32."""

@@ -1,0 +1,201 @@
+"""The innermost parts of attention over a paged pool: two matrix products and the softmax between them.
+
+A tile holds `lanes` keys (or values) of one head that follow each other in a page. Keys lie dimension by dimension, so
+that a vector holds one dimension of all keys of the tile and no sum ever crosses lanes; bfloat16 by pairs of
+dimensions, one pair in a word. Values lie key by key, bfloat16 by pairs of keys. So a word always holds two numbers
+that belong to one sum: what the CPU's instruction for pairs (AVX512-BF16) wants, and the cheapest form to widen.
+
+    keys    [key dim / 2][lanes][2]   bfloat16, or [key dim][lanes] float32
+    values  [lanes / 2][value dim][2] bfloat16, or [lanes][value dim] float32, or [1][value dim] bfloat16 for one lane
+
+Every sum is made in one order, whatever the number of rows beside it: a query's result depends on nothing but the
+query, its keys and its values. The softmax goes block by block (M. Milakov, N. Gimelshein: Online normalizer
+calculation for softmax, 2018; T. Dao et al.: FlashAttention, 2022).
+
+Three types travel as zeros: `kind` is what the pool holds (see `jit`); `form` what queries and weights are held as,
+uint16 to multiply pairs by the CPU's instruction (sixteen lanes only) or float32; `lanes` see `LANES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LONG, WORD, load, store
+
+BLOCK = 128
+"""Keys between two corrections of the softmax; a multiple of any tile."""
+LANES = {1: np.int8(0), 2: np.int16(0), 4: np.int32(0), 8: np.uint8(0), 16: np.uint16(0)}
+"""By the number of keys in a tile: the zero by whose type a kernel knows it."""
+AHEAD = 8
+"""Memory is asked for this many tiles before it is read: `tiles` must list as many more than are to be computed."""
+FLOOR = -1e30
+"""Stands for minus infinity where a difference of two of them must be a number."""
+SCORES = BLOCK + 16
+"""Floats of a row of scores: a block, and room for what the last pair of tiles writes too much."""
+
+_LANES_OF = {numba.typeof(zero): lanes for lanes, zero in LANES.items()}
+_HALF, _FLOAT32 = numba.types.uint16, numba.types.float32
+
+
+def _make_scores(rows: int) -> Any:
+    """scores(query, query_size, tiles, steps, out, out_size, kind, lanes, form): query [rows, :] times two tiles.
+
+    Addresses, and the bytes of a row of `query` and of `out`, float32. `tiles`: two addresses. A step is a word.
+    """
+
+    def typed(
+        _: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any, lanes: Any,
+        form: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_scores(builder, rows, _LANES_OF[lanes], (kind, form), *arguments[:6])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 6, kind, lanes, form), generate
+
+    return intrinsic(typed)
+
+
+def _make_values(rows: int, width: int) -> Any:
+    """values(weights, weights_size, tiles, count, steps, size, column, out, out_size, decay, kind, lanes, form):
+
+    out [rows, 16 * width] = out * decay [rows, 1] + weights [rows, :] times `count` tiles of `steps` words each, `size`
+    bytes from one to the next, `column` bytes into them.
+    """
+
+    def typed(
+        _: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any, column: Any, out: Any,
+        out_size: Any, decay: Any, kind: Any, lanes: Any, form: Any,
+    ) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_values(builder, rows, width, (kind, form, _LANES_OF[lanes]), *arguments[:10])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 10, kind, lanes, form), generate
+
+    return intrinsic(typed)
+
+
+def _write_scores(
+    builder: Any, rows: int, lanes: int, held: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any,
+    out_size: Any,
+) -> None:  # fmt: skip
+    words = ir.VectorType(WORD, lanes)
+    zero = vectors.constant(ir.VectorType(FLOAT, lanes), 0.0)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(2)] for _ in range(rows)]
+    places = [load(builder, builder.add(tiles, LONG(8 * tile)), LONG) for tile in range(2)]
+    ahead = [load(builder, builder.add(tiles, LONG(8 * (tile + AHEAD))), LONG) for tile in range(2)]
+    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
+    with cgutils.for_range(builder, steps) as loop:
+        offset = builder.mul(loop.index, LONG(4 * lanes))
+        keys = [load(builder, builder.add(place, offset), words) for place in places]
+        keys = [_parts(builder, key, held) for key in keys]
+        for place in ahead:
+            vectors.prefetch(builder, builder.add(place, offset))
+        for row in range(rows):
+            place = vectors.at(builder, query, query_size, row, builder.mul(loop.index, LONG(bytes_of_step)))
+            factors = _factors(builder, place, held, lanes)
+            for total, key in zip(sums[row], keys, strict=True):
+                _accumulate(builder, total, factors, key, held)
+    for row in range(rows):
+        for tile in range(2):
+            place = vectors.at(builder, out, out_size, row, LONG(4 * lanes * tile))
+            store(builder, builder.load(sums[row][tile]), place)
+
+
+def _write_values(
+    builder: Any, rows: int, width: int, types: Any, weights: Any, weights_size: Any, tiles: Any, count: Any,
+    steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any,
+) -> None:  # fmt: skip
+    kind, form, lanes = types
+    single = kind == _HALF and lanes == 1
+    held = (_FLOAT32, _FLOAT32) if single else (kind, form)
+    bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
+    sums = []
+    for row in range(rows):
+        factor = vectors.splat(builder, load(builder, builder.add(decay, LONG(4 * row)), FLOAT))
+        before = [
+            load(builder, vectors.at(builder, out, out_size, row, LONG(64 * part)), FLOATS) for part in range(width)
+        ]
+        sums.append([cgutils.alloca_once_value(builder, builder.fmul(part, factor)) for part in before])
+    with cgutils.for_range(builder, count) as outer:
+        tile = load(builder, builder.add(tiles, builder.mul(outer.index, LONG(8))), LONG)
+        ahead = load(builder, builder.add(tiles, builder.mul(builder.add(outer.index, LONG(AHEAD)), LONG(8))), LONG)
+        tile, ahead = builder.add(tile, column), builder.add(ahead, column)
+        first = builder.mul(outer.index, steps)
+        with cgutils.for_range(builder, steps) as inner:
+            base = builder.add(tile, builder.mul(inner.index, size))
+            parts = [_value(builder, base, part, held, single) for part in range(width)]
+            wanted = builder.add(ahead, builder.mul(inner.index, size))
+            for part in range(width):
+                vectors.prefetch(builder, builder.add(wanted, LONG(64 * part)))
+            offset = builder.mul(builder.add(first, inner.index), LONG(bytes_of_step))
+            for row in range(rows):
+                place = vectors.at(builder, weights, weights_size, row, offset)
+                factors = _factors(builder, place, held, vectors.LANES)
+                for total, value in zip(sums[row], parts, strict=True):
+                    _accumulate(builder, total, factors, value, held)
+    for row in range(rows):
+        for part in range(width):
+            store(builder, builder.load(sums[row][part]), vectors.at(builder, out, out_size, row, LONG(64 * part)))
+
+
+def _value(builder: Any, base: Any, part: int, held: Any, single: bool) -> list[Any]:
+    """The sixteen words of a step's values that make up one vector, as the factors they are."""
+    if single:
+        halves = load(builder, builder.add(base, LONG(32 * part)), ir.VectorType(ir.IntType(16), vectors.LANES))
+        words = builder.zext(halves, vectors.WORDS)
+        return [builder.bitcast(builder.shl(words, vectors.constant(vectors.WORDS, 16)), FLOATS)]
+    return _parts(builder, load(builder, builder.add(base, LONG(64 * part)), vectors.WORDS), held)
+
+
+def _parts(builder: Any, words: Any, held: Any) -> list[Any]:
+    """A vector of words as what `_accumulate` multiplies: itself, or the one or two float32 in each word."""
+    kind, form = held
+    floats = ir.VectorType(FLOAT, words.type.count)
+    if form == _HALF:
+        return [words]
+    if kind == _FLOAT32:
+        return [builder.bitcast(words, floats)]
+    low = builder.shl(words, vectors.constant(words.type, 16))
+    high = builder.and_(words, vectors.constant(words.type, 0xFFFF0000))
+    return [builder.bitcast(low, floats), builder.bitcast(high, floats)]
+
+
+def _factors(builder: Any, place: Any, held: Any, lanes: int) -> list[Any]:
+    """One step of a query or of weights, in all lanes."""
+    kind, form = held
+    if form == _HALF:
+        return [_splat(builder, load(builder, place, WORD), lanes)]
+    count = 2 if kind == _HALF else 1
+    places = [builder.add(place, LONG(4 * index)) for index in range(count)]
+    return [_splat(builder, load(builder, each, FLOAT), lanes) for each in places]
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    kind = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, WORD(0))
+    return builder.shuffle_vector(first, first, vectors.constant(ir.VectorType(WORD, lanes), 0))
+
+
+def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], held: Any) -> None:
+    found = builder.load(total)
+    for factor, part in zip(factors, parts, strict=True):
+        if held[1] == _HALF:
+            found = vectors.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [found, factor, part])
+        else:
+            found = vectors.call(builder, f"llvm.fma.v{found.type.count}f32", found.type, [factor, part, found])
+    builder.store(found, total)
+
+
+scores1, scores2, scores4, scores8 = map(_make_scores, (1, 2, 4, 8))
+values1, values2, values4 = (_make_values(rows, 1) for rows in (1, 2, 4))
+wide_values1, wide_values2, wide_values4 = (_make_values(rows, 4) for rows in (1, 2, 4))
+whole_values1, whole_values2 = (_make_values(rows, 8) for rows in (1, 2))

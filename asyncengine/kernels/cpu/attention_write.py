@@ -1,0 +1,187 @@
+"""What happens to queries, keys and values before attention: norms per head, rotation, and their places in the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from asyncengine.kernels.cpu.attention_fields import (
+    HEADS,
+    KEY_DIM,
+    KV_HEADS,
+    LANES,
+    LAYER_FIELDS,
+    PAGE_SIZE,
+    PAGES,
+    POOL_KEYS,
+    POOL_VALUES,
+    SCRATCH,
+    SCRATCH_SIZE,
+    SLOTS,
+    STEP_FIELDS,
+    TOKENS,
+    VALUE_DIM,
+)  # fmt: skip
+from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.jit import array, pointer, serial
+from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
+from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import size_of
+
+_WHOLE, _WORD, _HALF = np.int64(0), np.uint32(0), np.uint16(0)
+_MANY = 16
+"""Tokens of a piece from which on they are shared out by tokens, not by heads."""
+_WORK = 16
+"""Bytes that could be read while a number is normalised, rotated and put in its place."""
+
+
+@serial
+def write(
+    key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int, layer: int, step: int,
+    kind: Any, team: int,
+) -> None:  # fmt: skip
+    """Put key [tokens, kv heads, key dim] and value alike where they belong; their steps are given in bytes."""
+    pieces = _pieces(layer, step, team)
+    spread(_write_units, team, pieces, (key, key_token, key_head, value, value_token, value_head, layer, step, kind))
+
+
+@serial
+def _write_units(
+    piece: int, pieces: int, worker: int,
+    key: int, key_token: int, key_head: int, value: int, value_token: int, value_head: int,
+    layer: int, step: int, kind: Any,
+) -> None:  # fmt: skip
+    first, last, begin, end = share(piece, pieces, layer, step)
+    for token in range(first, last):
+        for head in range(begin, end):
+            own, other = key + token * key_token + head * key_head, value + token * value_token + head * value_head
+            store(own, other, token, head, layer, step, kind)
+
+
+@serial
+def _pieces(layer: int, step: int, team: int) -> int:
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    tokens, heads = array(pointer(step, _WHOLE), (STEP_FIELDS,))[TOKENS], known[KV_HEADS]
+    work = tokens * (known[HEADS] + heads) * known[KEY_DIM] * _WORK
+    return pieces_of(work, max(heads, tokens // _MANY), team)
+
+
+@serial
+def share(piece: int, pieces: int, layer: int, step: int) -> Any:
+    """Which new keys a piece puts in their places: (first token, last token, first kv head, last kv head).
+
+    Many tokens are shared out by tokens, so that one reads whole rows. Never between two keys whose values share
+    words: writing the first of them clears its neighbour.
+    """
+    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    tokens, heads = steps[TOKENS], array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[KV_HEADS]
+    if tokens < pieces * _MANY:
+        return 0, tokens, heads * piece // pieces, heads * (piece + 1) // pieces
+    slots = array(pointer(steps[SLOTS], _WHOLE), (tokens,))
+    first, last = tokens * piece // pieces, tokens * (piece + 1) // pieces
+    if piece > 0:
+        first += slots[first] % 2
+    if piece + 1 < pieces:
+        last += slots[last] % 2
+    return first, last, 0, heads
+
+
+@serial
+def store(key: int, value: int, token: int, head: int, layer: int, step: int, kind: Any) -> None:
+    """One token's key and value of one head into its tiles. The layout: see `attention_tiles`."""
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    slot = array(pointer(array(pointer(step, _WHOLE), (STEP_FIELDS,))[SLOTS], _WHOLE), (token + 1,))[token]
+    lanes, size = known[LANES], size_of(kind)
+    place = head * (known[PAGES] * known[PAGE_SIZE] // lanes) + slot // lanes
+    lane = slot % lanes
+    words = (known[KEY_DIM] * size + 3) // 4
+    tile = array(pointer(known[POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
+    whole = array(pointer(key, _WORD), (words,))
+    for index in range(known[KEY_DIM] * size // 4):
+        tile[index, lane] = whole[index]
+    if known[KEY_DIM] * size % 4 != 0:  # an odd number of halves
+        tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (known[KEY_DIM],))[known[KEY_DIM] - 1])
+    dim = known[VALUE_DIM]
+    to = known[POOL_VALUES] + place * dim * size * lanes
+    numbers = array(pointer(value, kind), (dim,))
+    if size == 2 and lanes > 1:
+        pairs = array(pointer(to + lane // 2 * dim * 4, _WORD), (dim,))
+        if lane % 2 == 0:  # the neighbour is not written yet: whatever its place held must not enter a sum
+            for index in range(dim):
+                pairs[index] = np.uint32(numbers[index])
+        else:
+            for index in range(dim):
+                pairs[index] = (pairs[index] & np.uint32(0xFFFF)) | np.uint32(numbers[index]) << np.uint32(16)
+    else:
+        row = array(pointer(to + lane * dim * size, kind), (dim,))
+        for index in range(dim):
+            row[index] = numbers[index]
+
+
+@serial
+def prepare_and_write(
+    qkv: int, query: int, q_norm: int, k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, layer: int,
+    step: int, kind: Any, team: int,
+) -> None:  # fmt: skip
+    """Norms and rotation of a merged projection; queries to `query` [tokens, heads, key dim], the rest to the pool."""
+    small = np.float32(epsilon)
+    pieces = _pieces(layer, step, team)
+    spread(_prepare_units, team, pieces, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
+
+
+@serial
+def _prepare_units(
+    piece: int, pieces: int, worker: int,
+    qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
+    rotary: int, layer: int, step: int, kind: Any,
+) -> None:  # fmt: skip
+    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
+    heads, kv_heads = known[HEADS], known[KV_HEADS]
+    group, size = heads // kv_heads, size_of(kind)
+    key_size, value_size = known[KEY_DIM] * size, known[VALUE_DIM] * size
+    row = (heads + kv_heads) * key_size + kv_heads * value_size
+    key = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
+    first, last, begin, end = share(piece, pieces, layer, step)
+    for token in range(first, last):
+        turn, lift = cos + token * rotary * size, sin + token * rotary * size
+        for head in range(begin, end):
+            for index in range(head * group, (head + 1) * group):
+                own, to = qkv + token * row + index * key_size, query + (token * heads + index) * key_size
+                prepare_head(own, to, known[KEY_DIM], q_norm, epsilon, turn, lift, rotary, kind)
+            own = qkv + token * row + (heads + head) * key_size
+            prepare_head(own, key, known[KEY_DIM], k_norm, epsilon, turn, lift, rotary, kind)
+            value = qkv + token * row + (heads + kv_heads) * key_size + head * value_size
+            store(key, value, token, head, layer, step, kind)
+
+
+@serial
+def prepare(
+    qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int, row: int, q_norm: int,
+    k_norm: int, epsilon: float, cos: int, sin: int, rotary: int, kind: Any, team: int,
+) -> None:  # fmt: skip
+    """query [tokens, heads, dim] and key [tokens, kv heads, dim] of qkv, whose rows have `row` bytes."""
+    small = np.float32(epsilon)
+    spread(
+        _prepare_tokens, team, pieces_of(tokens * (heads + kv_heads) * dim * _WORK, tokens, team),
+        (qkv, query, key, tokens, heads, kv_heads, dim, row, q_norm, k_norm, small, cos, sin, rotary, kind),
+    )  # fmt: skip
+
+
+@serial
+def _prepare_tokens(
+    piece: int, pieces: int, worker: int,
+    qkv: int, query: int, key: int, tokens: int, heads: int, kv_heads: int, dim: int,
+    row: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int, rotary: int, kind: Any,
+) -> None:  # fmt: skip
+    size = dim * size_of(kind)
+    for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
+        turn, lift = cos + token * rotary * size_of(kind), sin + token * rotary * size_of(kind)
+        for head in range(heads + kv_heads):
+            own = qkv + token * row + head * size
+            if head < heads:
+                to, norm = query + (token * heads + head) * size, q_norm
+            else:
+                to, norm = key + (token * kv_heads + head - heads) * size, k_norm
+            prepare_head(own, to, dim, norm, epsilon, turn, lift, rotary, kind)

@@ -1,0 +1,219 @@
+"""Compiled kernels on disk: one folder of the user's for all virtual environments, one file for each kernel.
+
+    <cache folder>/kernels/<key>/<module>.<function>-<digest>.kernel
+
+The cache folder is `ASYNCENGINE_CACHE`, else the platform's folder for caches. The key is a digest of everything that
+machine code depends on beside the function itself: the source of all kernels, the CPU and its features, the versions
+of numba, llvmlite and Python. numba's own cache lies beside the source, where each virtual environment has one and a
+read-only installation none; its settings are the program's and stay untouched.
+
+A file is the digest of its content, then the content, and appears under its name complete: whoever finds half a file,
+or another one, compiles. Machine code is run, so a folder that somebody else could write to is not read. Nothing that
+is wrong with the folder fails a load: kernels are then compiled and not kept, which is logged once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import pickle
+import platform
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+from asyncengine.kernels.cpu.compile_watcher import watcher
+
+logger = logging.getLogger("asyncengine")
+
+VARIABLE = "ASYNCENGINE_CACHE"
+_KEPT = 7
+"""Folders of other keys that stay: other environments, other machines on the same disk. About 5 MB each."""
+_DIGEST = hashlib.sha256
+_KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = held\(\w+\)$", re.MULTILINE)
+
+
+def stamp_of(folder: Path) -> str:
+    """Of all source in it: a compiled function holds the code of the functions it calls, whatever file they are in."""
+    digest = _DIGEST()
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def cache_root(environment: Mapping[str, str], system: str) -> Path:
+    """The folder for what can be made again. `system` as in `sys.platform`. Raises `RuntimeError` without a home."""
+    if environment.get(VARIABLE):
+        return Path(os.path.abspath(Path(environment[VARIABLE]).expanduser()))
+    if os.path.isabs(environment.get("XDG_CACHE_HOME", "")):
+        return Path(environment["XDG_CACHE_HOME"], "asyncengine")
+    if system == "darwin":
+        return Path.home() / "Library" / "Caches" / "asyncengine"
+    if system == "win32" and environment.get("LOCALAPPDATA"):
+        return Path(environment["LOCALAPPDATA"], "asyncengine", "Cache")
+    return Path.home() / ".cache" / "asyncengine"
+
+
+class KernelFolder:
+    """The files of one key. `folder` None: nothing is found and nothing kept, for the reason given."""
+
+    def __init__(self, folder: Path | None, refused: str = "") -> None:
+        self.folder = folder
+        self._open = False
+        if folder is None:
+            self._give_up(refused)
+
+    def find(self, name: str) -> bytes | None:
+        """What was kept under this name, whole; None: nothing."""
+        if self.folder is None or not self._is_ours(self.folder):
+            return None
+        try:
+            content = (self.folder / name).read_bytes()
+        except OSError:
+            return None
+        size = _DIGEST().digest_size
+        return content[size:] if _DIGEST(content[size:]).digest() == content[:size] else None
+
+    def keep(self, name: str, data: bytes) -> None:
+        """For whoever looks next, in this process or another. Of several who keep the same, the last one stays."""
+        if self.folder is None:
+            return
+        try:
+            self._make(self.folder)
+            if not self._is_ours(self.folder):
+                return
+            unfinished = self.folder / f".{uuid.uuid4().hex}"
+            try:
+                unfinished.write_bytes(_DIGEST(data).digest() + data)
+                unfinished.replace(self.folder / name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
+                raise
+        except OSError as error:
+            self._give_up(str(error))
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Nobody but this user and root may have put files there. False also where there is no folder."""
+        if self._open:
+            return True
+        try:
+            found = folder.stat()
+        except OSError:
+            return False
+        if hasattr(os, "getuid") and (found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022):
+            self._give_up(f"{folder} belongs to somebody else, or others may write to it")
+            return False
+        self._open = True
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # lately used: `_make` of another key leaves it alone
+        return True
+
+    def _make(self, folder: Path) -> None:
+        """With the first file of a new key, the keys that were not used for longest go."""
+        if folder.is_dir():
+            return
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        others = [other for other in folder.parent.iterdir() if other.name != folder.name and _is_key(other)]
+        others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
+        for other in others[_KEPT:]:
+            shutil.rmtree(other, ignore_errors=True)
+
+    def _give_up(self, reason: str) -> None:
+        self.folder = None
+        logger.warning(
+            "compiled kernels are not kept, so every start compiles them anew: %s. %s names another folder",
+            reason, VARIABLE,
+        )  # fmt: skip
+
+
+def _is_key(path: Path) -> bool:
+    return len(path.name) == 16 and not set(path.name) - set("0123456789abcdef") and path.is_dir()
+
+
+@functools.cache
+def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
+    """The folder for kernels compiled here, for `machine`: what numba compiles for (triple, CPU, features)."""
+    python = (platform.python_implementation(), *sys.version_info[:2], getattr(sys, "abiflags", ""))
+    parts = (stamp_of(Path(__file__).parent), machine, numba.__version__, llvmlite.__version__, python)
+    try:
+        root = cache_root(os.environ, sys.platform)
+    except RuntimeError as error:
+        return KernelFolder(None, str(error))
+    return KernelFolder(root / "kernels" / _DIGEST(repr(parts).encode()).hexdigest()[:16])
+
+
+class KernelCache:
+    """What numba asks for a function's code before it compiles, and gives it to afterwards.
+
+    Takes the place of `numba.core.caching.FunctionCache`; what is kept of a compilation is what that one keeps.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @property
+    def cache_path(self) -> str | None:
+        return None
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """A `CompileResult`, or None: it is compiled next."""
+        target.refresh()
+        folder = kernel_folder(target.codegen().magic_tuple())
+        data = folder.find(self._name(signature))
+        if data is not None:
+            try:
+                return CompileResult._rebuild(target, *pickle.loads(data))
+            except Exception:
+                logger.info("a kept kernel cannot be used and is compiled anew", exc_info=True)
+        watching = watcher.get()
+        if watching is not None:
+            watching(self._function.__name__.strip("_").replace("_", " "), kernel_count())
+        return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if result.library.has_dynamic_globals or any(not part.can_cache for part in result.lifted):
+            return  # holds an address of this process
+        kernel_folder(result.codegen.magic_tuple()).keep(self._name(signature), dumps(result._reduce()))
+
+    def flush(self) -> None:
+        """numba calls it before it compiles all of a function anew; what is kept then is overwritten one by one."""
+
+    def _name(self, signature: Any) -> str:
+        function = self._function
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts = (
+            _source(inspect.getfile(function)), function.__module__, function.__qualname__,
+            function.__code__.co_firstlineno, function.__code__.co_code, dumps(cells) if cells else b"",
+            type(signature).__name__, str(signature),
+        )  # fmt: skip
+        module = function.__module__.rpartition(".")[2]
+        return f"{module}.{function.__name__}-{_DIGEST(repr(parts).encode()).hexdigest()[:16]}.kernel"
+
+
+@functools.cache
+def _source(file: str) -> bytes:
+    try:
+        return _DIGEST(Path(file).read_bytes()).digest()
+    except OSError:
+        return b""
+
+
+@functools.cache
+def kernel_count() -> int:
+    """Functions of this package that have code of their own. No load needs all of them."""
+    found = [_KERNEL.findall(file.read_text(encoding="utf-8")) for file in Path(__file__).parent.glob("*.py")]
+    return sum(map(len, found))

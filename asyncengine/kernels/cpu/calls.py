@@ -1,0 +1,138 @@
+"""Calls by address: a kernel's heavy part is compiled once, whoever calls it.
+
+numba puts the code of a function into that of every caller, and LLVM optimises it there again: a function three levels
+down is compiled four times, and a `prange` loop adds four levels of its own. Here the caller holds an address instead.
+It is asked for by name at the first call, since code from the disk cache outlives the process that compiled it, and a
+function in that cache is found there too. One loop over a team's threads (`team`) serves all kernels.
+
+A call costs a few nanoseconds. Results cannot differ: what is called is the same code at every place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import sys
+from typing import Any
+
+import llvmlite.binding
+import numba
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu.jit import compiled_for, serial_in_order
+from asyncengine.kernels.cpu.team_loops import call_piece, run_together
+from asyncengine.kernels.cpu.vectors import LONG
+
+_SYMBOL = "asyncengine_kernel_address"
+_TEXT = ir.IntType(8).as_pointer()
+
+
+@functools.cache
+def _code_of(name: str) -> Any:
+    """The code of "module:function:void(types)", which is compiled if need be. It stays where it is."""
+    module, function, signature = name.split(":")
+    found = getattr(sys.modules.get(module) or importlib.import_module(module), function)
+    return compiled_for(found, signature)
+
+
+def _find(name: bytes) -> int:
+    address: int = _code_of(name.decode()).address
+    return address
+
+
+_FINDER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)(_find)
+llvmlite.binding.add_symbol(_SYMBOL, ctypes.cast(_FINDER, ctypes.c_void_p).value)
+
+
+def _name_of(function: Any, types: tuple[Any, ...]) -> str:
+    """The name of a function for these types, which is compiled now so that its errors are its caller's."""
+    python = function.dispatcher.py_func
+    name = f"{python.__module__}:{python.__name__}:void({', '.join(map(str, types))})"
+    _code_of(name)
+    return name
+
+
+def _emit_address(context: Any, builder: Any, name: str) -> Any:
+    """The address of a function, from a place in this code that is filled at the first call."""
+    cell = cgutils.add_global_variable(builder.module, LONG, f".kernel.{name}")
+    cell.linkage, cell.initializer = "internal", LONG(0)
+    address = cgutils.alloca_once(builder, LONG)
+    builder.store(builder.load(cell), address)
+    with builder.if_then(builder.icmp_unsigned("==", builder.load(address), LONG(0)), likely=False):
+        find = cgutils.get_or_insert_function(builder.module, ir.FunctionType(LONG, [_TEXT]), _SYMBOL)
+        found = builder.call(find, [context.insert_const_string(builder.module, name)])
+        with builder.if_then(builder.icmp_unsigned("==", found, LONG(0)), likely=False):
+            message = f"{name} is gone: the cache of compiled kernels is older than this code; delete it"
+            context.call_conv.return_user_exc(builder, RuntimeError, (message,))
+        builder.store(found, cell)
+        builder.store(found, address)
+    return builder.load(address)
+
+
+def _emit_call(builder: Any, address: Any, arguments: list[Any]) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(builder.inttoptr(address, kind.as_pointer()), arguments)
+
+
+def _call(_: Any, function: Any, arguments: Any) -> Any:
+    types = tuple(map(numba.types.unliteral, arguments.types))
+    name = _name_of(function, types)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        _emit_call(builder, _emit_address(context, builder, name), cgutils.unpack_tuple(builder, given[1]))
+        return context.get_dummy_value()
+
+    return numba.types.void(function, numba.types.BaseTuple.from_types(types)), generate
+
+
+def _spread(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
+    whole = numba.types.int64
+    types = (whole, whole, whole, *map(numba.types.unliteral, arguments.types))
+    name, run = _name_of(function, types), _name_of(numba.typeof(_run), (whole,) * 4)
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        values = [_emit_address(context, builder, name), *cgutils.unpack_tuple(builder, given[3])]
+        record = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in values]))
+        for place, value in enumerate(values):
+            builder.store(value, cgutils.gep_inbounds(builder, record, 0, place))
+        piece = builder.ptrtoint(_emit_part(builder.module, name, record.type), LONG)
+        runner = _emit_address(context, builder, run)
+        _emit_call(builder, runner, [piece, builder.ptrtoint(record, LONG), given[2], given[1]])
+        return context.get_dummy_value()
+
+    return numba.types.void(function, whole, whole, numba.types.BaseTuple.from_types(types[3:])), generate
+
+
+def _emit_part(module: Any, name: str, record: Any) -> Any:
+    """What a thread calls: (piece, pieces, worker, record) -> the function in the record, with what else it holds."""
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 4), module.get_unique_name(f".part.{name}"))
+    function.linkage = "internal"
+    builder = ir.IRBuilder(function.append_basic_block())
+    *which, place = function.args
+    held = builder.inttoptr(place, record)
+    values = [
+        builder.load(cgutils.gep_inbounds(builder, held, 0, index)) for index in range(len(record.pointee.elements))
+    ]
+    _emit_call(builder, values[0], [*which, *values[1:]])
+    builder.ret_void()
+    return function
+
+
+call: Any = intrinsic(_call)
+"""call(function, (arguments...)), inside kernels: of a compiled function that returns nothing."""
+spread: Any = intrinsic(_spread)
+"""spread(function, team, pieces, (arguments...)), inside kernels: function(piece, pieces, worker, arguments...) for all
+pieces, by the threads of a team (`team.use_team`; 0: by the caller alone), in any order and side by side. Pieces of one
+`worker` come one after the other: what it needs to work in may be its own."""
+
+
+@serial_in_order
+def _run(function: int, record: int, pieces: int, team: int) -> None:
+    if team == 0 or pieces < 2:
+        for piece in range(pieces):
+            call_piece(function, piece, pieces, 0, record)
+    else:
+        run_together(function, record, pieces, team)

@@ -1,0 +1,139 @@
+"""All layers of a short step in one call: attention and what stands between two of them (`span`), turn by turn.
+
+What is saved is what Python takes to call two kernels for each layer, and more where the program's other threads run
+Python: whoever comes back from a kernel waits for the interpreter's lock, up to the switch interval each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu import packed
+from asyncengine.kernels.cpu.attention import attend, join
+from asyncengine.kernels.cpu.attention_write import prepare_and_write
+from asyncengine.kernels.cpu.fused_layer import Product, Span, multiply_any, run_span
+from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.norm import norm
+from asyncengine.kernels.cpu.team import use_team
+
+# What is known of a layer: int64 by place. Of its span and heads, what never changes ...
+RECORD, FORM, PROJECTS, Q_NORM, K_NORM, HEADS, KEY_BYTES = range(7)
+# ... and of a step: addresses of the layer's pool and plan, results to be joined, cosines, sines, dimensions rotated.
+POOL, STEP, JOINS, COS, SIN, ROTARY = range(7, 13)
+FIELDS = 13
+FACTOR, FIRST_EPSILON, SECOND_EPSILON, HEAD_EPSILON = range(4)
+NUMBERS = 4
+_PRODUCT = 5
+"""Fields of a product."""
+
+
+class Heads(NamedTuple):
+    """A layer's attention heads, and the RMS norms of queries and keys, if it has any."""
+
+    number: int
+    key_dim: int
+    value_dim: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    epsilon: float
+
+
+class Chain:
+    """The layers of one model, from the first norm to what the output layer reads.
+
+    `first` are weight and epsilon of the first norm and the first projection; `spans` and `heads` those of each layer.
+    All products are of the same bits. Raises `ValueError` if they are not.
+    """
+
+    def __init__(
+        self,
+        first: tuple[torch.Tensor, float],
+        projection: Product,
+        spans: Sequence[Span],
+        heads: Sequence[Heads],
+        dtype: torch.dtype,
+    ) -> None:
+        if projection.bits != (0 if spans[0].bits is None else int(spans[0].bits)):
+            raise ValueError("the first projection's weights are of other bits than the others")
+        if any(span.bits != spans[0].bits for span in spans):
+            raise ValueError("weights are of different bits")
+        self._held = (first, projection, spans, heads)  # an address keeps nothing where it is
+        self._kind, self._size = kind_of(dtype), dtype.itemsize
+        self._bits = spans[0].bits
+        self._first = (first[0].data_ptr(), np.float32(first[1]))
+        self._projection = np.array(projection.fields(), dtype=np.int64)
+        self._table = np.zeros((len(spans), FIELDS), dtype=np.int64)
+        self._numbers = np.zeros((len(spans), NUMBERS), dtype=np.float32)
+        for place, (span, own) in enumerate(zip(spans, heads, strict=True)):
+            factor, *epsilons, form, projects = span.settings
+            norms = [0 if weight is None else weight.data_ptr() for weight in (own.q_norm, own.k_norm)]
+            self._table[place, :POOL] = (
+                span.address, form, projects, *norms, own.number, own.key_dim * self._size
+            )  # fmt: skip
+            self._numbers[place] = np.array([factor, *epsilons, own.epsilon], dtype=np.float32)
+        self._width = projection.inputs
+        self._outputs = max(projection.outputs, *(span.outputs for span in spans))
+        self._query = max(own.number * own.key_dim for own in heads)
+        self._attended = max(own.number * own.value_dim for own in heads)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """What a call needs of `scratch` for itself, before that of the spans."""
+        own = self._width + self._outputs + self._query + self._attended
+        return -(-rows * own * self._size // 64) * 64
+
+    def __call__(
+        self,
+        h: torch.Tensor,
+        out: torch.Tensor,
+        places: NDArray[np.int64],
+        forms: tuple[Any, Any],
+        scratch: torch.Tensor,
+    ) -> None:
+        """out = what the output layer reads, of the embedded tokens h, which are overwritten. Both [rows, width].
+
+        `places` int64 [layers, 6]: POOL .. ROTARY of each layer; `forms` as `kernels.cpu.attention.attend` takes them.
+        """
+        rows = h.shape[0]
+        self._table[:, POOL:] = places
+        _run_layers(
+            self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
+            self._projection.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+            scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
+            *packed.cut(rows), self._bits, self._kind, *forms, self._size, use_team(),
+        )  # fmt: skip
+
+
+@serial_in_order
+def _run_layers(
+    table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
+    own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
+    bits: np.generic | None, kind: np.generic, lanes: Any, form: Any, size: int, team: int,
+) -> None:  # fmt: skip
+    fields = array(pointer(table, np.int64(0)), (count, FIELDS))
+    values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
+    normed, x = own, own + rows * width * size
+    query = x + rows * outputs * size
+    attended = query + rows * queries * size
+    norm(residual, weight, normed, rows, width, epsilon, kind, team)
+    product = array(pointer(projection, np.int64(0)), (_PRODUCT,))
+    multiply_any(normed, product, x, scratch, rows, tile, tiles, bits, kind, size, team)
+    for index in range(count):
+        known, number = fields[index], values[index]
+        prepare_and_write(
+            x, query, known[Q_NORM], known[K_NORM], number[HEAD_EPSILON], known[COS], known[SIN], known[ROTARY],
+            known[POOL], known[STEP], kind, team,
+        )  # fmt: skip
+        head = known[KEY_BYTES]
+        attend(query, known[HEADS] * head, head, attended, known[POOL], known[STEP], kind, lanes, form, team)
+        if known[JOINS] > 0:
+            join(attended, known[POOL], known[STEP], kind, known[JOINS], team)
+        run_span(
+            known[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
+            number[FIRST_EPSILON], number[SECOND_EPSILON], known[FORM], known[PROJECTS] != 0, tile, tiles, bits, kind,
+            size, team,
+        )  # fmt: skip

@@ -1,0 +1,300 @@
+"""x W^T with a weight in panels: thirty-two outputs side by side, read from memory once, in the order it lies there.
+
+The innermost part, a tile, is up to twelve rows of x by one panel: all its sums stay in registers, a vector holds
+sixteen outputs, and each number (of bfloat16: pair) of x is spread over a vector (Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication", 2008). Memory is asked for ahead, evenly over the tiles, so that arithmetic
+and reading overlap: with a few dozen rows both take about as long. Every sum is made in one order, input by input: a
+row's result depends neither on the rows beside it nor on the number of threads.
+
+Memory: [outputs / 32, inputs / step, 2, 16, step], where `step` is 2 for bfloat16 and 1 for float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.jit import (
+    array,
+    held,
+    inline,
+    kind_of,
+    pointer,
+    serial,
+    serial_in_order,
+)
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WORD, WORDS, at, cpu_has, load
+
+_VECTORS = 2
+WIDTH = _VECTORS * LANES
+"""Outputs of a panel."""
+_STEPS = {torch.bfloat16: 2, torch.float32: 1}
+_SIZES = (1, 2, 3, 4, 6, 8, 12)
+"""Rows of x in the tiles there are. Others are made of tiles that overlap."""
+_SLICE = 128 * WIDTH
+"""Outputs that are put in panels at once."""
+_AHEAD = 8192
+"""Bytes that a panel is asked for before it is read, where no other panel is read meanwhile."""
+_BLOCK = 2**19
+"""Bytes of panels that are done for all rows before the next, if there are many: what stays in the second-level cache.
+"""
+_EVEN = 16
+"""Rows whose arithmetic takes as long as reading a panel."""
+_AT_ONCE = 2**14
+"""Lines of memory up to which rows are read with the interpreter's lock kept: some hundred microseconds."""
+_NEAR = 2**18
+"""Bytes of x up to which one panel at a time is done for all rows: both stay in that cache."""
+
+
+def panels_pay(dtype: torch.dtype) -> bool:
+    """True if this CPU multiplies such panels faster than oneDNN multiplies what it packs itself.
+
+    Tiles need 24 registers of 64 bytes. Those of a matrix unit (AMX) are oneDNN's, and where pairs of bfloat16 have no
+    instruction they would be widened.
+    """
+    if not cpu_has("avx512f"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and PAIRS and not cpu_has("amx-bf16"))
+
+
+def panels_fit(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """True if a weight [outputs, inputs] can be laid out in panels."""
+    return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
+
+
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a weight [outputs, inputs] that `panels_fit`, to be filled by `pack_rows`."""
+    step = _STEPS[dtype]
+    return torch.empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype=dtype)
+
+
+def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
+    """Put weight [n, inputs], of any float dtype, in the place of rows `first` to `first + n` of the whole."""
+    steps, step = panels.shape[1], panels.shape[-1]
+    words = weight.to(panels.dtype).contiguous().view(torch.int32).view(-1, steps)
+    made = panels.view(len(panels), steps, WIDTH * step).view(torch.int32)
+    done, last = 0, first + len(words)
+    while first < last:
+        panel, lane = divmod(first, WIDTH)
+        if lane == 0 and last - first >= WIDTH:
+            whole = (last - first) // WIDTH
+            made[panel : panel + whole] = words[done : done + whole * WIDTH].view(whole, WIDTH, steps).transpose(1, 2)
+            count = whole * WIDTH
+        else:
+            count = min(WIDTH - lane, last - first)
+            made[panel, :, lane : lane + count] = words[done : done + count].T
+        first, done = first + count, done + count
+
+
+def to_panels(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
+    """Weights [outputs, inputs], one below the other, in panels, in new memory.
+
+    `read` is told of each part of them that is done with: what can be read again need not be held twice.
+    """
+    panels = empty_panels(sum(map(len, weights)), weights[0].shape[1], weights[0].dtype)
+    done = 0
+    for weight in weights:
+        for first in range(0, len(weight), _SLICE):
+            part = weight[first : first + _SLICE]
+            pack_rows(part, panels, done + first)
+            if read is not None:
+                read(part)
+        done += len(weight)
+    return panels
+
+
+def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """out = x W^T + bias; x [..., inputs], `out` [..., outputs] contiguous and float32 or of x's type.
+
+    `bias` is float32 [outputs]. Raises `ValueError` if x is of another type or width than the weight.
+    """
+    x = x.contiguous()
+    inputs, outputs = x.shape[-1], out.shape[-1]
+    if x.dtype != panels.dtype or inputs != panels.shape[1] * panels.shape[-1]:
+        raise ValueError(
+            f"x is {x.dtype} of {inputs}, the weight {panels.dtype} of {panels.shape[1] * panels.shape[-1]}"
+        )
+    rows = x.numel() // inputs
+    if rows == 0:
+        return
+    size = inputs * x.element_size()
+    multiply(
+        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size,
+        outputs // WIDTH, *cut(rows), panel_block(rows, size), kind_of(x.dtype), kind_of(out.dtype),
+        out.element_size(), use_team(),
+    )  # fmt: skip
+
+
+def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> None:
+    """out [..., inputs] = rows `ids` (int64, contiguous, in range) of the weight."""
+    steps, step = panels.shape[1], panels.shape[-1]
+    few = ids.numel() * steps <= _AT_ONCE
+    read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
+    read(ids.data_ptr(), panels.data_ptr(), out.data_ptr(), ids.numel(), steps, step, kind_of(out.dtype), team)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(rows: int) -> tuple[int, int]:
+    """(rows of a tile, tiles) for so many rows of x: as few tiles as will do, then as small ones."""
+    for tiles in itertools.count(-(-rows // _SIZES[-1])):
+        for size in _SIZES:
+            if size <= rows <= size * tiles:
+                return size, tiles
+    raise AssertionError
+
+
+@inline
+def panel_block(rows: int, size: int) -> int:
+    """Panels that are done for all rows of `size` bytes before the next."""
+    return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
+
+
+@serial_in_order
+def multiply(
+    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
+    kind: np.generic, out_kind: np.generic, out_size: int, team: int,
+) -> None:  # fmt: skip
+    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`cut`)."""
+    most = -(-count // block)
+    spread(
+        _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
+        (x, panels, bias, out, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
+    )  # fmt: skip
+
+
+@serial_in_order
+def _multiply_part(
+    piece: int, pieces: int, worker: int,
+    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int,
+    tiles: int, block: int, kind: np.generic, out_kind: np.generic, out_size: int,
+) -> None:  # fmt: skip
+    """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
+    lines = size * WIDTH // (_VECTORS * LINE)
+    across = count * WIDTH * out_size
+    for begin in range(first, last, block):
+        for turn in range(tiles):
+            row = min(turn * tile, rows - tile)
+            share = _VECTORS * LINE
+            if tiles > 1 and block == 1:  # each tile asks for its part of the next panel
+                share //= tiles
+                ahead = size * WIDTH + turn * lines * share
+            else:
+                ahead = _AHEAD if turn == 0 else 0
+            for place in range(begin, min(begin + block, last)):
+                target = out + row * across + place * WIDTH * out_size
+                added = bias + place * WIDTH * 4 if bias != 0 else 0
+                own, rest = panels + place * size * WIDTH, x + row * size
+                if tile == 1:
+                    _tile1(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                elif tile == 2:
+                    _tile2(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                elif tile == 3:
+                    _tile3(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                elif tile == 4:
+                    _tile4(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                elif tile == 6:
+                    _tile6(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                elif tile == 8:
+                    _tile8(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                else:
+                    _tile12(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+
+
+def _make_tile(rows: int) -> Any:
+    """tile(x, x_size, panel, lines, ahead, share, bias, out, out_size, kind, out_kind): out [rows, 32] = x W^T + bias.
+
+    Addresses, bytes of a row of x and of `out`, and the panel's pairs of vectors. No bias: address 0. For each of those
+    pairs, the next `share` bytes from `ahead` on are asked for.
+    """
+
+    def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
+              out_size: Any, kind: Any, out_kind: Any) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_tile(builder, rows, vectors.FORMS[kind], out_kind, *arguments[:9])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 9, kind, out_kind), generate
+
+    return intrinsic(typed)
+
+
+def _write_tile(
+    builder: Any, rows: int, form: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any,
+    share: Any, bias: Any, out: Any, out_size: Any,
+) -> None:  # fmt: skip
+    zero = vectors.constant(FLOATS, 0.0)
+    cells = [(row, vector) for row in range(rows) for vector in range(_VECTORS)]
+    sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
+    with cgutils.for_range(builder, lines) as loop:
+        address = builder.add(panel, builder.mul(loop.index, LONG(_VECTORS * LINE)))
+        places = [builder.add(address, LONG(vector * LINE)) for vector in range(_VECTORS)]
+        weights = [load(builder, place, WORDS) for place in places]
+        wanted = builder.add(ahead, builder.mul(loop.index, share))
+        for half in (wanted, builder.add(wanted, builder.lshr(share, LONG(1)))):
+            vectors.prefetch(builder, half)
+        for row in range(rows):
+            one = load(builder, at(builder, x, x_size, row, builder.mul(loop.index, LONG(4))), WORD)
+            values = vectors.splat(builder, one)
+            for vector in range(_VECTORS):
+                cell = sums[row, vector]
+                builder.store(form(builder, values, weights[vector], builder.load(cell)), cell)
+    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
+        for vector in range(_VECTORS):
+            added = load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS)
+            for row in range(rows):
+                builder.store(builder.fadd(builder.load(sums[row, vector]), added), sums[row, vector])
+    for row, vector in cells:
+        found = builder.load(sums[row, vector])
+        narrow = out_kind == numba.types.uint16
+        target = at(builder, out, out_size, row, LONG(vector * LANES * (2 if narrow else 4)))
+        vectors.store(builder, vectors.narrow(builder, found) if narrow else found, target)
+
+
+_tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, _SIZES)
+
+
+@serial
+def _read_rows(ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, team: int) -> None:
+    pieces = pieces_of(count * steps * LINE, count, team)
+    spread(_read_part, team, pieces, (ids, panels, out, count, steps, step, kind))
+
+
+_read_few_rows = held(_read_rows)
+
+
+@serial
+def _read_part(
+    piece: int,
+    pieces: int,
+    worker: int,
+    ids: int,
+    panels: int,
+    out: int,
+    count: int,
+    steps: int,
+    step: int,
+    kind: np.generic,
+) -> None:
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
+    wanted = array(pointer(ids, np.int64(0)), (last,))
+    for place in range(first, last):
+        row = wanted[place]
+        size = steps * WIDTH * LINE // LANES
+        panel = array(pointer(panels + row // WIDTH * size, kind), (steps, WIDTH, step))
+        result = array(pointer(out + place * size // WIDTH, kind), (steps, step))
+        for index in range(steps):
+            for place_in_step in range(step):
+                result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]

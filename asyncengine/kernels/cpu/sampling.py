@@ -1,0 +1,209 @@
+"""From logits to tokens on a CPU: the largest, and a draw from what top-k, top-p and min-p keep, a row at a time.
+
+The choice is that of `sampling.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
+tokens of the winning block. What differs is the way there. The largest logit of every block is known after one pass
+over a row, and most of the others look only at blocks that can matter: a top-k of 20 reads 20 of 300 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu.activation import exponential
+from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.jit import array, held, inline, pointer, serial
+from asyncengine.kernels.cpu.team import team_threads, use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
+
+_LANES = 16
+_WORK = 8
+"""Bytes that could be read while a logit is looked at."""
+_AT_ONCE = 2**18
+"""Logits up to which the interpreter's lock is kept, by this thread alone: it takes a millisecond at most."""
+_BLOCK_FLAG = 1 << 31
+_WHOLE, _SINGLE = np.int64(0), np.float32(0)
+
+
+class Chooser:
+    """Chooses one token for each row. Holds working memory: one step at a time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_blocks = -(-vocab_size // BLOCK)
+        self._scratch = np.empty((0, 0), dtype=np.float32)
+        # compiled now rather than in somebody's first step
+        self.choose(torch.zeros((1, vocab_size)), np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
+
+    def choose(
+        self, logits: torch.Tensor, params: NDArray[np.float32], keys: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [rows], largest logits float32 [rows]) of logits [rows, vocab] of any float type.
+
+        params float32 [rows, 3]: temperature (0: the largest logit's token), top-p, min-p; keys int64 [rows, 4]: top-k
+        (0: all), both halves of the seed, position. A row whose largest logit is not finite gets token 0, and NaN for
+        that logit if it has one anywhere.
+        """
+        logits = logits.float().contiguous()
+        rows = logits.shape[0]
+        *_, workers = team_threads()
+        if len(self._scratch) < workers:
+            self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
+        # not torch.empty, which lets go of the interpreter's lock
+        tokens, best = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float32)
+        choose, team = (_choose_at_once, 0) if logits.numel() <= _AT_ONCE else (_choose, use_team())
+        choose(
+            logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.ctypes.data,
+            best.ctypes.data, rows, self._vocab_size, self._scratch.shape[1], team,
+        )  # fmt: skip
+        return torch.from_numpy(tokens), torch.from_numpy(best)
+
+
+@serial
+def _choose(
+    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
+    team: int,
+) -> None:  # fmt: skip
+    spread(
+        _choose_part,
+        team,
+        pieces_of(rows * vocab * _WORK, rows, team),
+        (logits, params, keys, scratch, tokens, best, rows, vocab, width),
+    )
+
+
+_choose_at_once = held(_choose)
+
+
+@serial
+def _choose_part(
+    piece: int, pieces: int, worker: int,
+    logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int,
+    vocab: int, width: int,
+) -> None:  # fmt: skip
+    """The rows of one of `pieces`; `width` is the numbers that `scratch` has for a worker."""
+    values, own = array(pointer(logits, _SINGLE), (rows, vocab)), array(pointer(scratch, _SINGLE), (worker + 1, width))
+    settings, wanted = array(pointer(params, _SINGLE), (rows, 3)), array(pointer(keys, _WHOLE), (rows, 4))
+    chosen, largest = array(pointer(tokens, _WHOLE), (rows,)), array(pointer(best, _SINGLE), (rows,))
+    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+        chosen[row], largest[row] = _choose_row(values[row], settings[row], wanted[row], own[worker])
+
+
+@serial
+def _choose_row(
+    values: NDArray[np.float32], params: NDArray[np.float32], keys: NDArray[np.int64], scratch: NDArray[np.float32]
+) -> tuple[int, Any]:
+    """(token, largest value)."""
+    vocab = len(values)
+    temperature, top_p, min_p = params
+    scaled, kept, maxima = scratch[:vocab], scratch[vocab : 2 * vocab], scratch[2 * vocab :]
+    largest = _largest_of_blocks(values, maxima)
+    if not np.isfinite(largest):
+        return 0, largest
+    if temperature == 0:
+        return _place_of(values, maxima, largest), largest
+    for index in range(vocab):
+        scaled[index] = values[index] / temperature
+    for block in range(len(maxima)):
+        maxima[block] /= temperature
+    most = largest / temperature
+    least = max(most + np.log(min_p), most - np.float32(FAINT))
+    if keys[0] > 0:
+        least = max(least, end_of_top(scaled, maxima, kept, most, keys[0], top_p))
+    elif top_p < 1:
+        least = max(least, end_of_nucleus(scaled, maxima, kept, most, top_p))
+    return _draw(scaled, maxima, most, least, keys[1], keys[2], keys[3]), largest
+
+
+@serial
+def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32]) -> Any:
+    """Fills `maxima`; returns the largest, or NaN if there is one anywhere."""
+    lanes = np.empty(_LANES, dtype=np.float32)
+    unordered = 0
+    most = np.float32(-np.inf)
+    for block in range(len(maxima)):
+        begin, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
+        lanes[:] = -np.inf
+        whole = begin + (end - begin) // _LANES * _LANES
+        for start in range(begin, whole, _LANES):
+            for lane in range(_LANES):
+                value = values[start + lane]
+                unordered += np.isnan(value)
+                lanes[lane] = value if value > lanes[lane] else lanes[lane]
+        for index in range(whole, end):
+            value = values[index]
+            unordered += np.isnan(value)
+            lanes[0] = value if value > lanes[0] else lanes[0]
+        maxima[block] = lanes.max()
+        most = max(most, maxima[block])
+    return np.float32(np.nan) if unordered else most
+
+
+@serial
+def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], most: Any) -> int:
+    """The first place of the largest value."""
+    for block in range(len(maxima)):
+        if maxima[block] == most:
+            for index in range(block * BLOCK, min((block + 1) * BLOCK, len(values))):
+                if values[index] == most:
+                    return index
+    return 0
+
+
+@serial
+def _draw(
+    scaled: NDArray[np.float32],
+    maxima: NDArray[np.float32],
+    most: Any,
+    least: Any,
+    seed_low: int,
+    seed_high: int,
+    position: int,
+) -> int:
+    """A token with a value of `least` or more, as likely as its share of the sum of e^value."""
+    low, high, where = np.uint32(seed_low), np.uint32(seed_high), np.uint32(position)
+    inner = _mix(_mix(_mix(low ^ np.uint32(0x9E3779B9)) ^ high) ^ where)
+    outer = _mix(_mix(_mix(high ^ np.uint32(0x7F4A7C15)) ^ where) ^ low)
+    winner, top = 0, np.float32(-np.inf)
+    for block in range(len(maxima)):
+        if maxima[block] < least:
+            continue
+        total = _sum_kept(scaled[block * BLOCK : min((block + 1) * BLOCK, len(scaled))], most, least)
+        score = np.float32(np.log(total)) + _gumbel(np.uint32(block | _BLOCK_FLAG), inner, outer)
+        if score > top:
+            winner, top = block, score
+    chosen, top = winner * BLOCK, np.float32(-np.inf)
+    for index in range(winner * BLOCK, min((winner + 1) * BLOCK, len(scaled))):
+        if scaled[index] >= least:
+            score = scaled[index] + _gumbel(np.uint32(index), inner, outer)
+            if score > top:
+                chosen, top = index, score
+    return chosen
+
+
+@serial
+def _sum_kept(values: NDArray[np.float32], most: Any, least: Any) -> Any:
+    total = np.float32(0)
+    for index in range(len(values)):
+        total += exponential(values[index] - most) if values[index] >= least else np.float32(0)
+    return total
+
+
+@inline
+def _gumbel(key: Any, inner: Any, outer: Any) -> Any:
+    """The noise of `sampling.noise`: a function of seed, position and token id alone."""
+    bits = _mix(np.uint32(_mix(key ^ inner) + outer))
+    return np.float32(-np.log(-np.log((np.float64(bits) + 0.5) * 2.0**-32)))
+
+
+@inline
+def _mix(value: Any) -> Any:
+    value = np.uint32(value ^ (value >> np.uint32(16)))
+    value = np.uint32(value * np.uint32(0x85EBCA6B))
+    value = np.uint32(value ^ (value >> np.uint32(13)))
+    value = np.uint32(value * np.uint32(0xC2B2AE35))
+    return np.uint32(value ^ (value >> np.uint32(16)))

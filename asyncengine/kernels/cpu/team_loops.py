@@ -1,0 +1,266 @@
+"""A team of threads that shares one loop's pieces, and loses little when the machine is busy with something else.
+
+One thread owns the team and calls; helpers join in. A loop is cut into more pieces than there are threads. Each thread
+has a share of pieces that follow each other, takes them one by one, and then takes from the end of the others' shares
+(work stealing: Blumofe and Leiserson, 1999): a helper without a core holds nobody up but for a piece that it had
+already begun. Whoever waits spins for a moment and then sleeps: in a step's midst the next loop comes within that
+moment, and in company a sleeping caller leaves its core to the helper it waits for. OpenMP's runtimes do neither: they
+share loops out beforehand, and either spin for milliseconds or sleep after every loop.
+
+All of it is one block of memory. A share is one word, the next piece and the end; a piece is taken by exchanging the
+word as it was seen. Shares of a loop that is over are empty, so whoever succeeds has a piece of the present loop, and
+the caller cannot go on before it is done: only then is it read what the loop is made of (function, record, pieces).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from asyncengine.kernels.cpu.atomics import (
+    LOCK_BYTES,
+    add,
+    exchange,
+    load,
+    lock,
+    make_condition,
+    make_mutex,
+    nanoseconds,
+    pause,
+    store,
+    unlock,
+    wait,
+    wake,
+)
+from asyncengine.kernels.cpu.jit import inline, serial_in_order
+from asyncengine.kernels.cpu.vectors import LONG
+
+LINE = 64
+"""Bytes that travel between cores together: words that different threads write do not share them."""
+# Places in bytes. What all read and the caller writes ...
+FUNCTION, RECORD, PIECES, ACTIVE, STOPPED, PIECE, HELPER_SPIN, CALLER_SPIN = range(0, LINE, 8)
+DONE = 1 * LINE
+SLEEPERS = 2 * LINE
+WAITING = 3 * LINE
+# ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
+EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
+MUTEX = 5 * LINE
+DONE_CONDITION = MUTEX + LOCK_BYTES
+WORKERS = DONE_CONDITION + LOCK_BYTES
+"""For each worker, the caller first: a line with its share; one with two words for its clock and whether it sleeps; and
+the condition that it sleeps on. One each: who wakes a condition's sleepers a second time waits, in glibc, for those
+that were woken the first time, and one of them may have no core."""
+WORKER = 2 * LINE + LOCK_BYTES
+_NEXT = 1 << 32
+"""In a share: one piece further. The end is in the lower half."""
+_END = _NEXT - 1
+_LOOK = 16
+"""Pauses between two looks at the clock."""
+PER_THREAD = 16
+"""Most pieces of a loop for each thread."""
+PIECE_BYTES = 2**17
+"""Work in a piece at least, in bytes of memory read once (or arithmetic that takes as long): some microseconds."""
+HELPER_SPIN_NS, CALLER_SPIN_NS = 10_000, 5_000
+"""Nanoseconds that who waits spins before it sleeps: helpers for the next loop, as long as what lies between two of a
+step; the caller for helpers, as long as a piece that has begun should take."""
+
+
+def _call_piece(_: Any, function: Any, piece: Any, pieces: Any, worker: Any, record: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [LONG] * 4)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 5), generate
+
+
+call_piece: Any = intrinsic(_call_piece)
+"""call_piece(function, piece, pieces, worker, record), inside kernels: of a function at an address."""
+
+
+@inline
+def _share_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER
+
+
+@inline
+def _clock_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER + LINE
+
+
+@inline
+def _asleep_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER + LINE + 16
+
+
+@inline
+def _condition_of(team: int, worker: int) -> int:
+    return team + WORKERS + worker * WORKER + 2 * LINE
+
+
+@serial_in_order
+def _wake_helpers(team: int, helpers: int) -> None:
+    """Those that sleep. A helper that is about to has the mutex: it is waited for, so that it hears of it."""
+    lock(team + MUTEX)
+    unlock(team + MUTEX)
+    for worker in range(1, helpers + 1):
+        if load(_asleep_of(team, worker)) != 0:
+            wake(_condition_of(team, worker))
+
+
+@serial_in_order
+def _any_left(team: int) -> bool:
+    """Is there a piece that nobody has taken?"""
+    for worker in range(load(team + ACTIVE) + 1):
+        share = load(_share_of(team, worker))
+        if share >> 32 < share & _END:
+            return True
+    return False
+
+
+@serial_in_order
+def pieces_of(work: int, most: int, team: int) -> int:
+    """In how many pieces a loop is cut, `most` at most: as many as `work` bytes to read are worth, 1 without a team."""
+    if team == 0:
+        return 1
+    threads: int = load(team + ACTIVE) + 1
+    worth: int = work // load(team + PIECE)
+    return max(1, min(worth, most, threads * PER_THREAD))
+
+
+@inline
+def reads_worth(rows: int, even: int) -> int:
+    """How often a weight could be read while its product with so many rows is computed; once up to `even` rows."""
+    return (rows + even - 1) // even
+
+
+@serial_in_order
+def _take_pieces(team: int, worker: int) -> int:
+    """Compute pieces of the present loop until all are taken. How many there were for this thread."""
+    count = 0
+    workers = load(team + ACTIVE) + 1
+    for turn in range(workers):
+        other = worker + turn
+        place = _share_of(team, other if other < workers else other - workers)
+        while True:
+            share = load(place)
+            first, end = share >> 32, share & _END
+            if first >= end:
+                break
+            if exchange(place, share, share + _NEXT if turn == 0 else share - 1) == 1:
+                piece = first if turn == 0 else end - 1
+                call_piece(load(team + FUNCTION), piece, load(team + PIECES), worker, load(team + RECORD))
+                count += 1
+    return count
+
+
+@serial_in_order
+def run_together(function: int, record: int, pieces: int, team: int) -> None:
+    """function(piece, pieces, worker, record) for every piece, by the caller and whichever helpers have a core.
+
+    `worker` is 0 for the caller and 1 .. for helpers.
+    """
+    clock = _clock_of(team, 0)
+    store(team + FUNCTION, function)
+    store(team + RECORD, record)
+    store(team + PIECES, pieces)
+    workers = load(team + ACTIVE) + 1
+    for worker in range(workers):
+        first, end = pieces * worker // workers, pieces * (worker + 1) // workers
+        store(_share_of(team, worker), first * _NEXT + end)
+    if load(team + SLEEPERS) > 0:
+        _wake_helpers(team, workers - 1)
+    began = nanoseconds(clock)
+    own = _take_pieces(team, 0)
+    ready = nanoseconds(clock)
+    expected = load(team + EXPECTED) + pieces - own
+    store(team + EXPECTED, expected)
+    ended = ready
+    if load(team + DONE) != expected:
+        _await_helpers(team, expected, ready)
+        ended = nanoseconds(clock)
+    store(team + LOOPS, load(team + LOOPS) + 1)
+    store(team + ALL_PIECES, load(team + ALL_PIECES) + pieces)
+    store(team + OWN_PIECES, load(team + OWN_PIECES) + own)
+    store(team + OWN_TIME, load(team + OWN_TIME) + ready - began)
+    store(team + WAITED_TIME, load(team + WAITED_TIME) + ended - ready)
+    store(team + CAPACITY, load(team + CAPACITY) + (ended - began) * min(workers, pieces))
+
+
+@serial_in_order
+def _await_helpers(team: int, expected: int, began: int) -> None:
+    """Wait for the pieces that helpers have begun: spin for a moment, then sleep, which may be what they need."""
+    clock = _clock_of(team, 0)
+    until = began + load(team + CALLER_SPIN)
+    while load(team + DONE) != expected:
+        for _ in range(_LOOK):
+            pause()
+        if load(team + DONE) != expected and nanoseconds(clock) > until:
+            lock(team + MUTEX)
+            store(team + WAITING, 1)
+            while load(team + DONE) != expected:
+                wait(team + DONE_CONDITION, team + MUTEX)
+            store(team + WAITING, 0)
+            unlock(team + MUTEX)
+
+
+@serial_in_order
+def help_along(team: int, index: int) -> None:
+    """What helper `index`, from 0 on, does until the team is stopped."""
+    clock = _clock_of(team, index + 1)
+    idle_since = nanoseconds(clock)
+    while load(team + STOPPED) == 0:
+        if index < load(team + ACTIVE) and _any_left(team):
+            count = _take_pieces(team, index + 1)
+            if count > 0:
+                add(team + DONE, count)
+                if load(team + WAITING) != 0:
+                    lock(team + MUTEX)
+                    unlock(team + MUTEX)
+                    wake(team + DONE_CONDITION)
+            idle_since = nanoseconds(clock)
+            continue
+        for _ in range(_LOOK):
+            pause()
+        if nanoseconds(clock) - idle_since > load(team + HELPER_SPIN):
+            _sleep(team, index)
+            idle_since = nanoseconds(clock)
+
+
+@serial_in_order
+def _sleep(team: int, index: int) -> None:
+    """Until there may be a piece for this helper, or the team is stopped. Only who waits for pieces is a sleeper: a
+    caller need not wake helpers that are to rest."""
+    worker = index + 1
+    lock(team + MUTEX)
+    active = index < load(team + ACTIVE)
+    store(_asleep_of(team, worker), 1)
+    if active:
+        add(team + SLEEPERS, 1)
+        while load(team + STOPPED) == 0 and index < load(team + ACTIVE) and not _any_left(team):
+            wait(_condition_of(team, worker), team + MUTEX)
+        add(team + SLEEPERS, -1)
+    else:
+        while load(team + STOPPED) == 0 and index >= load(team + ACTIVE):
+            wait(_condition_of(team, worker), team + MUTEX)
+    store(_asleep_of(team, worker), 0)
+    unlock(team + MUTEX)
+
+
+@serial_in_order
+def make(team: int, workers: int) -> None:
+    """The locks of a team whose memory is all zeros."""
+    make_mutex(team + MUTEX)
+    make_condition(team + DONE_CONDITION)
+    for worker in range(workers):
+        make_condition(_condition_of(team, worker))
+
+
+@serial_in_order
+def change(team: int, place: int, value: int, workers: int) -> None:
+    """ACTIVE or STOPPED, for helpers that sleep as well."""
+    store(team + place, value)
+    _wake_helpers(team, workers - 1)

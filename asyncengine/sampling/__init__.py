@@ -1,0 +1,1 @@
+"""From logits to tokens: logit processors, masks of grammars, penalties, and the draw."""

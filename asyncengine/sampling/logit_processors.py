@@ -1,0 +1,103 @@
+"""What changes a step's logits before anything is chosen: penalties, bias, masks. Rows without any stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from asyncengine.device.pinned import Int64Array
+from asyncengine.device.transfer import upload
+from asyncengine.sampling.masks import FilledMasks, apply_masks
+from asyncengine.sampling.penalties import PenaltyTable
+from asyncengine.sampling.slot_params import SlotParams
+from asyncengine.step import Row
+
+
+class Edits:
+    """The edits of one step."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        params: SlotParams,
+        slots: Int64Array,
+        masks: FilledMasks,
+        vocab_size: int,
+    ) -> None:
+        self._params = params
+        self._vocab_size = vocab_size
+        penalized = params.penalized[slots]
+        masked = dict.fromkeys(masks.places)
+        self.places = [
+            place
+            for place, row in enumerate(rows)
+            if penalized[place] or place in masked or row.spec.params.logit_bias or _held_open(row)
+        ]
+        """Rows that are edited, ascending."""
+        self._rows = [rows[place] for place in self.places]
+        number = {place: index for index, place in enumerate(self.places)}
+        self._masks = replace(masks, places=[number[place] for place in masks.places])
+
+    def apply(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> torch.Tensor:
+        """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with every edit made."""
+        logits = logits.to(torch.float32, copy=True)
+        for index, row in enumerate(self._rows):
+            if self._params.penalized[row.slot]:
+                self._penalize(logits[index], row, table, last_token)
+        self._bias(logits)
+        if self._masks.places:
+            apply_masks(logits, self._masks)
+        self._hold_open(logits)
+        return logits
+
+    def _bias(self, logits: torch.Tensor) -> None:
+        entries = [
+            (index, token, value)
+            for index, row in enumerate(self._rows)
+            for token, value in row.spec.params.logit_bias.items()
+            if token < self._vocab_size
+        ]
+        if entries:
+            where, ids, values = zip(*entries, strict=True)
+            places = upload(np.array((where, ids), dtype=np.int64), logits.device)
+            added = upload(np.array(values, dtype=np.float32), logits.device)
+            logits.index_put_((places[0], places[1]), added, accumulate=True)
+
+    def _penalize(self, logits: torch.Tensor, row: Row, table: PenaltyTable, last_token: torch.Tensor) -> None:
+        params, slot = self._params, row.slot
+        prompt_seen, output_counts = table.seen(row, last_token)
+        repetition = float(params.repetition[slot])
+        if repetition != 1.0:
+            penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+            logits.copy_(torch.where(prompt_seen | (output_counts > 0), penalized, logits))
+        if params.frequency[slot]:
+            logits.sub_(output_counts * float(params.frequency[slot]))
+        if params.presence[slot]:
+            logits.sub_((output_counts > 0) * float(params.presence[slot]))
+
+    def _hold_open(self, logits: torch.Tensor) -> None:
+        """Mask the stop ids, unless nothing else is left (a grammar that allows only the end wins)."""
+        held_open = [index for index, row in enumerate(self._rows) if _held_open(row)]
+        stops = [
+            (place, token)
+            for place, index in enumerate(held_open)
+            for token in self._rows[index].spec.stop_ids
+            if token < self._vocab_size
+        ]
+        if not stops:
+            return
+        index = upload(np.array(held_open, dtype=np.int64), logits.device)
+        places = upload(np.array(stops, dtype=np.int64), logits.device)
+        before = logits[index]
+        kept = before.index_put((places[:, 0], places[:, 1]), before.new_full((), float("-inf")))
+        nothing = torch.isneginf(kept).all(dim=-1, keepdim=True)
+        logits.index_copy_(0, index, torch.where(nothing, before, kept))
+
+
+def _held_open(row: Row) -> bool:
+    """Must the row's output go on, because it is shorter than `min_tokens`?"""
+    length = row.start + row.num_scheduled - row.spec.prompt_len
+    return bool(row.spec.stop_ids) and length < row.spec.params.min_tokens

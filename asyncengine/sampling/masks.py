@@ -1,0 +1,168 @@
+"""Grammar masks of a step: filled on a thread of their own while the forward pass runs, applied once to all rows.
+
+The matchers' libraries release the interpreter lock while they fill, so masks cost a step only what they take longer
+than the forward (vLLM fills them under `execute_model` as well). That holds for a row whose last token is still being
+sampled by the step before: its mask is filled when that token is here, while this step's forward runs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.device.transfer import send, upload
+from asyncengine.step import Batch, Row
+
+_PART_ELEMENTS = 2**24
+"""Logits masked at once: bounds the working memory at some 200 MB."""
+
+
+@dataclass(slots=True, eq=False)
+class AwaitedToken:
+    """A constrained row's token on its way to its matcher."""
+
+    settle: Callable[[], object] | None
+    """Returns when the matcher has been told. None: it has been."""
+    stands: bool = False
+    """Then: the output has grown by the sampled token alone and goes on, as later rows were launched for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilledMasks:
+    """Masks of the sampling rows that have one."""
+
+    places: list[int]
+    """Index among the sampling rows, ascending. Void rows have none."""
+    packed: torch.Tensor
+    """int32 [len(places), ceil(vocab / 32)] on the host, lowest bit first."""
+    errors: dict[int, str]
+    """Index among the sampling rows -> why its matcher has no mask."""
+    void: list[int]
+    """Index among the sampling rows of those whose input was not what they were launched for."""
+
+    @classmethod
+    def none(cls) -> FilledMasks:
+        return cls([], torch.empty(0, 0, dtype=torch.int32), {}, [])
+
+
+class StepMasks:
+    """One step's masks, being filled."""
+
+    def __init__(self, rows: dict[int, Row], awaited: dict[int, AwaitedToken], words: int, pinned: bool) -> None:
+        """`rows` by batch index; `awaited`: what the mask of a row in flight waits for, by batch index."""
+        self._rows = rows
+        self._awaited = awaited
+        self._void: dict[int, None] = {}
+        # zeroed: a matcher sets what is allowed, and the last word has bits beyond the vocabulary
+        self._packed = torch.zeros(len(rows), words, dtype=torch.int32, pin_memory=pinned)
+        self._failed: dict[int, str] = {}
+        self._done = threading.Event()
+
+    def fill(self) -> None:
+        try:
+            masks: NDArray[np.int32] = self._packed.numpy()
+            for mask, (index, row) in zip(masks, self._rows.items(), strict=True):
+                self._fill_row(mask, index, row)
+        except Exception as error:
+            self._failed = dict.fromkeys(self._rows, grammar_failed(error))
+        finally:
+            self._done.set()  # whoever waits must not wait for ever
+
+    def _fill_row(self, mask: NDArray[np.int32], index: int, row: Row) -> None:
+        assert row.grammar is not None
+        try:
+            if (token := self._awaited.get(index)) is not None:
+                if (settle := token.settle) is not None:
+                    settle()
+                if not token.stands:
+                    self._void[index] = None
+                    return
+            row.grammar.fill_mask(mask)
+        except Exception as error:  # a foreign matcher may raise anything; it ends its own request only
+            self._failed[index] = grammar_failed(error)
+
+    def wait(self, sampling: Sequence[int]) -> FilledMasks:
+        """The masks, in the order of the `sampling` rows (batch indices)."""
+        self._done.wait()
+        place_of = {index: place for place, index in enumerate(sampling)}
+        kept = [number for number, index in enumerate(self._rows) if index not in self._void]
+        places = [place_of[index] for index in self._rows if index not in self._void]
+        errors = {place_of[index]: text for index, text in self._failed.items()}
+        packed = self._packed if len(kept) == len(self._rows) else self._packed[kept]
+        return FilledMasks(places, packed, errors, [place_of[index] for index in self._void])
+
+
+class MaskFiller:
+    """The thread that fills masks. It starts with the first constrained row and is gone after `close`."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._words = -(-vocab_size // 32)
+        self._pinned = device.type == "cuda"
+        self._jobs: queue.SimpleQueue[StepMasks | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, batch: Batch, awaited: Mapping[int, AwaitedToken]) -> StepMasks | None:
+        """Begin with the masks of `batch`'s sampling rows; None if no row has a grammar.
+
+        `awaited`, by slot: the last token launched for it.
+        """
+        rows = {index: row for index, row in enumerate(batch.rows) if row.grammar is not None and row.samples}
+        if not rows:
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="asyncengine-masks", daemon=True)
+            self._thread.start()
+        in_flight = {index: awaited[row.slot] for index, row in rows.items() if row.in_flight}
+        masks = StepMasks(rows, in_flight, self._words, self._pinned)
+        self._jobs.put(masks)
+        return masks
+
+    def _work(self) -> None:
+        while (masks := self._jobs.get()) is not None:
+            masks.fill()
+
+    def close(self) -> None:
+        """Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+
+def apply_masks(logits: torch.Tensor, masks: FilledMasks) -> None:
+    """Set what is not allowed to -inf, in place. logits float [rows, vocab]; many masked rows in one operation."""
+    device, vocab = logits.device, logits.shape[-1]
+    packed = send(masks.packed, device).view(torch.uint8)
+    unpack = unpack_on_host if device.type == "cpu" else unpack_bits
+    all_rows = len(masks.places) == logits.shape[0]
+    most = max(_PART_ELEMENTS // vocab, 1)
+    for begin in range(0, len(packed), most):
+        refused = unpack(packed[begin : begin + most], vocab).logical_not_()
+        if all_rows:
+            logits[begin : begin + most].masked_fill_(refused, float("-inf"))
+        else:
+            index = upload(np.array(masks.places[begin : begin + most], dtype=np.int64), device)
+            logits.index_copy_(0, index, logits[index].masked_fill_(refused, float("-inf")))
+
+
+def unpack_on_host(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """uint8 [rows, n] on the CPU, lowest bit first -> bool [rows, count]. Several times faster than `unpack_bits`."""
+    bits = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """The same on any device, in eight bytes for each of `packed`."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[:, :, None] >> shifts).bitwise_and_(1)
+    return bits.view(len(packed), -1)[:, :count].view(torch.bool)
+
+
+def grammar_failed(error: Exception) -> str:
+    return f"the grammar failed: {error}" if str(error) else f"the grammar failed: {type(error).__name__}"

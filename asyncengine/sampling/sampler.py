@@ -1,0 +1,168 @@
+"""From logits to tokens: penalties, bias, masks, temperature, truncation and a draw, for all rows of a step at once.
+
+Order (SGLang's): penalties on the model's logits, logit bias, grammar and minimum-length masks, temperature, top-k,
+top-p over what top-k left, min-p. What happens to a row depends on its own parameters only, and its random numbers on
+(seed, position, token id) only (`noise`), so neighbours never change its token. Steps that no row asks for are left
+out: a greedy batch without extras is one argmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.device.pinned import Int64Array
+from asyncengine.device.transfer import Readback, upload
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.sampling.logit_processors import Edits
+from asyncengine.sampling.masks import FilledMasks
+from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
+from asyncengine.sampling.penalties import PenaltyTable
+from asyncengine.sampling.slot_params import SlotParams
+from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.step import Row
+
+_BLOCK = 512
+NON_FINITE = "the model produced non-finite logits"
+NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of the sampling rows. Some may be void: that is known when it is here, not when it is computed."""
+
+    tokens: torch.Tensor
+    """int64 [rows]; 0 where void."""
+    best: torch.Tensor
+    """[rows] the largest logit of each row; not finite: the row has no token."""
+    edited: Collection[int]
+    """Rows whose logits were changed before anything was chosen."""
+
+    def fetch(self, readback: Readback) -> Sampled:
+        """The same on the host, once `readback` has arrived."""
+        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.edited)
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """For host tensors: row -> why it has no token."""
+        if bool(np.isfinite(self.best.float().numpy()).all()):
+            return {}
+        return {
+            row: NOTHING_ALLOWED if row in self.edited and value == float("-inf") else NON_FINITE
+            for row, value in enumerate(self.best.tolist())
+            if not math.isfinite(value)
+        }
+
+
+class Sampler:
+    """Samples one token per row. Holds per-slot state; one step at a time."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._params = SlotParams(max_num_seqs, vocab_size)
+        self._penalties = PenaltyTable(vocab_size, device)
+        self._chooser: Any = None
+        if compiler_missing(torch.float32, device) is None:
+            from asyncengine.kernels.cpu.sampling import Chooser
+
+            self._chooser = Chooser(vocab_size)
+
+    def sample(
+        self,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        masks: FilledMasks,
+        last_token: torch.Tensor,
+    ) -> Sampled:
+        """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
+        slots = self._params.update(rows)
+        edits = Edits(rows, self._params, slots, masks, self._vocab_size)
+        for row in rows:
+            if not self._params.penalized[row.slot]:
+                self._penalties.forget(row.slot)
+        positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
+        if not edits.places:
+            return Sampled(*self._choose(slots, positions, logits), ())
+        places = np.array(edits.places, dtype=np.int64)
+        index = self._to_device(places)
+        edited = edits.apply(logits[index], self._penalties, last_token)
+        if len(places) == len(rows):
+            tokens, best = self._choose(slots, positions, edited)
+        elif self._chooser is None:
+            merged = logits.to(torch.float32, copy=True).index_copy_(0, index, edited)
+            tokens, best = self._choose(slots, positions, merged)
+        else:  # copying everybody's logits would take longer than choosing for the edited rows twice
+            tokens, best = self._choose(slots, positions, logits)
+            again = self._choose(slots[places], positions[places], edited)
+            tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
+        return Sampled(tokens, best, edits.places)
+
+    def _choose(
+        self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
+        if self._chooser is not None and logits.dtype in (torch.bfloat16, torch.float32):
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._chooser.choose(
+                logits, *self._params.columns(slots, positions)
+            )
+            return chosen
+        best, tokens = logits.max(dim=-1)
+        random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
+        if random_rows.size:
+            tokens = self._draw(positions[random_rows], slots, random_rows, logits, tokens)
+        return torch.where(torch.isfinite(best), tokens, 0), best
+
+    def forget(self, slot: int) -> None:
+        """What was counted for the slot's request is wrong: its next row counts anew."""
+        self._penalties.forget(slot)
+
+    def _draw(
+        self, positions: Int64Array, slots: Int64Array, chosen: Int64Array, logits: torch.Tensor, greedy: torch.Tensor
+    ) -> torch.Tensor:
+        """The greedy tokens with those of the rows `chosen` replaced by draws."""
+        params, owned = self._params, slots[chosen]
+        index = self._to_device(chosen)
+        scaled = logits if len(chosen) == len(slots) else logits[index]
+        floats = np.stack((params.temperature[owned], params.top_p[owned], params.min_p[owned]))
+        temperature, top_p, min_p = self._to_device(floats)
+        scaled = scaled.float() / temperature[:, None]
+        least = scaled.amax(dim=-1) + torch.log(min_p)
+        top_k = params.top_k[owned]
+        truncated = np.flatnonzero((top_k > 0) | (params.top_p[owned] < 1))
+        if truncated.size:
+            where = self._to_device(truncated)
+            part = scaled if len(truncated) == len(chosen) else scaled[where]
+            limits = smallest_kept(part, top_k[truncated], top_p[where])
+            least = least.index_copy(0, where, torch.maximum(least[where], limits))
+        keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
+        return greedy.index_copy(0, index, draw(scaled, least, keys))
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return upload(array, self._device)
+
+
+def draw(logits: torch.Tensor, least: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """One draw per row from softmax(logits) over the tokens with logits >= least: int64 [rows].
+
+    logits float32 [rows, vocab], least float32 [rows], keys int64 [2, rows] (`noise_keys`). Gumbel-max over blocks of
+    tokens by their total probability, then over the tokens of the winning block: the same distribution as over all
+    tokens at once for about sqrt(vocab) random numbers. Hashing a vocabulary of 150,000 would cost a millisecond a row.
+    """
+    rows, vocab = logits.shape
+    logits = logits.masked_fill(logits < least[:, None], float("-inf"))
+    num_blocks = -(-vocab // _BLOCK)
+    padded = torch.nn.functional.pad(logits, (0, num_blocks * _BLOCK - vocab), value=float("-inf"))
+    blocks = padded.view(rows, num_blocks, _BLOCK)
+    block_ids = torch.arange(num_blocks, device=logits.device).expand(rows, -1) | BLOCK_FLAG
+    totals = torch.logsumexp(blocks, dim=-1)
+    winner = (totals + gumbel(keys, block_ids)).argmax(dim=-1)
+    inside = blocks[torch.arange(rows, device=logits.device), winner]
+    ids = winner[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    chosen = (inside + gumbel(keys, ids)).argmax(dim=-1)
+    return (winner * _BLOCK + chosen).clamp_(max=vocab - 1)

@@ -1,0 +1,59 @@
+"""Sampling parameters of every slot as arrays, written once when a slot changes hands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncengine.device.pinned import Int64Array
+from asyncengine.step import Row, RowSpec
+
+
+class SlotParams:
+    """Per-slot columns, read by fancy-indexing with the slots of a step."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._specs: list[RowSpec | None] = [None] * max_num_seqs
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        """0: all."""
+        self.seed_low = np.zeros(max_num_seqs, dtype=np.int64)
+        self.seed_high = np.zeros(max_num_seqs, dtype=np.int64)
+        self.repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self.presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self.penalized = np.zeros(max_num_seqs, dtype=np.bool_)
+
+    def update(self, rows: Sequence[Row]) -> Int64Array:
+        """Bring the slots of `rows` up to date; returns the slots."""
+        for row in rows:
+            if self._specs[row.slot] is not row.spec:
+                self._write(row.slot, row.spec)
+        return np.array([row.slot for row in rows], dtype=np.int64)
+
+    def columns(self, slots: Int64Array, positions: Int64Array) -> tuple[NDArray[np.float32], Int64Array]:
+        """What a compiled sampler takes: float32 [rows, 3] temperature, top-p, min-p; int64 [rows, 4] top-k, the
+        halves of the seed, position."""
+        floats = np.stack((self.temperature[slots], self.top_p[slots], self.min_p[slots]), axis=1)
+        whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)
+        return floats, np.stack(whole, axis=1)
+
+    def _write(self, slot: int, spec: RowSpec) -> None:
+        params = spec.params
+        top_k = params.top_k or 0
+        self.temperature[slot] = 1.0 if params.temperature is None else params.temperature
+        self.top_p[slot] = 1.0 if params.top_p is None else params.top_p
+        self.min_p[slot] = params.min_p
+        self.top_k[slot] = top_k if 0 < top_k < self._vocab_size else 0
+        self.seed_low[slot] = spec.seed & 0xFFFFFFFF
+        self.seed_high[slot] = (spec.seed >> 32) & 0xFFFFFFFF
+        self.repetition[slot] = 1.0 if params.repetition_penalty is None else params.repetition_penalty
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
+        self._specs[slot] = spec

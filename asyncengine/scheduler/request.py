@@ -1,0 +1,138 @@
+"""One sample of one request: its tokens, its progress, and the only table of its legal state changes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache.page_table import PageTable
+from asyncengine.step import GrammarMatcher, RowSpec
+
+
+class RequestState(Enum):
+    """Where a request is. `WAITING` with `preemptions > 0` has run before and keeps its tokens."""
+
+    GRAMMAR_QUEUE = "grammar_queue"
+    """Its grammar is compiling; others proceed."""
+    ADAPTER_QUEUE = "adapter_queue"
+    """Its adapter is loading; others proceed."""
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+_S = RequestState
+LEGAL_TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
+    _S.GRAMMAR_QUEUE: (_S.ADAPTER_QUEUE, _S.WAITING, _S.FINISHED),
+    _S.ADAPTER_QUEUE: (_S.WAITING, _S.FINISHED),
+    _S.WAITING: (_S.RUNNING, _S.FINISHED),
+    _S.RUNNING: (_S.WAITING, _S.FINISHED),
+    _S.FINISHED: (),
+}
+
+
+class Request:
+    """The scheduler's record of one sample.
+
+    Progress is three counters over `tokens` (prompt, then output): positions below `num_computed` have keys and
+    values in committed pages, positions below `num_launched` are being computed by launched steps, and
+    `num_pending` tokens beyond `tokens` are being sampled by launched steps. A step hands out work so that
+    `num_launched` catches up with `len(tokens) + num_pending`: prompts, chunks, decodes and resumption after
+    preemption are all that one case (vLLM V1).
+    """
+
+    __slots__ = (
+        "adapter", "adapter_slot", "arrival", "cached_tokens", "deadline", "epoch", "first_step_at", "group",
+        "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed", "num_kept",
+        "num_launched", "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority", "prompt_len",
+        "salt", "slot", "spec", "state", "table", "ticket", "tokens", "void_until", "waiting_deadline",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: RowSpec,
+        tokens: list[int],
+        max_total: int,
+        *,
+        state: RequestState,
+        arrival: float,
+        priority: int = 0,
+        adapter: str = "",
+        salt: str = "",
+        group: int | None = None,
+        deadline: float | None = None,
+        waiting_deadline: float | None = None,
+        inter_token_timeout: float | None = None,
+    ) -> None:
+        self.spec = spec
+        self.ticket = spec.ticket
+        self.tokens = tokens
+        self.prompt_len = spec.prompt_len
+        self.max_total = max_total
+        """Prompt plus output, tokens, at most."""
+        self.state = state
+        self.arrival = arrival
+        self.priority = priority
+        self.adapter = adapter
+        """Content digest; "" for none."""
+        self.salt = salt
+        self.group = group
+        """Ticket of sample 0 if this is one of several samples of a prompt."""
+        self.deadline = deadline
+        self.waiting_deadline = waiting_deadline
+        self.inter_token_timeout = inter_token_timeout
+
+        self.table: PageTable | None = None
+        self.slot = -1
+        self.adapter_slot = 0
+        self.matcher: GrammarMatcher | None = None
+
+        self.num_computed = 0
+        self.num_launched = 0
+        self.num_pending = 0
+        self.num_kept = 0
+        """Tokens it had, or was to get from launched steps, when it was last preempted."""
+        self.epoch = 0
+        """Counts admissions; a result of an earlier epoch says nothing about the pages of this one."""
+        self.last_step = 0
+        """Last launched step that names this request: the fence for giving its pages back."""
+
+        self.void_until = 0
+        """Results of launched steps up to this one say nothing: its grammar changed a token they were launched for."""
+
+        self.cached_tokens = 0
+        self.passes = 0
+        self.overdue = False
+        self.preemptions = 0
+        self.prefix_hint = 0
+        self.first_step_at: float | None = None
+        self.last_token_at = arrival
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefilling(self) -> bool:
+        """More than one token behind: a prompt, or a resumed request catching up."""
+        return len(self.tokens) + self.num_pending - self.num_launched > 1
+
+    @property
+    def progress_is_sound(self) -> bool:
+        """While it runs: the counters are in order, and a step is launched or has something to compute."""
+        behind = len(self.tokens) + self.num_pending - self.num_launched
+        return self.num_computed <= self.num_launched and behind >= 0 and bool(behind or self.num_pending)
+
+    def void_launched(self) -> None:
+        """What was launched after the token now known was launched for another one, and must be again."""
+        self.void_until = self.last_step
+        self.num_pending = 0
+        self.num_launched = self.num_computed
+
+    def move(self, state: RequestState) -> None:
+        if state not in LEGAL_TRANSITIONS[self.state]:
+            raise InvariantViolation(f"request {self.ticket}: {self.state.value} -> {state.value} is not legal")
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"Request({self.ticket}, {self.state.value}, {self.num_computed}/{len(self.tokens)})"

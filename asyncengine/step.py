@@ -1,0 +1,194 @@
+"""One step: what it computes (`Batch` of `Row`s), what comes back (`StepResult`), and who computes it (`Executor`).
+
+No torch here: the same batch feeds a model on any device of this process, or the fake runner. The scheduler makes
+batches, the executor reads them; neither imports the other, both import this.
+
+Sharing rule: `Row.tokens` and `Row.pages` are the request's live lists, passed without copying. The scheduler only
+ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + num_scheduled` tokens
+and the pages that cover them, so a step in flight never sees a change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from asyncengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class GrammarMatcher(Protocol):
+    """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
+
+    steered: bool
+    """True once a token was put in the place of a sampled one so that the output is complete within its budget."""
+
+    def fill_mask(self, mask: NDArray[np.int32]) -> None:
+        """Write the packed bitmask of allowed next tokens into `mask` (shape [ceil(vocab / 32)], lowest bit first)."""
+        ...
+
+    def accept(self, token_id: int, jump: bool = True) -> list[int]:
+        """Move past a sampled token. Returns what the output grows by: that token, or the one that steering puts in
+        its place, then (`jump`) the tokens after it that the grammar leaves no choice about. Raises `GrammarError`."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """True: the output is complete and nothing may follow."""
+        ...
+
+    def fresh(self) -> GrammarMatcher:
+        """An equal matcher at its beginning, whatever this one has been through: a replay needs one of its own. Any
+        thread may ask for it. Raises `GrammarError` if its compiled grammar broke meanwhile."""
+        ...
+
+    def overrun(self) -> str | None:
+        """Asked when the budget is spent: why that is an error, or None if the output may end there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSpec:
+    """The part of a request that never changes; one object for its whole life (compare by identity)."""
+
+    ticket: int
+    params: SamplingParams
+    """With every `None` resolved except `max_tokens` and `grammar`: temperature, top_p, top_k,
+    repetition_penalty are numbers (top_k 0 = all)."""
+    seed: int
+    """Resolved, in [0, 2**64): what the sampler's random numbers are a function of, with position and token id."""
+    prompt_len: int
+    stop_ids: tuple[int, ...] = ()
+    """End-of-sequence ids (unless ignore_eos) and stop_token_ids: masked while fewer than `min_tokens` are out."""
+
+
+class Row(NamedTuple):
+    """One request's share of one step: compute positions [start, start + num_scheduled)."""
+
+    spec: RowSpec
+    slot: int
+    """Persistent row of device-side state (last token, penalties, seed), in [0, max_num_seqs)."""
+    start: int
+    num_scheduled: int
+    tokens: list[int]
+    """The request's tokens, prompt then output; positions [start, start + num_scheduled) are this row's input."""
+    in_flight: bool
+    """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet.
+
+    If a grammar then makes something else of that token (replaces it, forces others behind it), the row is void: its
+    matcher is not touched, and whatever is computed for it is thrown away."""
+    pages: list[int]
+    """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
+    samples: bool
+    """True: sample one token after the last position. False: an inner chunk of a prompt."""
+    adapter_slot: int = 0
+    """0 = no adapter."""
+    grammar: GrammarMatcher | None = None
+
+
+class AdapterSwap(NamedTuple):
+    """A device slot gets another adapter before the step that carries this. No step in flight names the slot."""
+
+    slot: int
+    digest: str
+    weights: Any = None
+    """What the runner copies: opaque to everybody else, and kept alive by the batch."""
+
+
+class Batch(NamedTuple):
+    """One step. Rows keep the scheduler's order; `step` counts launched steps from 1."""
+
+    step: int
+    rows: tuple[Row, ...]
+    swaps: tuple[AdapterSwap, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_scheduled for row in self.rows)
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of one token and, if asked for, of the likeliest alternatives (descending)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ConstrainedToken(NamedTuple):
+    """What a row's grammar made of its sampled token, as of that token: later rows move the matcher on."""
+
+    replaced: bool
+    """Another token stands in its place."""
+    complete: bool
+    """The output is complete and nothing may follow."""
+    steered: bool
+    """Some token of the output, so far, was put in so that it is complete within its budget."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step computed, by row index of its batch."""
+
+    step: int
+    tokens: list[int]
+    """Sampled token per row; -1 where the row did not sample or failed."""
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> tokens after the sampled one about which its grammar leaves no choice (jump-forward, SGLang)."""
+    constrained: dict[int, ConstrainedToken] = field(default_factory=dict)
+    """Each row with a grammar and a token."""
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row -> why this one request failed. The others in the batch are unaffected."""
+    seconds: float = 0.0
+    """Time the device worked on it."""
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    @property
+    def ready(self) -> bool:
+        """True: `wait` does not block."""
+        ...
+
+    def wait(self) -> StepResult:
+        """The result. Called once, in launch order, on any thread."""
+        ...
+
+
+class FinishedStep(NamedTuple):
+    """A `StepHandle` of a step that was computed when it was launched."""
+
+    result: StepResult
+    ready: bool = True
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class Executor(Protocol):
+    """Runs steps, one after another, on whatever thread calls it. Holds weights, KV memory and per-slot state."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of KV memory, page 0 included. Page 0 is padding and never handed out."""
+        ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    def launch(self, batch: Batch) -> StepHandle:
+        """Hand one step to the device and return without waiting for it, if the device is not the CPU.
+
+        A fault of one row goes into `StepResult.errors`; raising, here or in `wait`, kills the engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Called once, on the thread that executed."""
+        ...

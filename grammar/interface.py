@@ -1,0 +1,48 @@
+"""What the engine expects of whoever compiles grammars. `step.GrammarMatcher` is what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from asyncengine.sampling_params import OnBudget
+from asyncengine.step import GrammarMatcher
+
+
+class GrammarCompiler(Protocol):
+    """The grammar queue's worker: compiles off the event loop and reports through `done`."""
+
+    def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Any:
+        """What to compile for `grammar`. Refuses at submit what can be seen to be wrong at once, on any thread.
+
+        Raises `GrammarError`, `BudgetTooSmall`, `QueueFull`.
+        """
+        ...
+
+    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+        """What finds the fault of a finished text, where compiling `grammar` (as `check` returned it) enforces only a
+        part; None where it enforces all."""
+        ...
+
+    def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
+        """Begin compiling for `ticket`; call `done(ticket, matcher or error)` once, from any thread."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for `ticket` any more. Idempotent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GrammarOrder(NamedTuple):
+    """What a request wants of the compiler."""
+
+    grammar: Any
+    """What `check` returned."""
+    budget: int
+    """Output tokens at most."""
+    on_budget: OnBudget
+
+
+GrammarDone = Callable[[int, GrammarMatcher | Exception], None]

@@ -1,0 +1,1 @@
+"""Reading adapters as PEFT stores them: configuration, patterns of module names, tensors."""

@@ -1,0 +1,194 @@
+"""adapter_config.json: what is understood, what may be ignored, and a refusal that names the field for the rest.
+
+The format is PEFT's `LoraConfig` as of 0.21. What changes the answer and is not implemented is refused, also a setting
+this version has never heard of, unless it is off: an adapter that loads must answer as it does under PEFT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncengine.errors import AdapterError
+from asyncengine.lora.adapter import BaseModule
+from asyncengine.lora.checkpoint.patterns import Patterns
+
+_USED = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "fan_in_fan_out", "bias", "init_lora_weights",
+)  # fmt: skip
+_IGNORED = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "task_type",
+)  # fmt: skip
+"""Said of training, or meaningless where the setting they belong to is refused."""
+_REFUSED = {
+    "use_dora": "DoRA is not supported; train with use_dora=False",
+    "lora_bias": "a bias in the adapter is not supported; train with lora_bias=False",
+    "modules_to_save": "fully trained modules are not supported; target them with LoRA instead",
+    "trainable_token_indices": "trained tokens are not supported",
+    "target_parameters": "adapters on bare parameters are not supported; target linear modules",
+    "layer_replication": "replicated layers are another base model; not supported",
+    "alora_invocation_tokens": "activated LoRA is not supported",
+    "use_qalora": "QALoRA is not supported",
+    "use_bdlora": "block-diagonal LoRA is not supported",
+    "megatron_config": "adapters made with Megatron are not supported",
+    "ensure_weight_tying": "tied adapters are not supported; target the embedding and lm_head by name",
+}
+_KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Initialisations that leave the base model's weights as they are."""
+MAX_ENTRIES = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """A configuration that can be applied exactly."""
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+    target_modules: list[str] | str
+    """Names, one regular expression, or "all-linear"."""
+    exclude_modules: list[str] | str
+    layers_to_transform: list[int] | None
+    layers_pattern: list[str]
+    fan_in_fan_out: bool
+    base_name: str
+    """What the adapter was trained on. For messages only."""
+    patterns: Patterns
+
+    @property
+    def all_linear(self) -> bool:
+        return isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
+
+    def targets(self, module: str, base: BaseModule) -> bool:
+        """Whether PEFT would put an adapter on `module`."""
+        if self._named(self.exclude_modules, module, "exclude_modules"):
+            return False
+        if self.all_linear:
+            return base.kind != "embedding"
+        if not self._named(self.target_modules, module, "target_modules"):
+            return False
+        if self.layers_to_transform is None or module in self.target_modules:
+            # PEFT looks at layers only for names that are not whole paths.
+            return True
+        return self.patterns.layer_index(self.layers_pattern, module) in self.layers_to_transform
+
+    def _named(self, names: list[str] | str, module: str, field: str) -> bool:
+        if isinstance(names, str):
+            return self.patterns.fullmatch(names, module, field) if names else False
+        return any(module == name or module.endswith(f".{name}") for name in names)
+
+    def rank_of(self, module: str) -> tuple[int, str]:
+        """The rank of `module` and the field that says so."""
+        key = self.patterns.first_key(self.rank_pattern, module, "rank_pattern")
+        return (self.r, "r") if key is None else (self.rank_pattern[key], "rank_pattern")
+
+    def scaling_of(self, module: str) -> float:
+        """What the product of B and A is multiplied by (rslora: Kalajdzievski 2023)."""
+        rank, _ = self.rank_of(module)
+        key = self.patterns.first_key(self.alpha_pattern, module, "alpha_pattern")
+        alpha = self.lora_alpha if key is None else self.alpha_pattern[key]
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def read_peft_config(raw: Mapping[str, Any]) -> PeftConfig:
+    """Raises `AdapterError` naming the first field that cannot be honoured."""
+    _refuse_unsupported(raw)
+    target = raw.get("target_modules")
+    layers = raw.get("layers_to_transform")
+    layers_pattern = raw.get("layers_pattern") or []
+    config = PeftConfig(
+        r=_rank("r", raw.get("r", 8)),
+        lora_alpha=_number("lora_alpha", raw.get("lora_alpha", 8)),
+        use_rslora=_flag("use_rslora", raw),
+        rank_pattern={key: _rank("rank_pattern", value) for key, value in _table("rank_pattern", raw).items()},
+        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _table("alpha_pattern", raw).items()},
+        target_modules=_names("target_modules", target),
+        exclude_modules=_names("exclude_modules", raw.get("exclude_modules") or []),
+        layers_to_transform=_layers(layers),
+        layers_pattern=[layers_pattern] if isinstance(layers_pattern, str) else _strings(
+            "layers_pattern", layers_pattern
+        ),
+        fan_in_fan_out=_flag("fan_in_fan_out", raw),
+        base_name=str(raw.get("base_model_name_or_path") or "another model")[:200],
+        patterns=Patterns(),
+    )  # fmt: skip
+    if not target:
+        raise AdapterError("target_modules", 'must be a list of names, a regular expression, or "all-linear"', target)
+    if config.layers_to_transform is not None and isinstance(config.target_modules, str):
+        raise AdapterError("layers_to_transform", "needs target_modules as a list of names")
+    if config.layers_pattern and config.layers_to_transform is None:
+        raise AdapterError("layers_pattern", "means nothing without layers_to_transform")
+    return config
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("peft_type") != "LORA":
+        raise AdapterError("peft_type", 'must be "LORA"; nothing else is supported', raw.get("peft_type"))
+    for field, advice in _REFUSED.items():
+        if raw.get(field) is not None and raw[field] is not False and raw[field] != [] and raw[field] != {}:
+            raise AdapterError(field, advice, raw[field])
+    if raw.get("bias", "none") != "none":
+        raise AdapterError("bias", 'trained biases are not supported; train with bias="none"', raw["bias"])
+    start = raw.get("init_lora_weights", True)
+    if not any(start is known or (isinstance(start, str) and start == known) for known in _KEEP_BASE):
+        raise AdapterError(
+            "init_lora_weights",
+            "this initialisation may change the base model's weights; save a plain LoRA with peft: "
+            "save_pretrained(folder, path_initial_model_for_weight_conversion=initial_folder)",
+            start,
+        )
+    for field, value in raw.items():
+        if field not in _USED and field not in _IGNORED and field not in _REFUSED and value:
+            raise AdapterError(field[:80], "this setting is unknown here and could change the answers", value)
+
+
+def _flag(field: str, raw: Mapping[str, Any]) -> bool:
+    value = raw.get(field)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterError(field, "must be true or false", value)
+    return bool(value)
+
+
+def _rank(field: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise AdapterError(field, "must be a whole number, at least 1", value)
+    return value
+
+
+def _number(field: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= 1e9:
+        raise AdapterError(field, "must be a finite number", value)
+    return float(value)
+
+
+def _table(field: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    value = raw.get(field) or {}
+    if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
+        raise AdapterError(field, f"must be an object of at most {MAX_ENTRIES} entries")
+    return value
+
+
+def _strings(field: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES or not all(isinstance(name, str) for name in value):
+        raise AdapterError(field, f"must be a list of at most {MAX_ENTRIES} names, or a string", value)
+    return list(value)
+
+
+def _names(field: str, value: Any) -> list[str] | str:
+    return value if isinstance(value, str) else _strings(field, value if value is not None else [])
+
+
+def _layers(value: Any) -> list[int] | None:
+    if value is None or value == []:
+        return None
+    layers = [value] if type(value) is int else value
+    if not isinstance(layers, list) or any(type(index) is not int for index in layers):
+        raise AdapterError("layers_to_transform", "must be a layer's number or a list of them", value)
+    return layers

@@ -1,0 +1,197 @@
+"""Reads a PEFT checkpoint into an `Adapter`, or says exactly why not.
+
+Everything is checked against the base model before a weight is read: names, ranks, shapes, bytes. The identity of an
+adapter is a digest over what it does (module, scaling, weights as stored), so that the same content has one identity
+under any name, in any folder, with any irrelevant setting, and one changed weight gives another. What is kept is what a
+device slot takes: the model's dtype, scaling folded in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncengine.errors import AdapterError
+from asyncengine.lora.adapter import Adapter, BaseModule, LoraWeights
+from asyncengine.lora.checkpoint.files import CONFIG_FILE, WEIGHTS_FILE, find_folder, open_file, read_config
+from asyncengine.lora.checkpoint.peft_config import PeftConfig, read_peft_config
+from asyncengine.lora.checkpoint.tensor_file import TensorFile, parse_json, pieces
+
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<weight>\.weight)?")
+_FOREIGN = {
+    ".lora_magnitude_vector": ("use_dora", "the file holds DoRA magnitudes"),
+    ".token_adapter.": ("trainable_token_indices", "the file holds trained tokens"),
+    ".trainable_tokens_": ("trainable_token_indices", "the file holds trained tokens"),
+    ".lora_B.bias": ("lora_bias", "the file holds a bias of the adapter"),
+    ".bias": ("bias", "the file holds biases"),
+}
+MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The two tensors of one module, by name."""
+
+    a: str
+    b: str
+    embedding: bool
+    rank: int
+
+
+class PeftLoader:
+    """Loads adapters for one base model. Immutable: any number of threads may load at once."""
+
+    def __init__(
+        self,
+        base: Mapping[str, BaseModule],
+        *,
+        dtype: torch.dtype,
+        max_rank: int,
+        root: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """`base`: the modules that can take an adapter, by Hugging Face path. `dtype`: the model's. `root`: adapters
+        lie inside this folder or are refused; None: anywhere."""
+        self._base = dict(base)
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self.root = None if root is None else Path(root).expanduser().resolve()
+
+    def fingerprint(self, path: str | os.PathLike[str], max_bytes: int) -> Hashable:
+        """The folder and the state of its files: what changes when they change. Reads no weights.
+
+        Raises `AdapterError`, also for an adapter that would take more than `max_bytes` of memory.
+        """
+        folder = find_folder(path, self.root)
+        states = []
+        need = 0
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            with open_file(folder, file, self.root) as stream:
+                status = os.fstat(stream.fileno())
+                if file == WEIGHTS_FILE:
+                    need = self._held_bytes(TensorFile(stream, file))
+            states.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+        if need > max_bytes:
+            raise AdapterError("adapter_memory", f"is {max_bytes} bytes, and the adapter needs {need}", str(folder))
+        return (folder, *states)
+
+    def _held_bytes(self, file: TensorFile) -> int:
+        """Memory of the adapter's own tensors in the model's dtype."""
+        numbers = sum(math.prod(extent.shape) for name, extent in file.tensors.items() if _NAME.fullmatch(name))
+        return numbers * self._dtype.itemsize
+
+    def load(self, name: str, path: str | os.PathLike[str]) -> Adapter:
+        """Blocking: reads the files. Raises `AdapterError`; nothing is left behind then."""
+        folder = find_folder(path, self.root)
+        config = read_peft_config(parse_json(read_config(folder, self.root), CONFIG_FILE))
+        digest = hashlib.sha256(b"asyncengine.lora 1\n")
+        with open_file(folder, WEIGHTS_FILE, self.root) as stream:
+            try:
+                file = TensorFile(stream, WEIGHTS_FILE)
+                pairs = self._pair(config, file)
+                modules = {
+                    module: self._read(config, file, module, pair, digest) for module, pair in sorted(pairs.items())
+                }
+                file.check_unchanged()
+            except OSError as error:
+                raise AdapterError(WEIGHTS_FILE, f"cannot be read ({type(error).__name__})") from None
+        rank = max(weights.rank for weights in modules.values())
+        return Adapter(name, digest.hexdigest(), rank, modules, sum(weights.nbytes for weights in modules.values()))
+
+    # ---------------------------------------------------------------- names and shapes
+
+    def _pair(self, config: PeftConfig, file: TensorFile) -> dict[str, _Pair]:
+        """Module -> its two tensors, after checking that the file holds what the configuration says and nothing else,
+        and that all of it fits the base model."""
+        sides: dict[str, dict[str, str]] = {}
+        for name in sorted(file.tensors):
+            module, side = self._parse(config, file, name)
+            if side:
+                sides.setdefault(module, {})[side] = name
+        if not sides:
+            raise AdapterError(WEIGHTS_FILE, "holds no adapter weights")
+        if not config.all_linear:
+            for module, base in self._base.items():
+                if module not in sides and config.targets(module, base):
+                    raise AdapterError("target_modules", f"names {module}, but the file has no weights for it")
+        return {module: self._check_pair(config, file, module, names) for module, names in sides.items()}
+
+    def _parse(self, config: PeftConfig, file: TensorFile, name: str) -> tuple[str, str]:
+        """(module, "A" or "B"), or ("", "") for a tensor that is only a copy of the base model's."""
+        for part, (field, reason) in _FOREIGN.items():
+            if part in name if part.endswith((".", "_")) else name.endswith(part):
+                raise AdapterError(field, f"{reason}, which is not supported", name)
+        path = name.removeprefix(_PREFIX)
+        copied = self._base.get(path.removesuffix(".weight").removesuffix(".base_layer"))
+        if copied is not None and path.endswith(".weight"):
+            # PEFT saves the table of a targeted embedding or lm_head along; it was frozen, so it is the base model's
+            # unless it was resized.
+            table = (copied.inputs, copied.outputs) if copied.kind == "embedding" else (copied.outputs, copied.inputs)
+            if not path.endswith(".base_layer.weight") or file.tensors[name].shape != table:
+                raise AdapterError("modules_to_save", "the file holds a base weight of its own; not supported", name)
+            return "", ""
+        found = _NAME.fullmatch(path)
+        if found is None or path == name or len(name) > 4 * MAX_NAME_CHARS:
+            raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
+        if bool(found["embedding"]) == bool(found["weight"]):
+            raise AdapterError(name[:MAX_NAME_CHARS], "is not a LoRA tensor as PEFT names them")
+        module = found["module"]
+        base = self._base.get(module)
+        if base is None:
+            raise AdapterError(
+                name, f"the base model has no {module} that takes an adapter (made for {config.base_name})"
+            )
+        if bool(found["embedding"]) != (base.kind == "embedding"):
+            raise AdapterError(
+                name, f"does not fit: {module} is {'an' if base.kind == 'embedding' else 'no'} embedding"
+            )
+        return module, found["side"]
+
+    def _check_pair(self, config: PeftConfig, file: TensorFile, module: str, names: dict[str, str]) -> _Pair:
+        base = self._base[module]
+        if len(names) != 2:
+            lacking = "B" if "A" in names else "A"
+            raise AdapterError(next(iter(names.values())), f"comes without its lora_{lacking}")
+        if not config.targets(module, base):
+            raise AdapterError("target_modules", f"does not name {module}, but the file has weights for it")
+        if config.fan_in_fan_out and base.kind == "linear":
+            raise AdapterError("fan_in_fan_out", f"is for Conv1D modules; {module} is a plain linear")
+        rank, field = config.rank_of(module)
+        if rank > self._max_rank:
+            raise AdapterError(field, f"is over max_lora_rank={self._max_rank} at {module}", rank)
+        for name, shape in ((names["A"], (rank, base.inputs)), (names["B"], (base.outputs, rank))):
+            if file.tensors[name].shape != shape:
+                raise AdapterError(name, f"must have shape {list(shape)}", list(file.tensors[name].shape))
+        return _Pair(names["A"], names["B"], base.kind == "embedding", rank)
+
+    # ---------------------------------------------------------------- weights
+
+    def _read(self, config: PeftConfig, file: TensorFile, module: str, pair: _Pair, digest: Any) -> LoraWeights:
+        """The weights of `module`, ready for a slot; `digest` gets what the file says of them."""
+        a, b, scaling = file.read(pair.a), file.read(pair.b), config.scaling_of(module)
+        if a.dtype != b.dtype:
+            raise AdapterError(pair.b, f"must have the dtype of its lora_A, {a.dtype}", str(b.dtype))
+        head = f"{module!r} {pair.embedding} {scaling.hex()} {a.dtype} {tuple(a.shape)}{tuple(b.shape)}\n"
+        digest.update(head.encode())
+        for tensor in (a, b):
+            digest.update(tensor.view(torch.uint8).numpy().data)
+        factor = scaling * self._base[module].scale
+        return LoraWeights(module, self._cast(pair.a, a, 1.0), self._cast(pair.b, b, factor), pair.embedding)
+
+    def _cast(self, name: str, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        """`tensor` times `factor`, rounded once to the model's dtype. Finite: in a batch an infinity would reach its
+        neighbours (0 * inf)."""
+        cast = torch.empty(tensor.shape, dtype=self._dtype)
+        for source, target in zip(pieces(tensor), pieces(cast), strict=True):
+            target.copy_(source.float() * factor)
+            if not bool(torch.isfinite(target).all()):
+                raise AdapterError(name, f"has values beyond the model's {self._dtype} (lora_alpha / r counted in)")
+        return cast

@@ -1,0 +1,313 @@
+"""Low-rank adapters in device slots, applied to the rows of a step that use them.
+
+A step's adapters are an argument of its forward (`StepContext.adapters`): each layer hands over its product's input and
+output. Of a model that runs through transformers, forward hooks do that; for a step without adapters they are taken
+off, so that it runs exactly the model that was loaded. Nothing here knows where adapters come from: `write` takes
+anything of the shape of `LoraAdapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from asyncengine.device.pinned import Int64Array
+from asyncengine.device.transfer import upload
+from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
+from asyncengine.layers.places import ModuleDims, Place
+from asyncengine.layers.step import CausalLM, RowAdapters
+from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
+from asyncengine.lora.layers.rows import RowStack, RowStep
+from asyncengine.lora.layers.stack import LoraStack, Segment, padded_rank
+
+Step = RowStep | MaskedStep
+StepAdapters = tuple[RowAdapters | None, RowAdapters | None]
+"""Of all tokens of a step, and of the rows whose logits are wanted."""
+_KEPT_STEPS = 8
+"""Maps of a step's rows that are kept for the next one."""
+
+
+class LoraFactors(Protocol):
+    """What one module gains: y += (x @ a.T) @ b.T, everything that multiplies it folded in.
+
+    `a` [r, in] and `b` [out, r] are on the host, contiguous, finite and in the model's dtype.
+    """
+
+    @property
+    def a(self) -> torch.Tensor: ...
+    @property
+    def b(self) -> torch.Tensor: ...
+    @property
+    def embedding(self) -> bool: ...
+
+
+class LoraAdapter(Protocol):
+    """Factors by the Hugging Face path of the module they belong to."""
+
+    @property
+    def modules(self) -> Mapping[str, LoraFactors]: ...
+
+
+class _Adapters:
+    """`RowAdapters` of one step."""
+
+    __slots__ = ("_stacks", "_step")
+
+    def __init__(self, stacks: Mapping[str, LoraStack], step: Step) -> None:
+        self._stacks, self._step = stacks, step
+
+    def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        stack = self._stacks.get(path)
+        if stack is not None:
+            stack.add(x, y, self._step)
+
+
+def install_lora(
+    model: CausalLM,
+    max_loras: int,
+    max_rank: int,
+    targets: Collection[str] | None = None,
+    *,
+    masked: bool | None = None,
+) -> LoraLayers:
+    """Make `model` ready for adapters in slots 1 .. max_loras.
+
+    `targets` limits what adapters may change to these paths. No memory is taken before `allocate` or `write`. `masked`:
+    apply them with the same shapes in every step, as CUDA graphs need it; None: wherever the device is not the CPU.
+    Raises `InvalidParameter` for a count below one or a target the model does not have.
+    """
+    for name, value in (("max_loras", max_loras), ("max_lora_rank", max_rank)):
+        if value < 1:
+            raise InvalidParameter(name, "must be at least 1", value)
+    layers = LoraLayers(model, max_loras, max_rank, masked)
+    if targets is not None:
+        layers.limit(targets)
+    return layers
+
+
+class LoraLayers:
+    """Slots 1 .. max_loras of one model; slot 0 means no adapter. Used by one thread, between and before forwards."""
+
+    def __init__(self, model: CausalLM, max_loras: int, max_rank: int, masked: bool | None = None) -> None:
+        self.max_loras = max_loras
+        self.max_rank = max_rank
+        self.modules: dict[str, ModuleDims] = {}
+        """Every module an adapter may target, by Hugging Face path."""
+        self._places: dict[str, tuple[Place, int]] = {}
+        for place in model.places():
+            for index, (path, width) in enumerate(place.parts):
+                self.modules[path] = ModuleDims(place.in_features, width, place.kind, place.scale)
+                self._places[path] = (place, index)
+        self._dtype, self._device = model.dtype, model.device
+        self._masked = self._device.type != "cpu" if masked is None else masked
+        self.version = 0
+        """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
+        self._stacks: dict[str, LoraStack] = {}
+        """By the first path of its place."""
+        self._written: dict[int, list[LoraStack]] = {}
+        self._ranks = np.zeros(max_loras, dtype=np.int64)
+        """The largest padded rank in each slot."""
+        self._hooks: list[Any] = []
+        self._tokens: Step | None = None
+        self._logits: Step | None = None
+        self._known: dict[bytes, RowStep] = {}
+        """By the rows' slots: the next decoding step is often like the last one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory taken so far. It grows with the first adapter that targets a module or has a larger rank than
+        all before it, and never shrinks."""
+        return sum(stack.nbytes for stack in self._stacks.values())
+
+    def limit(self, targets: Collection[str]) -> None:
+        """Let adapters target these paths only. Raises `InvalidParameter` for one not in `modules`."""
+        for path in targets:
+            self._place("lora_targets", path)
+        self.modules = {path: dims for path, dims in self.modules.items() if path in targets}
+
+    def layer_linears(self) -> list[str]:
+        """What an adapter made for "all-linear" changes: every linear but the head; no embedding."""
+        return [path for path in self.modules if not (self._places[path][0].embedding or self._places[path][0].head)]
+
+    def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
+        """Take the memory that adapters of these modules and this rank need, now instead of at the first `write`.
+
+        `rank` None: as large as it may be.
+        """
+        for path in paths:
+            place, _ = self._place("lora_targets", path)
+            self._make_room(place, self.max_rank if rank is None else min(rank, self.max_rank))
+
+    def write(self, slot: int, adapter: LoraAdapter) -> None:
+        """Make `slot` hold `adapter` instead of whatever it holds. Not while a step runs; steps wait for it.
+
+        Raises `AdapterError` for an unknown module and for a shape, rank or dtype that does not fit; the slot is
+        unchanged then. Values are not looked at: one that is not finite would reach other adapters' rows.
+        """
+        self._check_slot(slot)
+        for path, factors in adapter.modules.items():
+            self._check(path, factors)
+        for path, factors in adapter.modules.items():
+            self._make_room(self._places[path][0], factors.a.shape[0])
+        self.clear(slot)
+        used: dict[str, LoraStack] = {}
+        try:
+            for path, factors in adapter.modules.items():
+                place, part = self._places[path]
+                key = place.path
+                used[key] = self._stacks[key]
+                used[key].write(slot - 1, part, factors.a, factors.b)
+        except BaseException:  # no memory for the copy: whoever gets the slot next may not use all of these
+            for stack in used.values():
+                stack.clear(slot - 1)
+            raise
+        self._written[slot] = list(used.values())
+        self._ranks[slot - 1] = max((padded_rank(each.a.shape[0]) for each in adapter.modules.values()), default=0)
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`: no row may use it until it is written again. Idempotent."""
+        self._check_slot(slot)
+        self._known.clear()
+        for stack in self._written.pop(slot, []):
+            stack.clear(slot - 1)
+
+    def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> StepAdapters:
+        """What each forward is given: request r has counts[r] tokens and the adapter in slots[r], or none if that is 0.
+
+        `logit_rows` [N] on the device are the tokens whose logits are wanted. Raises `InvariantViolation` for an empty
+        slot: it would answer as the base model does.
+        """
+        if not any(slots):
+            return self.begin_none()
+        self.check_slots(slots)
+        if self._masked:
+            self._tokens, self._logits = self._masked_steps(slots, counts, logit_rows)
+        else:
+            own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+            self._tokens, self._logits = self._row_step(own), self._row_step(own[logit_rows.numpy()])
+        return self._begun()
+
+    def begin_none(self) -> StepAdapters:
+        """Of forwards without adapters."""
+        self._detach()
+        return None, None
+
+    def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
+        """Of a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
+        graph, whoever has put what there by the time it is replayed. Needs `masked`."""
+        self._tokens = self._logits = MaskedStep(self.max_loras, slots)
+        return self._begun()
+
+    def _begun(self) -> StepAdapters:
+        assert self._tokens is not None
+        assert self._logits is not None
+        self._attach()
+        return _Adapters(self._stacks, self._tokens), _Adapters(self._stacks, self._logits)
+
+    def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
+        """Set the first of `into` to each row's slot, and the rest to none."""
+        own = np.full(len(into), -1, dtype=np.int64)
+        own[: len(slots)] = np.array(slots, dtype=np.int64) - 1
+        into.copy_(upload(own, self._device))
+
+    def check_slots(self, slots: Sequence[int]) -> None:
+        """Raises `InvariantViolation` for a slot that is not 0 and empty."""
+        for slot in slots:
+            if slot and slot not in self._written:
+                raise InvariantViolation(f"a row uses adapter slot {slot}, which is empty")
+
+    def close(self) -> None:
+        """Leave the model as it was loaded, free all slots and let go of the model. Idempotent."""
+        self._detach()
+        for held in (self._stacks, self._written, self._known, self._places, self.modules):
+            held.clear()
+
+    def _row_step(self, own: Int64Array) -> RowStep:
+        key = own.tobytes()
+        if key not in self._known:
+            if len(self._known) == _KEPT_STEPS:
+                self._known.clear()
+            self._known[key] = RowStep(own, self._ranks)
+        return self._known[key]
+
+    def _masked_steps(
+        self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor
+    ) -> tuple[MaskedStep, MaskedStep]:
+        own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+        where = upload(own, self._device)
+        # a pure decoding step is what a CUDA graph holds
+        segments = _segments(slots, counts) if counts.max() > 1 else None
+        return MaskedStep(self.max_loras, where, segments), MaskedStep(self.max_loras, where[logit_rows])
+
+    def _make_room(self, place: Place, rank: int) -> None:
+        """Have a stack for `place` that can hold `rank`."""
+        key = place.path
+        if key in self._stacks:
+            self.version += self._stacks[key].grow(rank)
+            return
+        self.version += 1
+        form = MaskedStack if self._masked else RowStack
+        self._stacks[key] = form(place, self.max_loras, rank, self._dtype, self._device)
+        self._detach()  # the next step with adapters attaches all of them
+
+    def _check(self, path: str, factors: LoraFactors) -> None:
+        """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""
+        place, part = self._place("adapter", path)
+        if path not in self.modules:
+            raise AdapterError("adapter", "its module is not among lora_targets", path)
+        if factors.embedding != place.embedding:
+            raise AdapterError("adapter", "its weights do not belong to this kind of module", path)
+        rank, width = factors.a.shape[0], place.parts[part][1]
+        if rank > self.max_rank:
+            raise AdapterError("max_lora_rank", f"{path} has rank {rank}, more than {self.max_rank}", self.max_rank)
+        if tuple(factors.a.shape) != (rank, place.in_features) or tuple(factors.b.shape) != (width, rank):
+            shapes = f"{list(factors.a.shape)} and {list(factors.b.shape)}"
+            raise AdapterError("adapter", f"{path} maps {place.in_features} to {width}, not as {shapes}")
+        if factors.a.dtype != self._dtype or factors.b.dtype != self._dtype:
+            raise AdapterError("adapter", f"{path} must be in the model's {self._dtype}", str(factors.a.dtype))
+
+    def _place(self, field: str, path: str) -> tuple[Place, int]:
+        if path not in self._places:
+            raise AdapterError(field, "the model has no such module that an adapter can change", path)
+        return self._places[path]
+
+    def _check_slot(self, slot: int) -> None:
+        if not 1 <= slot <= self.max_loras:
+            raise InvariantViolation(f"adapter slot {slot} is not in 1 .. {self.max_loras}")
+
+    def _attach(self) -> None:
+        if self._hooks:
+            return
+        for stack in self._stacks.values():
+            if stack.place.module is None:
+                continue
+            self._hooks.append(stack.place.module.register_forward_hook(self._hook(stack)))
+
+    def _hook(self, stack: LoraStack) -> Any:
+        def add(_: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
+            stack.add(arguments[0], output, self._logits if stack.place.head else self._tokens)
+
+        return add
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._tokens = self._logits = None
+
+
+def _segments(slots: Sequence[int], counts: Int64Array) -> tuple[Segment, ...]:
+    """(first token, end, slot counted from 0) of neighbouring tokens with one adapter."""
+    found: list[Segment] = []
+    end = 0
+    for slot, count in zip(slots, counts.tolist(), strict=True):
+        begin, end = end, end + count
+        if not slot:
+            continue
+        if found and found[-1][1:] == (begin, slot - 1):
+            begin = found.pop()[0]
+        found.append((begin, end, slot - 1))
+    return tuple(found)

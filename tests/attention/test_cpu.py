@@ -1,0 +1,281 @@
+"""The compiled backend against the torch one, and against itself in other company."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.teams import team_of
+
+from asyncengine.attention import factory
+from asyncengine.attention.base import LayerSpec, MergedHeads, StepView
+from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.config import EngineConfig
+from asyncengine.errors import InvalidParameter
+
+pytest.importorskip("numba")
+
+from asyncengine.attention.cpu import CompiledBackend, prepare_merged
+
+CPU = torch.device("cpu")
+BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
+SHAPES = {
+    "group of 1, 16 dimensions": replace(BASE, num_heads=3, num_kv_heads=3, key_dim=16, value_dim=16),
+    "group of 2": BASE,
+    "group of 3, 80 dimensions": replace(BASE, num_heads=6, key_dim=80, value_dim=80),
+    "group of 7, 128 dimensions": replace(BASE, num_heads=7, num_kv_heads=1, key_dim=128, value_dim=128, scale=0.08),
+    "group of 8, 256 dimensions": replace(BASE, num_heads=8, num_kv_heads=1, key_dim=256, value_dim=256, scale=0.06),
+    "group of 70": replace(BASE, num_heads=70, num_kv_heads=1, key_dim=16, value_dim=16),
+    "odd dimensions": replace(BASE, key_dim=37, value_dim=53),
+    "wider keys": replace(BASE, key_dim=192, value_dim=128, scale=0.07),
+    "window": replace(BASE, window=21),
+    "window of one": replace(BASE, window=1),
+    "soft-cap": replace(BASE, softcap=3.0),
+    "sinks": replace(BASE, sinks=torch.tensor([0.5, -1.0, 2.0, 40.0])),
+    "all": replace(BASE, window=70, softcap=1.1, sinks=torch.tensor([3.0, -1.0, 0.2, 0.0])),
+}
+STEPS = [
+    [(15, 15), (16, 16), (17, 17), (1, 1), (130, 130)],
+    [(16, 1), (17, 1), (18, 1), (2, 1), (131, 1)],
+    [(17, 1), (48, 31), (19, 1), (5, 3), (200, 69)],
+    [(18, 1), (49, 1), (20, 1), (6, 1), (201, 1)],
+]
+"""(length, new tokens) of each row after each step: decodes and chunks, at the edges of pages and within them."""
+
+
+class Pair:
+    """The same steps through two backends whose pages lie elsewhere and hold NaN before they are written."""
+
+    def __init__(self, spec: LayerSpec, dtype: torch.dtype, page_size: int = 16) -> None:
+        self.spec, self.dtype, self.page_size = spec, dtype, page_size
+        self.generator = torch.Generator().manual_seed(page_size + spec.num_heads)
+        most = -(-max(length for length, _ in STEPS[-1]) // page_size)
+        pages = torch.randperm(len(STEPS[0]) * most, generator=self.generator) + 1
+        self.tables = pages.view(len(STEPS[0]), most).to(torch.int32).numpy()
+        self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype)
+        self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
+        for pool in self.compiled._pools:
+            for memory in (pool._keys, pool._values):
+                memory.fill_(0xFF)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def view(self, step: list[tuple[int, int]]) -> StepView:
+        lengths, counts = (np.array(part) for part in zip(*step, strict=True))
+        starts = lengths - counts
+        width = int(-(-lengths.max() // self.page_size))
+        slots = [
+            int(self.tables[row, position // self.page_size]) * self.page_size + position % self.page_size
+            for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True))
+            for position in range(start, length)
+        ]
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        return StepView(starts, counts, indptr, self.tables[:, :width], torch.tensor(slots))
+
+    def step(self, step: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        view, spec = self.view(step), self.spec
+        tokens = int(view.qo_indptr[-1])
+        query = self.random(tokens, spec.num_heads, spec.key_dim)
+        key = self.random(tokens, spec.num_kv_heads, spec.key_dim)
+        value = self.random(tokens, spec.num_kv_heads, spec.value_dim)
+        for backend, dtype in ((self.compiled, self.dtype), (self.torch, torch.float32)):
+            backend.plan(view)
+            backend.write(0, key.to(dtype), value.to(dtype))
+        return self.compiled.attend(0, query).float(), self.torch.attend(0, query.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_torch(shape: str, dtype: torch.dtype) -> None:
+    pair = Pair(SHAPES[shape], dtype)
+    for step in STEPS:
+        found, expected = pair.step(step)
+        limit = 1e-5 if dtype == torch.float32 else 2**-6
+        assert float((found - expected).abs().max()) < limit * (1 + float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 24, 32])
+def test_other_pages(page_size: int) -> None:
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2**-5)):
+        if dtype == torch.bfloat16 and page_size == 24:
+            continue  # lanes of eight: float32 covers them
+        pair = Pair(SHAPES["all"], dtype, page_size)
+        for step in STEPS:
+            found, expected = pair.step(step)
+            assert float((found - expected).abs().max()) < limit
+
+
+def test_the_check_can_fail() -> None:
+    pair = Pair(BASE, torch.float32)
+    pair.compiled._pools[0]._numbers[0] *= 1.01
+    found, expected = pair.step(STEPS[0])
+    assert float((found - expected).abs().max()) > 1e-4
+
+
+class Lengths:
+    """Rows of fixed keys and values in one pool; any of them can be attended to in any company."""
+
+    def __init__(self, spec: LayerSpec, lengths: list[int], threads: int = 2) -> None:
+        generator = torch.Generator().manual_seed(5)
+        pages = [-(-length // 16) for length in lengths]
+        self.spec, self.lengths, self.first = spec, lengths, np.cumsum([1, *pages])
+        self.backend = CompiledBackend([spec], int(self.first[-1]), 16, torch.float32)
+        self.query = torch.randn(sum(lengths), spec.num_heads, spec.key_dim, generator=generator)
+        self.key = torch.randn(sum(lengths), spec.num_kv_heads, spec.key_dim, generator=generator)
+        self.value = torch.randn(sum(lengths), spec.num_kv_heads, spec.value_dim, generator=generator)
+        self.token = np.cumsum([0, *lengths])
+
+    def attend(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """parts: (row, first position, last position + 1)."""
+        starts, counts = np.array([a for _, a, _ in parts]), np.array([b - a for _, a, b in parts])
+        width = max(-(-b // 16) for _, _, b in parts)
+        tables = np.array([self.first[row] + np.arange(width) for row, _, _ in parts], dtype=np.int32)
+        slots = np.concatenate([self.first[row] * 16 + np.arange(a, b) for row, a, b in parts])
+        tokens = torch.from_numpy(np.concatenate([self.token[row] + np.arange(a, b) for row, a, b in parts]))
+        indptr = np.concatenate(([0], np.cumsum(counts)))
+        self.backend.plan(StepView(starts, counts, indptr, tables, torch.from_numpy(slots)))
+        self.backend.write(0, self.key[tokens], self.value[tokens])
+        return list(self.backend.attend(0, self.query[tokens]).split(counts.tolist()))
+
+
+@pytest.mark.parametrize("shape", ["group of 3, 80 dimensions", "window", "all"])
+def test_bit_for_bit_in_any_company(shape: str) -> None:
+    """Alone, among 64, on one or two threads, in chunks of any size: long rows too, which are split when alone."""
+    lengths = [1300, 17, 600, *[20 + row for row in range(61)]]
+    rows = Lengths(SHAPES[shape], lengths)
+    whole = rows.attend([(row, 0, length) for row, length in enumerate(lengths)])
+    for count in (1, 2, 3):
+        with team_of(count):
+            together = rows.attend([(row, length - 1, length) for row, length in enumerate(lengths)])
+            for row in (0, 1, 2, 63):
+                assert torch.equal(together[row][-1], whole[row][-1])
+                alone = rows.attend([(row, lengths[row] - 1, lengths[row])])[0]
+                assert torch.equal(alone[-1], whole[row][-1])
+            for first, last in ((0, 7), (7, 600), (600, 1299), (1299, 1300)):
+                chunk = rows.attend([(0, first, last), (1, 16, 17)])[0]
+                assert torch.equal(chunk, whole[0][first:last])
+
+
+def test_a_long_row_alone_is_split() -> None:
+    with team_of(2):
+        split_rows()
+
+
+def split_rows() -> None:
+    rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
+    rows.attend([(0, 0, 1300)])
+    rows.attend([(0, 1299, 1300)])
+    items, joins, *_ = rows.backend._plans[next(iter(rows.backend._plans))].arrays
+    assert len(items) == 3
+    assert joins.tolist() == [[0, 0, 3]]
+
+
+def test_another_load_may_change_the_default_type_meanwhile() -> None:
+    """transformers sets it while it makes a model, for the whole process: a load beside an engine that serves."""
+    with team_of(2):
+        split_in_another_type()
+
+
+def split_in_another_type() -> None:
+    rows = Lengths(replace(BASE, num_heads=2, num_kv_heads=1), [1300])
+    rows.attend([(0, 0, 1299)])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rows.attend([(0, 1299, 1300)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    partials = rows.backend._partials
+    assert partials.numel()
+    assert partials.dtype is torch.float32
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    rows = Lengths(BASE, [40, 33, 21])
+    before = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
+    rows.query[rows.token[1] : rows.token[2]] = math.nan
+    rows.value[rows.token[1] : rows.token[2]] = math.nan
+    after = rows.attend([(0, 0, 40), (1, 0, 33), (2, 0, 21)])
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[2], before[2])
+    assert bool(after[1].isnan().all())
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return torch.cat((turned, kept), -1)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    if weight is None:
+        return x
+    wide = x.float()
+    return (weight * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("norms", "rotary"), [(True, 64), (False, 64), (True, 32), (False, 0)])
+def test_merged(norms: bool, rotary: int, dtype: torch.dtype) -> None:
+    spec = BASE
+    one, other = Pair(spec, dtype), Pair(spec, dtype)
+    weights = [one.random(64).float() if norms else None for _ in range(2)]
+    heads = MergedHeads(4, 2, 64, 64, *weights, epsilon=1e-6)
+    for step in STEPS:
+        view = one.view(step)
+        tokens = int(view.qo_indptr[-1])
+        qkv, angles = one.random(tokens, 8 * 64), torch.rand(tokens, rotary, generator=one.generator) * 6
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        query, key, value = qkv.view(tokens, 8, 64).split((4, 2, 2), 1)
+        query = rotated(normed(query, weights[0], 1e-6), cos, sin)
+        key = rotated(normed(key, weights[1], 1e-6), cos, sin)
+        for found, expected in zip(prepare_merged(qkv, heads, cos, sin), (query, key, value), strict=True):
+            torch.testing.assert_close(found, expected)
+        one.compiled.plan(view)
+        found = one.compiled.attend_merged(0, qkv, heads, cos, sin)
+        other.compiled.plan(view)
+        prepared = prepare_merged(qkv, heads, cos, sin)
+        other.compiled.write(0, *prepared[1:])
+        assert torch.equal(found, other.compiled.attend(0, prepared[0]).flatten(1))
+
+
+def test_views_are_read_where_they_lie() -> None:
+    """The model hands over [1, heads, tokens, dim] turned around."""
+    rows = Lengths(BASE, [37])
+    expected = rows.attend([(0, 0, 37)])[0]
+    query, key, value = (
+        part.transpose(0, 1).contiguous().transpose(0, 1) for part in (rows.query, rows.key, rows.value)
+    )
+    rows.backend.write(0, key, value)
+    assert torch.equal(rows.backend.attend(0, query), expected)
+
+
+def test_the_choice() -> None:
+    specs = [BASE]
+    assert factory.make_backend(EngineConfig(), specs, 5, torch.bfloat16, CPU).name == "compiled"
+    assert (
+        factory.make_backend(EngineConfig(attention_backend="compiled"), specs, 5, torch.float32, CPU).name
+        == "compiled"
+    )
+    assert factory.make_backend(EngineConfig(attention_backend="torch"), specs, 5, torch.bfloat16, CPU).name == "torch"
+    assert factory.make_backend(EngineConfig(), specs, 5, torch.float16, CPU).name == "torch"
+    with pytest.raises(InvalidParameter, match="read bfloat16 and float32, not float16") as caught:
+        factory.make_backend(EngineConfig(attention_backend="compiled"), specs, 5, torch.float16, CPU)
+    assert caught.value.field == "attention_backend"
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factory, "compiler_missing", lambda dtype, device: "numba is not installed")
+    assert factory.make_backend(EngineConfig(), [BASE], 5, torch.bfloat16, CPU).name == "torch"
+    with pytest.raises(InvalidParameter, match="numba is not installed"):
+        factory.make_backend(EngineConfig(attention_backend="compiled"), [BASE], 5, torch.bfloat16, CPU)
+
+
+def test_the_pool_is_as_large_as_counted() -> None:
+    backend = CompiledBackend([BASE, replace(BASE, index=1)], 7, 16, torch.bfloat16)
+    assert backend.kv_bytes == 7 * factory.page_bytes([BASE, BASE], 16, torch.bfloat16)
+    backend.close()

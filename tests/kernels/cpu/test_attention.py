@@ -1,0 +1,84 @@
+"""The softmax inside the attention kernels: how exact it is, and what infinities and NaN do to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+pytest.importorskip("numba")
+
+from asyncengine.kernels.cpu.attention_softmax import soften, weigh
+from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
+from asyncengine.kernels.cpu.jit import serial_in_order
+
+Floats = npt.NDArray[np.float32]
+
+
+@serial_in_order
+def weigh_block(scores: int, out: int, low: int, high: int, scale: Any, state: int, form: Any) -> None:
+    weigh(scores, out, low, high, scale, state, state + 4, state + 8, form)
+
+
+@serial_in_order
+def soften_block(scores: int, scale: Any, cap: Any) -> None:
+    soften(scores, scale, cap)
+
+
+def weights(scores: Floats, low: int = 0, high: int = BLOCK, state: Floats | None = None) -> tuple[Floats, Floats]:
+    """The weights of a block, and maximum, sum and factor after it."""
+    state = np.array([FLOOR, 0, 0], dtype=np.float32) if state is None else state
+    out = np.empty(BLOCK, dtype=np.float32)
+    weigh_block(scores.ctypes.data, out.ctypes.data, low, high, np.float32(1), state.ctypes.data, np.float32(0))
+    return out, state
+
+
+def test_powers_are_exact_to_the_last_bits() -> None:
+    for seed in range(20):
+        scores = (np.random.default_rng(seed).random(BLOCK) * -40).astype(np.float32)
+        scores[seed] = 0
+        found, state = weights(scores)
+        expected = np.exp2(scores.astype(np.float64))
+        assert np.abs(found / expected - 1).max() < 3e-7
+        assert abs(state[1] / expected.sum() - 1) < 1e-6
+        assert state[0] == 0
+
+
+def test_bounds_and_the_sum_so_far() -> None:
+    scores = np.arange(BLOCK, dtype=np.float32)
+    found, state = weights(scores, 3, 10, np.array([7, 2, 0], dtype=np.float32))
+    expected = np.where((scores >= 3) & (scores < 10), np.exp2(scores - 9), 0)
+    np.testing.assert_allclose(found, expected, rtol=3e-7)
+    np.testing.assert_allclose(state, [9, 2 / 4 + expected.sum(), 1 / 4], rtol=1e-6)
+
+
+def test_a_block_of_nothing_changes_nothing() -> None:
+    """Whatever lies in the tile: NaN beyond the bounds never enters."""
+    found, state = weights(np.full(BLOCK, np.nan, dtype=np.float32), 5, 5, np.array([7, 2, 0], dtype=np.float32))
+    assert not found.any()
+    assert state.tolist() == [7, 2, 1]
+    found, state = weights(np.full(BLOCK, np.nan, dtype=np.float32), 0, 0)
+    assert not found.any()
+    assert state.tolist() == [np.float32(FLOOR), 0, 1]
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7F800123, 0xFFFFFFFF])
+def test_nan_stays_nan(bits: int) -> None:
+    scores = np.zeros(BLOCK, dtype=np.float32)
+    scores.view(np.uint32)[17] = bits
+    found, state = weights(scores)
+    assert np.isnan(found[17])
+    assert np.isnan(state[1])
+    assert np.isfinite(np.delete(found, 17)).all()
+
+
+@pytest.mark.parametrize("cap", [0.7, 30.0, 50.0])
+def test_soft_cap(cap: float) -> None:
+    scores = np.linspace(-400, 400, BLOCK, dtype=np.float32)
+    scores[:8] = [0, 1e-6, -1e-3, 0.1, 0.24 * cap, 0.26 * cap, -3 * cap, 1e30]
+    found = scores.copy()
+    soften_block(found.ctypes.data, np.float32(0.5), np.float32(cap))
+    expected = cap * np.tanh(scores.astype(np.float64) * 0.5 / cap) * np.log2(np.e)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

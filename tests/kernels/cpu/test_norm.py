@@ -1,0 +1,102 @@
+"""RMS normalisation by compiled kernels: torch's numbers, whatever the rows beside a row and the number of threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.teams import team_of
+
+from asyncengine.kernels.cpu import compiler_missing
+
+if compiler_missing(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("no compiler", allow_module_level=True)
+
+from asyncengine.kernels.cpu.norm import add_rms_norm, rms_norm
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+SHAPES = [(1, 1, 64), (1, 3, 48), (5, 7), (2, 3, 4, 16), (1, 40, 1024), (0, 8)]
+"""The fifth is split over threads."""
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[found.dtype]
+    return torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = torch.randn(shape).to(dtype) * 3, torch.randn(shape[-1]).to(dtype)
+    expected = torch.nn.functional.rms_norm(x, (shape[-1],), weight, 1e-5)
+    weight = weight.float()
+    assert close(rms_norm(x, weight, 1e-5), expected)
+    assert close(rms_norm(x.transpose(0, -1).contiguous().transpose(0, -1), weight, 1e-5), expected), "strides"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+def test_sum_and_norm(shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
+    """The sum is rounded before it is normalised, and neither input is changed."""
+    residual, branch = (torch.randn(size).to(dtype) for size in (shape, shape))
+    weight = torch.randn(shape[-1])
+    before = residual.clone(), branch.clone()
+    total, normed = add_rms_norm(residual, branch, scale, weight, 1e-5)
+    assert torch.equal(residual, before[0])
+    assert torch.equal(branch, before[1])
+    assert close(total, residual + branch * scale)
+    if scale == 1.0 or dtype == torch.bfloat16:
+        assert torch.equal(total, residual + branch * scale)
+    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
+
+
+def test_epsilon_counts() -> None:
+    x, weight = torch.full((1, 16), 1e-3), torch.ones(16)
+    assert float(rms_norm(x, weight, 0.0)[0, 0]) == pytest.approx(1.0)
+    assert float(rms_norm(x, weight, 3e-6)[0, 0]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
+    """Bit for bit, alone and among others, by one thread and by two."""
+    x, branch = torch.randn(2, 65, 512).to(dtype)
+    weight = torch.randn(512)
+    for count in (1, 2, 3):
+        with team_of(count) as team:
+            whole, (total, normed) = rms_norm(x, weight, 1e-6), add_rms_norm(x, branch, 1.0, weight, 1e-6)
+            assert (team.account.pieces > 2) == (count > 1)
+            for row in (0, 31, 64):
+                alone = slice(row, row + 1)
+                assert torch.equal(whole[alone], rms_norm(x[alone], weight, 1e-6))
+                found = add_rms_norm(x[alone], branch[alone], 1.0, weight, 1e-6)
+                assert torch.equal(total[alone], found[0])
+                assert torch.equal(normed[alone], found[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 32).to(dtype)
+    x[1, 5] = float("nan")
+    found = rms_norm(x, torch.ones(32), 1e-6)
+    assert torch.isfinite(found).all(dim=-1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(48, torch.float32), (96, torch.float32), (1000, torch.float32), (1024, torch.float32), (1024, torch.bfloat16)],
+)
+def test_alone_and_among_so_many_that_threads_share_them(width: int, dtype: torch.dtype) -> None:
+    """Also after a sum: by whichever function a row comes, its numbers are summed in one order."""
+    rows = 2**14 // width + 100
+    generator = torch.Generator().manual_seed(width)
+    x, branch = (torch.randn((rows, width), generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(width, generator=generator)
+    assert torch.equal(rms_norm(x, weight, 1e-6), torch.cat([rms_norm(row[None], weight, 1e-6) for row in x]))
+    total, together = add_rms_norm(x, branch, 1.0, weight, 1e-6)
+    pairs = zip(x, branch, strict=True)
+    alone = [add_rms_norm(left[None], right[None], 1.0, weight, 1e-6)[1] for left, right in pairs]
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(together, rms_norm(total, weight, 1e-6))

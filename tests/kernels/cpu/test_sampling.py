@@ -1,0 +1,113 @@
+"""The compiled choice against the sampler in torch: the same tokens from the same noise, whatever the parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.teams import team_of
+
+from asyncengine.kernels.cpu import sampling
+from asyncengine.kernels.cpu.sampling import Chooser
+from asyncengine.sampling.noise import noise_keys
+from asyncengine.sampling.sampler import draw
+from asyncengine.sampling.top_p import smallest_kept
+
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 20, "top_p": 0.95},
+    {"top_k": 700, "top_p": 0.9},
+    {"top_k": 5000},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"temperature": 5.0, "top_p": 0.9999},
+    {"temperature": 0.05},
+    {"min_p": 0.1},
+    {"top_k": 30, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
+]
+
+
+def columns(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
+    """What `choose` takes, for `count` rows that differ in seed and position."""
+    params = np.array([[temperature, top_p, min_p]] * count, dtype=np.float32)
+    keys = np.array([[top_k, 9 + row, row * 7 % 5, 100 + row] for row in range(count)], dtype=np.int64)
+    return params, keys
+
+
+def by_torch(logits: torch.Tensor, params: Any, keys: Any) -> list[int]:
+    temperature, top_p, min_p = (torch.from_numpy(column.copy()) for column in params.T)
+    scaled = logits.float() / temperature[:, None]
+    least = torch.maximum(scaled.amax(dim=-1) + torch.log(min_p), smallest_kept(scaled, keys[:, 0], top_p))
+    noise = torch.from_numpy(noise_keys(*keys.T[1:]))
+    tokens: list[int] = draw(scaled, least, noise).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("vocab", [7, 512, 513, 6000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fields", PARAMS, ids=str)
+def test_the_tokens_are_those_of_the_sampler_in_torch(fields: dict[str, Any], dtype: torch.dtype, vocab: int) -> None:
+    logits = (torch.randn((60, vocab), generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype)
+    logits[::7, : vocab // 2] = float("-inf")
+    fields = {**fields, "top_k": fields.get("top_k", 0) if fields.get("top_k", 0) < vocab else 0}
+    params, keys = columns(60, **fields)
+    tokens, best = Chooser(vocab).choose(logits, params, keys)
+    assert tokens.tolist() == by_torch(logits, params, keys)
+    assert torch.equal(best, logits.float().amax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_rows_get_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    logits = torch.randn((33, 2000), generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[3, [700, 1400]] = 9.0
+    tokens, best = Chooser(2000).choose(logits, *columns(33, temperature=0.0))
+    assert tokens[3] == 700
+    assert torch.equal(logits.gather(1, tokens[:, None])[:, 0], logits.amax(dim=-1))
+    assert torch.equal(best, logits.float().amax(dim=-1))
+
+
+def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
+    logits = torch.randn((6, 900), generator=torch.Generator().manual_seed(2))
+    params, keys = columns(6, top_p=0.8)
+    alone, _ = Chooser(900).choose(logits, params, keys)
+    logits[1, 899], logits[2], logits[4, 3] = float("nan"), float("-inf"), float("inf")
+    tokens, best = Chooser(900).choose(logits, params, keys)
+    assert [math.isfinite(value) for value in best.tolist()] == [True, False, False, True, False, True]
+    assert math.isnan(best[1])
+    assert tokens[[1, 2, 4]].tolist() == [0, 0, 0]
+    assert tokens[[0, 3, 5]].tolist() == alone[[0, 3, 5]].tolist()
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn((40, 3000), generator=torch.Generator().manual_seed(4))
+    params, keys = columns(40, top_k=50, top_p=0.9)
+    chooser = Chooser(3000)
+    together = chooser.choose(logits, params, keys)[0].tolist()
+    alone = [int(chooser.choose(*(part[row : row + 1] for part in (logits, params, keys)))[0]) for row in range(40)]
+    assert together == alone
+    monkeypatch.setattr(sampling, "_AT_ONCE", 0)  # few logits are not worth sharing
+    with team_of(3) as team:
+        assert chooser.choose(logits, params, keys)[0].tolist() == alone
+        assert team.account.pieces > 1
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((2000, 600), float("-inf"))
+    logits[:, [5, 599]] = torch.tensor([0.0, -2.0])
+    tokens, _ = Chooser(600).choose(logits, *columns(2000, temperature=3.0))
+    assert sorted(np.unique(tokens).tolist()) == [5, 599]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.randn(1200, generator=torch.Generator().manual_seed(8)) * 2
+    draws = 30_000
+    tokens, _ = Chooser(1200).choose(logits.expand(draws, -1).contiguous(), *columns(draws))
+    counts = torch.bincount(tokens, minlength=1200).double()
+    shares = torch.softmax(logits.double(), dim=-1) * draws
+    common = shares > 20
+    squares = ((counts - shares) ** 2 / shares)[common]
+    assert squares.sum() < len(squares) + 5 * math.sqrt(2 * len(squares)), "chi-squared"

@@ -1,0 +1,198 @@
+"""A team's loops: each piece once whoever comes, nobody waited for who has nothing begun, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from support.teams import team_of
+
+from asyncengine.kernels.cpu import compiler_missing
+
+if compiler_missing(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("no compiler", allow_module_level=True)
+
+from asyncengine.kernels.cpu.atomics import load, store
+from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
+from asyncengine.kernels.cpu.team import Account, Team, use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
+
+
+@serial_in_order
+def _count(piece: int, pieces: int, worker: int, out: int, workers: int) -> None:
+    array(pointer(out, np.int64(0)), (pieces,))[piece] += 1
+    array(pointer(workers, np.int64(0)), (64,))[worker] += 1
+
+
+@serial_in_order
+def _count_all(out: int, workers: int, pieces: int, loops: int, team: int) -> None:
+    for _ in range(loops):
+        spread(_count, team, pieces, (out, workers))
+
+
+@serial_in_order
+def _meet(piece: int, pieces: int, worker: int, words: int) -> None:
+    """Piece 0 and the last one each wait until the other has begun."""
+    if piece == 0 or piece == pieces - 1:
+        store(words + (0 if piece == 0 else 8), 1)
+        while load(words + (8 if piece == 0 else 0)) == 0:
+            pass
+
+
+@serial_in_order
+def _meet_all(words: int, pieces: int, team: int) -> None:
+    spread(_meet, team, pieces, (words,))
+
+
+def run(pieces: int, loops: int) -> tuple[list[int], list[int]]:
+    """How often each piece was computed, and how many each worker did."""
+    out, workers = np.zeros(pieces, np.int64), np.zeros(64, np.int64)
+    _count_all(out.ctypes.data, workers.ctypes.data, pieces, loops, use_team())
+    return out.tolist(), workers.tolist()
+
+
+@pytest.mark.parametrize("threads", [2, 3, 6])
+def test_every_piece_once_however_many_threads_there_are_cores_for(threads: int) -> None:
+    with team_of(threads) as team:
+        for pieces, loops in ((2, 2000), (7, 2000), (threads * 16, 300)):
+            counts, _ = run(pieces, loops)
+            assert counts == [loops] * pieces
+        assert team.account.loops == 4300
+        assert team.account.pieces == 2000 * 9 + 300 * threads * 16
+
+
+def test_helpers_take_part() -> None:
+    with team_of(2):
+        words = np.zeros(2, np.int64)
+        _meet_all(words.ctypes.data, 2, use_team())  # would never end with one thread
+    assert words.tolist() == [1, 1]
+
+
+def test_nobody_is_waited_for_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the helpers' cores were taken for good."""
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: None)
+    with team_of(4) as team:
+        counts, workers = run(64, 10)
+        assert counts == [10] * 64
+        assert workers[0] == 640
+        assert team.account.own == team.account.pieces == 640
+
+
+def test_one_thread_does_it_alone_and_nothing_is_cut() -> None:
+    with closing(Team(3)) as team:
+        with team.joined(1):
+            assert use_team() == 0
+            assert pieces_of(2**30, 1000, use_team()) == 1
+        with team.joined():
+            assert pieces_of(2**30, 1000, use_team()) == 48
+            assert pieces_of(2**30, 5, use_team()) == 5
+            assert pieces_of(2**18, 1000, use_team()) == 2
+            assert pieces_of(10, 1000, use_team()) == 1
+    assert use_team() == 0
+
+
+def test_fewer_threads_and_more_again() -> None:
+    with closing(Team(4, piece=1)) as team:
+        for threads in (4, 2, 1, 3, 4):
+            with team.joined(threads):
+                assert team.active == threads
+                counts, workers = run(40, 200)
+            assert counts == [200] * 40
+            assert not any(workers[threads:])
+
+
+def test_helpers_that_wait_sleep() -> None:
+    with team_of(3):
+        run(30, 10)
+        time.sleep(0.02)  # longer than anybody spins
+        before = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - before < 0.15
+        assert run(30, 10)[0] == [10] * 30
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_no_thread_before_the_first_use_and_none_after_the_last() -> None:
+    team = Team(3, name="tested-core")
+    assert not threads_named("tested-core")
+    with team.joined():
+        assert len(threads_named("tested-core")) == 2
+    team.close()
+    team.close()
+    assert not threads_named("tested-core")
+    with pytest.raises(RuntimeError, match="closed"), team.joined():
+        pass
+
+
+def test_a_team_that_nobody_holds_ends() -> None:
+    team = Team(2, name="dropped-core")
+    with team.joined():
+        run(8, 3)
+    helpers = threads_named("dropped-core")
+    assert len(helpers) == 1
+    del team
+    gc.collect()
+    helpers[0].join(5)
+    assert not helpers[0].is_alive()
+
+
+def test_one_thread_at_a_time() -> None:
+    with team_of(2) as team:
+        failed: list[BaseException] = []
+
+        def intrude() -> None:
+            try:
+                with team.joined():
+                    pass
+            except RuntimeError as error:
+                failed.append(error)
+
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join()
+        assert "another thread" in str(failed[0])
+        assert use_team() != 0
+
+
+def test_efficiency() -> None:
+    """Two threads each did half; the caller waited as long as it computed; the helper never came; no loop at all."""
+    assert Account(1, 10, 5, 100, 0, 200).efficiency == 1
+    assert Account(1, 10, 5, 100, 100, 400).efficiency == 0.5
+    assert Account(1, 10, 10, 100, 0, 200).efficiency == 0.5
+    assert Account(0, 0, 0, 0, 0, 0).efficiency == 1
+    assert Account(3, 4, 5, 6, 7, 8).since(Account(1, 1, 1, 1, 1, 1)) == Account(2, 3, 4, 5, 6, 7)
+
+
+def test_a_fork_closes_what_it_has_not() -> None:
+    """Its helpers are in the other process, and their locks may be held for ever."""
+    with team_of(2) as team:
+        run(8, 5)
+        child = os.fork()
+        if child == 0:
+            team.close()
+            os._exit(0)
+        deadline = time.monotonic() + 10
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert run(8, 5)[0] == [5] * 8
+
+
+def test_without_another_thread_to_have_the_caller_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with team_of(3):
+        assert run(20, 5)[0] == [5] * 20

@@ -1,0 +1,405 @@
+"""What is not supported or does not fit is refused by a typed error that names the field; hostile files do no harm."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from support.peft_checkpoints import (
+    CONFIG,
+    WEIGHTS,
+    base_modules,
+    edit_config,
+    edit_weights,
+    join_file,
+    save_adapter,
+    split_file,
+    tiny_llama,
+)
+
+from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.lora.adapter import BaseModule
+from asyncengine.lora.checkpoint.files import discover
+from asyncengine.lora.checkpoint.patterns import Patterns
+from asyncengine.lora.checkpoint.peft_loader import PeftLoader
+
+Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q_B = Q_A.replace("lora_A", "lora_B")
+
+
+@pytest.fixture(scope="module")
+def base() -> dict[str, BaseModule]:
+    return base_modules(tiny_llama())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_adapter(tmp_path / "root" / "one")
+
+
+def refused(base: dict[str, BaseModule], folder: Path, **settings: Any) -> AdapterError:
+    settings = {"dtype": torch.float32, "max_rank": 64, **settings}
+    with pytest.raises(AdapterError) as caught:
+        PeftLoader(base, **settings).load("one", folder)
+    assert isinstance(caught.value, InvalidParameter)
+    return caught.value
+
+
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LOHA",
+    "use_dora": True,
+    "bias": "all",
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1, 2],
+    "target_parameters": ["experts.down_proj"],
+    "layer_replication": [[0, 2], [1, 3]],
+    "alora_invocation_tokens": [5],
+    "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
+    "megatron_config": {"a": 1},
+    "ensure_weight_tying": True,
+    "init_lora_weights": "olora",
+    "fan_in_fan_out": True,
+    "a_setting_from_the_future": True,
+    "arrow_config": {"top_k": 2},
+    "r": 0,
+    "lora_alpha": "16",
+    "use_rslora": "yes",
+    "rank_pattern": {"q_proj": -1},
+    "alpha_pattern": {"q_proj": True},
+    "target_modules": [],
+    "exclude_modules": 3,
+    "layers_to_transform": ["0"],
+    "layers_pattern": ["layers"],
+}
+
+
+@pytest.mark.parametrize("field", SETTINGS)
+def test_a_setting_that_cannot_be_honoured_is_named(field: str, base: dict[str, BaseModule], folder: Path):
+    edit_config(folder, **{field: SETTINGS[field]})
+    error = refused(base, folder)
+    assert error.field == field
+    assert str(error).startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize("value", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "mica", 1, None])
+def test_initialisations_that_may_change_the_base_model(value: object, base: dict[str, BaseModule], folder: Path):
+    edit_config(folder, init_lora_weights=value)
+    assert refused(base, folder).field == "init_lora_weights"
+
+
+@pytest.mark.parametrize("value", [0, "", "(q_proj", "x" * 5000, None, {"q_proj": 1}, [1]])
+def test_malformed_targets(value: object, base: dict[str, BaseModule], folder: Path):
+    edit_config(folder, target_modules=value)
+    assert refused(base, folder).field == "target_modules"
+
+
+@pytest.mark.parametrize("field", ["lora_alpha", "r"])
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "1e400", "1e300"])
+def test_numbers_that_are_not_finite(field: str, text: str, base: dict[str, BaseModule], folder: Path):
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**config, field: "@"}).replace('"@"', text))
+    assert refused(base, folder).field in (field, CONFIG)
+
+
+def test_what_peft_saves_beside_the_adapter(base: dict[str, BaseModule], tmp_path: Path):
+    for name, extra, field in (
+        ("dora", {"use_dora": True}, "use_dora"),
+        ("saved", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ("tokens", {"trainable_token_indices": [3]}, "trainable_token_indices"),
+        ("bias", {"lora_bias": True}, "lora_bias"),
+    ):
+        folder = save_adapter(tmp_path / name, **extra)
+        assert refused(base, folder).field == field
+        edit_config(folder, **{field: None})  # the tensors give it away
+        assert refused(base, folder).field == field
+
+
+# ---------------------------------------------------------------- fit
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "no B": (lambda t: t.pop(Q_B), Q_A),
+    "no A": (lambda t: t.pop(Q_A), Q_B),
+    "neither": (lambda t: (t.pop(Q_A), t.pop(Q_B)), "target_modules"),
+    "untargeted": (
+        lambda t: [put(n.replace("q_proj", "o_proj"), torch.ones(s))(t) for n, s in ((Q_A, (4, 16)), (Q_B, (16, 4)))],
+        "target_modules",
+    ),
+    "no such module": (rename(Q_A, Q_A.replace("layers.0", "layers.9")), Q_A.replace("layers.0", "layers.9")),
+    "wrong rank": (put(Q_A, torch.ones(5, 16)), Q_A),
+    "wrong inputs": (put(Q_A, torch.ones(4, 17)), Q_A),
+    "wrong outputs": (put(Q_B, torch.ones(15, 4)), Q_B),
+    "transposed": (put(Q_B, torch.ones(4, 16)), Q_B),
+    "flat": (put(Q_A, torch.ones(64)), Q_A),
+    "empty": (put(Q_A, torch.ones(0, 16)), Q_A),
+    "nan": (put(Q_A, torch.full((4, 16), float("nan"))), Q_A),
+    "infinite": (put(Q_B, torch.full((16, 4), float("-inf"))), Q_B),
+    "integers": (put(Q_A, torch.ones(4, 16, dtype=torch.int32)), Q_A),
+    "doubles": (put(Q_A, torch.ones(4, 16, dtype=torch.float64)), Q_A),
+    "two dtypes": (put(Q_B, torch.ones(16, 4, dtype=torch.bfloat16)), Q_B),
+    "embedding names": (rename(Q_A, Q_A.replace("lora_A.weight", "lora_embedding_A")), ""),
+    "adapter name": (rename(Q_A, Q_A.replace("lora_A.", "lora_A.default.")), Q_A.replace("lora_A.", "lora_A.default.")),
+    "no prefix": (rename(Q_A, Q_A.removeprefix("base_model.model.")), Q_A.removeprefix("base_model.model.")),
+    "stray tensor": (put("surprise", torch.ones(1)), "surprise"),
+    "magnitudes": (put(Q_A.replace("lora_A.weight", "lora_magnitude_vector"), torch.ones(16)), "use_dora"),
+    "bias": (put("base_model.model.model.layers.0.self_attn.q_proj.bias", torch.ones(16)), "bias"),
+    "whole layer": (put("base_model.model.lm_head.weight", torch.ones(40, 16)), "modules_to_save"),
+    "table": (put("base_model.model.model.embed_tokens.base_layer.weight", torch.ones(41, 16)), "modules_to_save"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_weights_that_do_not_fit(misfit: str, base: dict[str, BaseModule], folder: Path):
+    edit, field = MISFITS[misfit]
+    edit_weights(folder, edit)  # type: ignore[arg-type]
+    error = refused(base, folder)
+    assert not field or error.field == field
+
+
+def test_ranks_above_the_limit(base: dict[str, BaseModule], tmp_path: Path):
+    assert refused(base, save_adapter(tmp_path / "r", r=9), max_rank=8).field == "r"
+    one = save_adapter(tmp_path / "pattern", r=8, rank_pattern={"v_proj": 9})
+    assert refused(base, one, max_rank=8).field == "rank_pattern"
+    assert PeftLoader(base, dtype=torch.float32, max_rank=9).load("one", one).rank == 9
+
+
+def test_values_beyond_the_models_dtype(base: dict[str, BaseModule], folder: Path):
+    edit_weights(folder, put(Q_A, torch.full((4, 16), 1e5)))
+    assert refused(base, folder, dtype=torch.float16).field == Q_A
+    edit_weights(folder, put(Q_A, torch.ones(4, 16)))
+    edit_weights(folder, put(Q_B, torch.full((16, 4), 3e4)))  # beyond float16 only with the scaling
+    PeftLoader(base, dtype=torch.float16, max_rank=8).load("one", folder)
+    edit_config(folder, lora_alpha=16)
+    error = refused(base, folder, dtype=torch.float16)
+    assert error.field == Q_B
+    assert "torch.float16" in str(error)
+
+
+def test_an_adapter_larger_than_the_memory_for_all(base: dict[str, BaseModule], folder: Path):
+    """What counts is what it takes in the model's dtype, without copies of base weights in the file."""
+    edit_weights(folder, put("base_model.model.lm_head.base_layer.weight", torch.ones(40, 16)))
+    for dtype in (torch.float32, torch.bfloat16):
+        loader = PeftLoader(base, dtype=dtype, max_rank=8)
+        need = loader.load("one", folder).nbytes
+        loader.fingerprint(folder, need)
+        with pytest.raises(AdapterError, match=f"adapter_memory: .* needs {need}"):
+            loader.fingerprint(folder, need - 1)
+
+
+def test_another_base_model(base: dict[str, BaseModule], folder: Path):
+    wider = base_modules(tiny_llama(hidden_size=32, num_attention_heads=4))
+    assert "must have shape" in str(refused(wider, folder))
+    assert "the base model has no" in str(refused({"lm_head": BaseModule(16, 40)}, folder))
+
+
+def test_no_weights_at_all(base: dict[str, BaseModule], folder: Path):
+    edit_weights(folder, lambda tensors: tensors.clear())
+    assert refused(base, folder).field == WEIGHTS
+
+
+# ---------------------------------------------------------------- hostile files
+
+
+def test_files_cut_off_anywhere(base: dict[str, BaseModule], folder: Path):
+    content = (folder / WEIGHTS).read_bytes()
+    for length in [0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1]:
+        (folder / WEIGHTS).write_bytes(content[:length])
+        assert refused(base, folder).field == WEIGHTS
+    (folder / WEIGHTS).write_bytes(content + b"\0")
+    assert refused(base, folder).field == WEIGHTS
+
+
+def test_headers_that_lie(base: dict[str, BaseModule], folder: Path):
+    header, data = split_file(folder / WEIGHTS)
+
+    def changed(**entry: Any) -> dict[str, Any]:
+        return {**header, Q_A: {**header[Q_A], **entry}}
+
+    start, end = header[Q_A]["data_offsets"]
+    lies: list[Any] = [
+        changed(data_offsets=[start - 4, end]),
+        changed(data_offsets=[start, end - 4]),
+        changed(data_offsets=[end, start]),
+        changed(data_offsets=[0, 2**70]),
+        changed(data_offsets=[float(start), float(end)]),
+        changed(data_offsets=[start]),
+        changed(data_offsets=None),
+        changed(shape=[True, 16]),
+        changed(shape=[-4, -16]),
+        changed(shape="ab"),
+        changed(dtype=None),
+        {**header, Q_A: 7},
+        {**header, "second": header[Q_A]},
+        [],
+    ]
+    for lie in lies:
+        join_file(folder / WEIGHTS, json.dumps(lie).encode(), data)
+        assert refused(base, folder).field == WEIGHTS, lie
+    for lie in (changed(shape=[4, 15]), changed(shape=[2**40, 2**40]), changed(dtype="F16"), changed(dtype="F8_E4M3")):
+        join_file(folder / WEIGHTS, lie, data)
+        assert refused(base, folder).field == Q_A
+
+
+def test_a_key_twice(base: dict[str, BaseModule], folder: Path):
+    header, data = split_file(folder / WEIGHTS)
+    entry = f"{json.dumps(Q_A)}:{json.dumps(header[Q_A])}"
+    join_file(folder / WEIGHTS, json.dumps(header).encode()[:-1] + b"," + entry.encode() + b"}", data)
+    assert "twice" in str(refused(base, folder))
+    config = (folder / CONFIG).read_text().rstrip()
+    (folder / CONFIG).write_text(config[:-1] + ', "r": 4}')
+    assert refused(base, folder).field == CONFIG
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**6])
+def test_a_header_longer_than_the_file(length: int, base: dict[str, BaseModule], folder: Path):
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", length) + content[8:])
+    assert refused(base, folder).field == WEIGHTS
+
+
+def test_an_oversized_header_is_not_read(base: dict[str, BaseModule], folder: Path):
+    with (folder / WEIGHTS).open("wb") as stream:
+        stream.write(struct.pack("<Q", 1 << 34))
+        stream.truncate(1 << 35)  # sparse
+    assert "over the limit" in str(refused(base, folder))
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff\xfe", b'{"r":' * 100_000, b'{"r": ' + b"9" * 10_000 + b"}"])
+def test_configurations_that_are_no_json(text: bytes, base: dict[str, BaseModule], folder: Path):
+    (folder / CONFIG).write_bytes(text)
+    assert refused(base, folder).field == CONFIG
+
+
+def test_an_oversized_configuration(base: dict[str, BaseModule], folder: Path):
+    edit_config(folder, auto_mapping="x" * (1 << 20))
+    assert refused(base, folder).field == CONFIG
+
+
+EVIL = {
+    "nested counts": "(((a{1000}){1000}){1000}){1000}",
+    "many counts": "(?:" * 20 + "a" + "){0,99}" * 20,
+    "recursion": "(?R)*",
+    "fuzzy count": "(?:q_proj){e<=2}",
+    "nesting": "(" * 1500 + ")" * 1500,
+    "unbalanced": "(q_proj",
+    "lookbehind": "(?<=.*)q_proj",
+}
+
+
+@pytest.mark.parametrize("field", ["target_modules", "rank_pattern", "alpha_pattern", "exclude_modules"])
+@pytest.mark.parametrize("pattern", EVIL)
+def test_patterns_that_blow_up_are_refused(field: str, pattern: str, base: dict[str, BaseModule], folder: Path):
+    edit_config(folder, **{field: {EVIL[pattern]: 4} if field.endswith("pattern") else EVIL[pattern]})
+    assert refused(base, folder).field == field
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|a)*b", "([a-z._0-9]*)*([a-z._0-9]*)*!", "(.*)*(.*)*(.*)*(.*)*!", "(.|.)" * 40 + "!"]
+)
+def test_patterns_that_backtrack_do_not_hang(pattern: str, base: dict[str, BaseModule], folder: Path):
+    """Each of these takes `re` for ever on one of the module paths."""
+    edit_config(folder, target_modules=pattern)
+    assert refused(base, folder).field == "target_modules"
+
+
+def test_matching_has_a_time_limit():
+    with pytest.raises(AdapterError, match="rank_pattern: takes too long"):
+        Patterns(seconds=0).first_key(["q_proj"], "model.q_proj", "rank_pattern")
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_paths_that_leave_the_root(base: dict[str, BaseModule], folder: Path, tmp_path: Path):
+    root = folder.parent
+    outside = save_adapter(tmp_path / "outside")
+    (root / "link").symlink_to(outside)
+    (root / "chain").symlink_to(root / "link")
+    (root / "ring").symlink_to(root / "ring")
+    for name in (CONFIG, WEIGHTS):
+        mixed = root / f"mixed {name}"
+        mixed.mkdir()
+        for file in (CONFIG, WEIGHTS):
+            (mixed / file).symlink_to((outside if file == name else folder) / file)
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=root)
+    bad = ["../outside", "one/../../outside", str(outside), "link", "chain", "ring", f"mixed {CONFIG}",
+           f"mixed {WEIGHTS}", "/", "", "one\0", "missing", "x" * 5000, f"one/{CONFIG}"]  # fmt: skip
+    for path in bad:
+        with pytest.raises(AdapterError) as caught:
+            loader.load("one", path)
+        assert caught.value.field == "path", path
+        with pytest.raises(AdapterError):
+            loader.fingerprint(path, 1 << 30)
+
+
+def test_nothing_is_told_about_what_lies_outside(base: dict[str, BaseModule], folder: Path):
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=folder.parent)
+    for path in ("..", "../missing", "/", "/missing"):
+        with pytest.raises(AdapterError, match="leaves the folder"):
+            loader.load("one", path)
+
+
+def test_paths_inside_the_root(base: dict[str, BaseModule], folder: Path):
+    root = folder.parent
+    (root / "alias").symlink_to("one")
+    (root / "blobs").mkdir()
+    (folder / WEIGHTS).rename(root / "blobs" / "1")
+    (folder / WEIGHTS).symlink_to("../blobs/1")  # as the hub's cache lays files out
+    loader = PeftLoader(base, dtype=torch.float32, max_rank=8, root=root)
+    found = [loader.load("one", path).digest for path in ("one", "./one", "alias", folder, "blobs/../one")]
+    assert len(dict.fromkeys(found)) == 1
+
+
+def test_discovery_passes_over_what_leaves_the_root(folder: Path, tmp_path: Path):
+    root = folder.parent
+    save_adapter(tmp_path / "outside")
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "empty").mkdir()
+    (root / "file").write_text("")
+    assert discover(root) == {"one": folder}
+
+
+def test_pickles_are_never_read(base: dict[str, BaseModule], folder: Path):
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    error = refused(base, folder)
+    assert "adapter_model.bin" in str(error)
+    assert "safe_serialization" in str(error)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_does_not_block(base: dict[str, BaseModule], folder: Path):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+    assert "regular file" in str(refused(base, folder))
+
+
+def test_a_file_that_changes_while_it_is_read(base: dict[str, BaseModule], folder: Path, monkeypatch: Any):
+    from asyncengine.lora.checkpoint.tensor_file import TensorFile
+
+    read = TensorFile.read
+
+    def and_touch(self: TensorFile, name: str) -> torch.Tensor:
+        os.utime(folder / WEIGHTS, ns=(1, 1))
+        return read(self, name)
+
+    monkeypatch.setattr(TensorFile, "read", and_touch)
+    assert "changed while" in str(refused(base, folder))

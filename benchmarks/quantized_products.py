@@ -18,7 +18,7 @@ import torch
 from asyncengine.models.linears import FastLinear, PanelLinear
 from asyncengine.models.output_layer import OutputLayer
 from asyncengine.models.quantized import QuantizedLinear
-from asyncengine.models.reused_memory import ReusedMemory
+from asyncengine.device.output_buffers import OutputBufferPool
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = (151936, 1024)
@@ -45,7 +45,7 @@ def make_head() -> dict[str, Form]:
         "bf16 F.linear": lambda x: torch.nn.functional.linear(x, weight),
         "bf16 packed": FastLinear(weight, None, pack=True),
         "bf16": OutputLayer(weight, None),
-        "bf16 panels": PanelLinear(weight, None, ReusedMemory()),
+        "bf16 panels": PanelLinear(weight, None, OutputBufferPool()),
         "int8": QuantizedLinear(weight, None, 8, logits=True),
         "int4": QuantizedLinear(weight, None, 4, logits=True),
     }

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from asyncengine.device.output_buffers import OutputBufferPool, new_tensor
 from asyncengine.layers.linear import Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.weight_forms import WeightForm
-from asyncengine.models.reused_memory import ReusedMemory, new_tensor
 
 
 class Embedding:
@@ -69,7 +69,7 @@ class LMHead:
         self._weight_path = path if tied is None else tied
         self.weight: WeightForm = options.head_weight(tokens, width, tied=tied is not None)
         self.bias = options.zeros(tokens, dtype=self.weight.bias_dtype) if bias else None
-        self._memory = ReusedMemory()
+        self._memory = OutputBufferPool()
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         y = self.weight.logits(x, self.bias, self._memory)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from asyncengine.device.output_buffers import new_tensor
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
 from asyncengine.layers.step import StepContext
-from asyncengine.models.reused_memory import new_tensor
 
 if TYPE_CHECKING:
     from asyncengine.models.decoder import DecoderLayer

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
+from asyncengine.device.output_buffers import new_tensor
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.models.reused_memory import new_tensor
 
 _TABLE = 8192
 """Most positions whose cosines and sines are kept: a few MiB."""

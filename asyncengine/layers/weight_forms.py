@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import linear
 
-from asyncengine.models.reused_memory import ReusedMemory
+from asyncengine.device.output_buffers import OutputBufferPool
 
 Release = Callable[[torch.Tensor], object]
 _SLICE = 4096
@@ -43,7 +43,7 @@ class WeightForm(Protocol):
         """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype."""
         ...
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         """The same in float32, in `memory` where a kernel writes there."""
         ...
 
@@ -75,7 +75,7 @@ class DenseWeight:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, self.weight, bias)
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return linear(x, self.weight, bias).float()
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -102,7 +102,7 @@ class RowMajorWeight(DenseWeight):
 
         return bool(product_fits(dtype, inputs, outputs))
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         if not self._products.product_pays(x.dtype, x.numel() // self.inputs):
             return super().logits(x, bias, memory)
         out = memory.take((*x.shape[:-1], self.outputs))
@@ -155,7 +155,7 @@ class OneDnnWeight:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return out
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return self.multiply(x, bias).float()
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
@@ -196,7 +196,7 @@ class PackedWeight:
         self._panels.product(x, self.weight, out, bias)
         return out
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         out = memory.take((*x.shape[:-1], self.outputs))
         self._panels.product(x, self.weight, out, bias)
         return out
@@ -254,7 +254,7 @@ class QuantizedWeight:
         self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
         return out
 
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: ReusedMemory) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         out = memory.take((*x.shape[:-1], self.outputs))
         self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
         return out

@@ -1,1 +1,1 @@
-"""Loading models and preparing them for execution: attention hook, fusions, weight layouts."""
+"""Language models: the decoder and its families, checkpoints and their weights, and the fallback to transformers."""

@@ -6,6 +6,7 @@ by name (`weights`). Every other family runs through transformers' modules (`fal
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,27 +19,22 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
-from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.step import CausalLM
 from asyncengine.models.checking import check_config, check_module, load_config
 from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
 from asyncengine.models.decoder import Decoder, DecoderConfig
-from asyncengine.models.dummy import count_elements, make_random
-from asyncengine.models.fallback import Probed, TransformersModel, probe, run_recorded
 from asyncengine.models.families import decoder_config_of
-from asyncengine.models.fused_model import fuse_forward
-from asyncengine.models.fusions import fuse
-from asyncengine.models.kernels import compiled_kernels, device_kernels
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.probing import agree
 from asyncengine.models.progress import LoadProgress
-from asyncengine.models.quantized import Quantizer, check_quantized, quantization_bits, resident_bytes
-from asyncengine.models.rotary import freeze_rotary
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
 from asyncengine.models.weights import assign, fill_randomly, load_weights
 from asyncengine.sampling_params import SamplingParams
+
+logger = logging.getLogger("asyncengine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
@@ -89,7 +85,7 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        read = decoder_config_of(hf_config.model_type) if config.fuse else None
+        read = decoder_config_of(hf_config) if config.fuse else None
         if read is not None:
             with _typed(checkpoint.folder):
                 described = read(hf_config.get_text_config(), max_model_len)
@@ -152,41 +148,36 @@ def _untied_if_stored_apart(described: DecoderConfig, checkpoint: Checkpoint) ->
 def _load_module(
     checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device,
     bits: int | None, max_model_len: int, bar: LoadProgress,
-) -> tuple[TransformersModel, list[str], int]:  # fmt: skip
-    """transformers' own module."""
+) -> tuple[CausalLM, list[str], int]:  # fmt: skip
+    """transformers' own module, tried on a few tokens."""
+    from asyncengine.models.fallback.model import TransformersModel
+    from asyncengine.models.fallback.probing import probe
+    from asyncengine.models.fallback.quantized import quantize_module, resident_bytes
+    from asyncengine.models.fallback.rotary import freeze_rotary
+
+    family = hf_config.model_type
+    if config.fuse:
+        logger.warning("family %r is not written down here: it runs through transformers' modules, slower", family)
     bar.stage("reading weights")
     with _typed(checkpoint.folder):
         module = _make_module(checkpoint, hf_config, config, dtype, device)
-        check_module(hf_config.model_type, module)
+        check_module(family, module)
         bar.stage("checking attention")
         probed = probe(module, device)
-    fused = _prepare(module, probed, config, bits, max_model_len, device, bar)
+    done = [] if bits is None else quantize_module(module, bits)
+    own_weights(module, MappedFiles())
     freeze_rotary(module, max_model_len, device)
-    return TransformersModel(module, probed), fused, probed.weights_bytes if bits is None else resident_bytes(module)
+    return TransformersModel(module, probed), ["transformers x 1", *done], resident_bytes(module)
 
 
-def _prepare(
-    module: Any, probed: Probed, config: EngineConfig, bits: int | None, max_model_len: int, device: torch.device,
-    bar: LoadProgress,
-) -> list[str]:  # fmt: skip
-    """Fuse and quantize, then take the weights out of their files. Raises `UnsupportedModel` if the answer changed."""
-    files = MappedFiles()
-    fused: list[str] = []
-    quantizer = None if bits is None else Quantizer(module, bits, files)
-    if config.fuse:
-        dtype = next(iter(module.parameters())).dtype
-        kernels = device_kernels(config, dtype, device) or compiled_kernels(dtype, device)
-        fused = fuse(module, probed.modules, lambda: run_recorded(module, device)[0], files, bar, kernels, quantizer)
-        if quantizer is None and not agree(probed.logits, run_recorded(module, device)[0]):
-            raise UnsupportedModel(f"family {module.config.model_type!r} runs only unfused: set fuse=False")
-    if quantizer is not None:
-        quantizer.finish()
-        check_quantized(module.config.model_type, quantizer, probed.logits, run_recorded(module, device)[0])
-        fused += quantizer.summary()
-    own_weights(module, files)
-    if config.fuse:  # last: what is built now knows where in memory the weights are
-        fused += fuse_forward(module, probed.modules, probed.layers, max_model_len - 1)
-    return fused
+def quantization_bits(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Bits of a weight, None if they are to stay as they are. Raises `InvalidParameter` where it cannot be done."""
+    if config.quantization is None:
+        return None
+    missing = compiler_missing(dtype, device)
+    if missing is not None:
+        raise InvalidParameter("quantization", f"cannot be used here: {missing}", config.quantization)
+    return {"int8": 8, "int4": 4}[config.quantization]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -226,6 +217,8 @@ def _make_module(
     checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """transformers' model on `device`: from the checkpoint's files, or made up."""
+    from asyncengine.models.fallback.dummy import count_elements, make_random
+
     if config.load_format == "dummy":
         with _quiet_transformers():
             _check_memory(count_elements(hf_config, config, dtype), dtype, device)

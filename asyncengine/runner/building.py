@@ -12,10 +12,10 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
+from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
-from asyncengine.models.short_steps import MOST_TOKENS
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from torch import nn
 
 from asyncengine.models import linears
 from asyncengine.models.linears import FastLinear, PanelLinear, can_pack, panels_serve
-from asyncengine.models.reused_memory import ReusedMemory
+from asyncengine.device.output_buffers import OutputBufferPool
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1e-1)}
 """Relative and absolute."""
@@ -45,7 +45,7 @@ def test_panel_linear(dtype: torch.dtype, bias: bool, logits: bool) -> None:
     pytest.importorskip("numba")
     weight, offset = torch.randn(96, 34).to(dtype), torch.randn(96).to(dtype) if bias else None
     kept = None if offset is None else offset.clone()
-    made = PanelLinear(weight, offset, ReusedMemory() if logits else None)
+    made = PanelLinear(weight, offset, OutputBufferPool() if logits else None)
     check(made, weight, kept, torch.float32 if logits else dtype)
     if offset is not None:
         offset.zero_()  # whoever had the bias may do with it what they like

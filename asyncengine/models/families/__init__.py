@@ -27,10 +27,11 @@ NATIVE: Mapping[str, str] = {
 """model_type -> the file in this folder with its `decoder_config`."""
 
 
-def decoder_config_of(model_type: str) -> DecoderConfigOf | None:
-    """How a family's configuration is read; None: it runs through transformers."""
-    file = NATIVE.get(model_type)
-    if file is None:
+def decoder_config_of(config: Any) -> DecoderConfigOf | None:
+    """How the configuration of this family is read; None: it runs through transformers, as does every model that
+    brings its own code."""
+    file = NATIVE.get(config.model_type)
+    if file is None or not type(config).__module__.startswith("transformers."):
         return None
     found: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
     return found

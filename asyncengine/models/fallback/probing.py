@@ -1,12 +1,4 @@
-"""Any other causal language model, run through transformers' own modules, unfused.
-
-A family without a file in `families` runs as its authors wrote it, but for its attention, which goes through
-transformers' attention interface into the engine's paged attention. What is loaded is *tried*: a short forward records
-each layer's attention (heads, scale, window, soft-capping, sinks) and must agree with the same forward under
-transformers' own eager attention. A family that ignores the interface, hides something in masks or keeps other state
-than keys and values is refused here instead of answering wrongly later. Code from a model's folder
-(`trust_remote_code`) runs only here.
-"""
+"""Trying a transformers model on a few tokens: what its layers' attention is, and whether ours gives the same."""
 
 from __future__ import annotations
 
@@ -15,54 +7,20 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec
+from asyncengine.attention.base import LayerSpec
 from asyncengine.errors import UnsupportedModel
-from asyncengine.layers.places import Place
-from asyncengine.layers.step import StepContext
-from asyncengine.lora.layers.targets import find_places
-from asyncengine.models.attention_function import NAME, LayerAttention, Recorder, attach, register
 from asyncengine.models.checkpoint import first_line
-from asyncengine.models.probing import agree
+from asyncengine.models.fallback.attention_function import NAME, Recorder, attach, register
 
 _PROBE_TOKENS = 7
+_PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference of a whole model, relative to the largest logit."""
 
 
-class TransformersModel:
-    """A `CausalLM` that is transformers' own module, with the engine's attention."""
-
-    compiled = False
-
-    def __init__(self, module: Any, probed: Probed) -> None:
-        parameter = next(iter(module.parameters()))
-        self.module = module
-        self.specs = probed.layers
-        self.dtype, self.device = parameter.dtype, parameter.device
-        self.vocab_size = probed.logits.shape[-1]
-        self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
-        self._attention_modules = probed.modules
-        self._bound: AttentionBackend | None = None
-
-    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
-        """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
-        if step.backend is not self._bound:
-            for index, part in enumerate(self._attention_modules):
-                attach(part, LayerAttention(index, step.backend))
-            self._bound = step.backend
-        output = self.module(
-            input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    def places(self) -> list[Place]:
-        """Where adapters may act, in the model's order."""
-        return find_places(self.module)
-
-    def unbind(self) -> None:
-        """Let go of the attention backend of earlier forwards. Idempotent."""
-        for part in self._attention_modules:
-            attach(part, None)
-        self._bound = None
+def agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Equal up to the rounding that a whole model accumulates in its type."""
+    difference = float((expected.float() - found.float()).abs().max())
+    return difference <= _PROBE_ERROR[expected.dtype] * float(expected.float().abs().max())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from asyncengine.models import reused_memory
-from asyncengine.models.reused_memory import ReusedMemory
+from asyncengine.device.output_buffers import OutputBufferPool
 
 
 def test_memory_is_reused_only_when_nobody_holds_it() -> None:
-    memory = ReusedMemory()
+    memory = OutputBufferPool()
     first = memory.take((2, 8))
     address = first.data_ptr()
     part = first[None][0][1:]
@@ -24,7 +24,7 @@ def test_memory_is_reused_only_when_nobody_holds_it() -> None:
 
 def test_memory_without_torchs_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reused_memory, "_use_count", None)
-    memory = ReusedMemory()
+    memory = OutputBufferPool()
     first = memory.take((2, 8)).fill_(1)
     memory.take((2, 8)).fill_(2)
     assert (first == 1).all()

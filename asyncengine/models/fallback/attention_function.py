@@ -8,21 +8,15 @@ is recorded at load time, because some families drop them on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec, MergedHeads
+from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.masked import causal_bias, masked_attention
 
 NAME = "asyncengine"
 _ATTRIBUTE = "asyncengine_attention"
-
-
-Merged = Callable[[torch.Tensor, MergedHeads, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(queries, keys and values side by side [1, T, width], how to read them, cosines, sines [1, T, rotary dim]) ->
-[1, T, heads * value dim]: norms, rotation and attention at once."""
 
 
 class AttentionHandler(Protocol):
@@ -58,36 +52,20 @@ def attach(module: Any, handler: AttentionHandler | None) -> None:
         module.__dict__[_ATTRIBUTE] = handler
 
 
-def attached(module: Any) -> Any:
-    """What `attach` gave `module`; None: nothing."""
-    return module.__dict__.get(_ATTRIBUTE)
-
-
-def merged_handler(module: Any) -> Merged | None:
-    """The merged entry of `module`'s handler, if that has one."""
-    return getattr(attached(module), "merged", None)
-
-
 class LayerAttention:
     """Handler of one layer during execution: hands the flat tokens to the backend."""
 
-    __slots__ = ("_attend_merged", "backend", "layer", "merged")
+    __slots__ = ("backend", "layer")
 
     def __init__(self, layer: int, backend: AttentionBackend) -> None:
         self.layer = layer
         self.backend = backend
-        self._attend_merged: Any = getattr(backend, "attend_merged", None)
-        self.merged: Merged | None = None if self._attend_merged is None else self._merged
 
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
     ) -> torch.Tensor:
         self.backend.write(self.layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
         return self.backend.attend(self.layer, query[0].transpose(0, 1))[None]
-
-    def _merged(self, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._attend_merged(self.layer, qkv[0], heads, cos, sin)
-        return out[None]
 
 
 class Recorder:

@@ -21,7 +21,7 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(dtype).view(shape)
 
 
-class ReusedMemory:
+class OutputBufferPool:
     """float32 memory for one result after the other: mapping fresh pages for megabytes takes longer than filling them.
 
     A result keeps its numbers for as long as anybody holds it, or a part of it.

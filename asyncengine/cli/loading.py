@@ -84,7 +84,7 @@ def _check_paths(model: str, config: EngineConfig) -> None:
 
 def _import_torch() -> None:
     """Seconds of work before the loader's progress bar appears; say so where somebody watches."""
-    done = on_thread(lambda: importlib.import_module("transformers.modeling_utils"))
+    done = on_thread(lambda: importlib.import_module("transformers.configuration_utils"))
     if not sys.stderr.isatty():
         done.result()
         return

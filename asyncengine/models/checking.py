@@ -40,17 +40,15 @@ def load_config(checkpoint: Checkpoint, config: EngineConfig) -> Any:
         ) from error
 
 
-def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
-    """Refuse what the config alone shows cannot run. Raises `UnsupportedModel`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def check_config(hf_config: Any, checkpoint: Checkpoint, *, native: bool) -> None:
+    """Refuse what the config alone shows cannot run. Raises `UnsupportedModel`.
 
+    `native`: the family is written down here, so that transformers' classes need not be looked at: importing them
+    takes longer than reading a small model.
+    """
     family = hf_config.model_type
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"family {family!r} is an encoder-decoder; only decoder-only models run here")
-    auto_map = checkpoint.config.get("auto_map")
-    has_own = isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
-    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own:
-        raise not_causal(family, checkpoint.config)
+    if not native:
+        _check_family(hf_config, checkpoint)
     if quantized := checkpoint.config.get("quantization_config"):
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
         raise UnsupportedModel(f"quantized checkpoints ({method}) are not supported; use the unquantized weights")
@@ -60,8 +58,21 @@ def check_config(hf_config: Any, checkpoint: Checkpoint) -> None:
             raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which keep no plain KV cache")
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
+
+
+def _check_family(hf_config: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a family that transformers does not have as a causal language model, or not within our reach."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    family = hf_config.model_type
+    if getattr(hf_config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"family {family!r} is an encoder-decoder; only decoder-only models run here")
+    auto_map = checkpoint.config.get("auto_map")
+    has_own = isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not has_own:
+        raise not_causal(family, checkpoint.config)
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], text_config)
+        check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], hf_config.get_text_config())
 
 
 def check_class(family: str, kind: Any, text_config: Any) -> None:

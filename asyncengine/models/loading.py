@@ -77,7 +77,8 @@ def load_model(
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         with _typed(checkpoint.folder):
             hf_config = load_config(checkpoint, config)
-            check_config(hf_config, checkpoint)
+            read = decoder_config_of(hf_config) if config.fuse else None
+            check_config(hf_config, checkpoint, native=read is not None)
             max_model_len = _max_model_len(hf_config, config)
             dtype = _resolve_dtype(config, hf_config, checkpoint)
         defaults = _generation_defaults(checkpoint)
@@ -85,7 +86,6 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        read = decoder_config_of(hf_config) if config.fuse else None
         if read is not None:
             with _typed(checkpoint.folder):
                 described = read(hf_config.get_text_config(), max_model_len)

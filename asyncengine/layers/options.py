@@ -56,7 +56,7 @@ class LayerOptions:
         `bounds`: rows at which one checkpoint matrix ends and the next begins.
         """
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds)
+            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds, self.release)
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release)
         if can_reorder(self.dtype, self.device):
@@ -66,7 +66,7 @@ class LayerOptions:
     def head_weight(self, outputs: int, inputs: int, *, tied: bool) -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype)
+            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype, release=self.release)
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release)
         if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):

@@ -213,7 +213,15 @@ class PackedWeight:
 class QuantizedWeight:
     """In 8 or 4 bits (`kernels.cpu.gemm_quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
 
-    def __init__(self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        outputs: int,
+        inputs: int,
+        bits: int,
+        dtype: torch.dtype,
+        bounds: Sequence[int] = (),
+        release: Release = lambda _: None,
+    ) -> None:
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
         from asyncengine.kernels.cpu import gemm_quantized as quantized
         from asyncengine.kernels.cpu import quantize as quantizing
@@ -221,7 +229,7 @@ class QuantizedWeight:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self.bits = bits
         self._quantized, self._quantizing = quantized, quantizing
-        self._dtype = dtype
+        self._dtype, self._release = dtype, release
         self.numbers, self.scales = quantizing.empty(outputs, inputs, bits)
         self._meets = any(bound % quantizing.PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""
@@ -237,9 +245,13 @@ class QuantizedWeight:
         return int(self.numbers.nbytes + self.scales.nbytes)
 
     def load(self, first: int, weight: torch.Tensor) -> None:
-        weight = weight.to(self._dtype)
         if not self._meets:
-            self._quantizing.quantize_rows(weight, self.numbers, self.scales, self.bits, first)
+            for begin in range(0, len(weight), _SLICE):
+                part = weight[begin : begin + _SLICE]
+                self._quantizing.quantize_rows(
+                    part.to(self._dtype), self.numbers, self.scales, self.bits, first + begin
+                )
+                self._release(part)
             return
         if self._waiting is None:
             self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs

@@ -113,6 +113,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
     "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
+    "nemotron": lambda: hf.NemotronConfig(**_common(head_dim=16, attention_bias=True, mlp_bias=True)),
     "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
     "opt": lambda: hf.OPTConfig(
         vocab_size=VOCAB,

@@ -23,6 +23,7 @@ NATIVE: Mapping[str, str] = {
     "ministral3": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "nemotron": "nemotron",
 }
 """model_type -> the file in this folder with its `decoder_config`."""
 

@@ -1,0 +1,21 @@
+"""Nemotron (Parmar et al. 2024): layer norms by 1 + weight, a squared ReLU without a gate, half of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.layers.norm import NormConfig
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import llama_like
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `NemotronForCausalLM`."""
+    bias = bool(config.attention_bias)
+    return llama_like(
+        config,
+        length,
+        attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
+        mlp={"gated": False, "up": ("mlp.up_proj",), "bias": bool(config.mlp_bias)},
+        norm=NormConfig("layer", config.norm_eps, offset=1.0, bias=True),
+    )

@@ -186,7 +186,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(wiring, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
     monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
-    wiring.load_core("demo", EngineConfig())
+    wiring.load_frontend("demo", EngineConfig())
     assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
     assert not current
 
@@ -197,4 +197,4 @@ def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loading, "load_model", no_room)
     with pytest.raises(OutOfMemory, match=r"the model does not fit on cpu, where .* Take a smaller model"):
-        wiring.load_core("demo", EngineConfig(device="cpu"))
+        wiring.load_frontend("demo", EngineConfig(device="cpu"))

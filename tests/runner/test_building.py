@@ -67,7 +67,7 @@ class Runner:
         self.attention_backend = "flashinfer"
         self.graphs = False
 
-    def rehearse(self, batch: Any) -> None:
+    def profile_run(self, batch: Any) -> None:
         self.device.take(STEP)
         self.device.give(STEP)
 
@@ -116,7 +116,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: 
 
 
 def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not counted: what loading and the rehearsal left in torch's cache, and the pool of the rehearsal."""
+    """Not counted: what loading and the profile run left in torch's cache, and the pool of the profile run."""
     runner, free = built(monkeypatch)
     assert free == TOTAL - WEIGHTS - WORKSPACE - STEP
     assert runner.graphs

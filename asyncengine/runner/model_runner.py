@@ -104,7 +104,7 @@ class ModelRunner:
         return self.cores.stats
 
     def profile_run(self, batch: Batch) -> StepResult:
-        """Run one whole step and wait for it, to see what it takes. Raises `torch.OutOfMemoryError` if it does not fit."""
+        """Run one whole step, to see what it takes. Raises `torch.OutOfMemoryError` if it does not fit."""
         return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:

@@ -14,7 +14,7 @@ from asyncengine.kernels.cpu import sampling
 from asyncengine.kernels.cpu.sampling import Chooser
 from asyncengine.sampling.noise import noise_keys
 from asyncengine.sampling.sampler import draw
-from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.sampling.top_p import kept_threshold
 
 PARAMS: list[dict[str, Any]] = [
     {},
@@ -41,7 +41,7 @@ def columns(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float =
 def by_torch(logits: torch.Tensor, params: Any, keys: Any) -> list[int]:
     temperature, top_p, min_p = (torch.from_numpy(column.copy()) for column in params.T)
     scaled = logits.float() / temperature[:, None]
-    least = torch.maximum(scaled.amax(dim=-1) + torch.log(min_p), smallest_kept(scaled, keys[:, 0], top_p))
+    least = torch.maximum(scaled.amax(dim=-1) + torch.log(min_p), kept_threshold(scaled, keys[:, 0], top_p))
     noise = torch.from_numpy(noise_keys(*keys.T[1:]))
     tokens: list[int] = draw(scaled, least, noise).tolist()
     return tokens

@@ -28,7 +28,7 @@ from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.fused_layer import Span
+from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
 from asyncengine.models import linears
 from asyncengine.models.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
@@ -102,7 +102,7 @@ class Parts:
             ("products", QuantizedLinear, "forward"),
             ("preparing", StepBuffers, "build"),
             ("preparing", CompiledBackend, "plan"),
-            ("spans", Span, "__call__"),
+            ("spans", FusedLayerKernel, "__call__"),
             ("attention", LayerAttention, "__call__"),
             ("attention", LayerAttention, "_merged"),
             ("norms", linears.RMSNorm, "forward"),

@@ -71,9 +71,9 @@ class PanelLinear(FastLinear):
         weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
         self.out_features, self.in_features = sum(part.shape[0] for part in weights), weights[0].shape[1]
         self.packed = True
-        self._product = panels.product
+        self._product = panels.gemm
         self._read_rows = panels.read_rows
-        self._weight = panels.to_panels(*weights, read=read)
+        self._weight = panels.pack_weight(*weights, read=read)
         self._bias = None if bias is None else bias.detach().float().clone()
         self._memory = memory
 
@@ -104,7 +104,7 @@ def panels_serve(*weights: torch.Tensor) -> bool:
         return False
     from asyncengine.kernels.cpu import packed as panels
 
-    return panels.panels_pay(dtype) and panels.panels_fit(dtype, outputs, weights[0].shape[1])
+    return panels.packing_pays(dtype) and panels.packing_fits(dtype, outputs, weights[0].shape[1])
 
 
 class MergedQKV(nn.Module):

@@ -39,10 +39,10 @@ class OutputLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // self.in_features
-        if not self._products.product_pays(x.dtype, rows):
+        if not self._products.gemm_pays(x.dtype, rows):
             return linear(x, self.weight, self.bias).float()
         out = self._memory.take((*x.shape[:-1], self.out_features))
-        self._products.product(x, self.weight, out)
+        self._products.gemm(x, self.weight, out)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -100,12 +100,12 @@ def _equal_form(
 
     `release` None: not in panels, somebody else reads the weight.
     """
-    from asyncengine.kernels.cpu.gemm_rowmajor import product_fits
+    from asyncengine.kernels.cpu.gemm_rowmajor import gemm_fits
 
     forms: list[Callable[[], OutputLayer | PanelLinear]] = []
     if release is not None and panels_serve(head.weight):
         forms.append(lambda: PanelLinear(head.weight.data, head.bias, ReusedMemory(), release))
-    if product_fits(dtype, head.in_features, head.out_features):
+    if gemm_fits(dtype, head.in_features, head.out_features):
         forms.append(lambda: OutputLayer(head.weight, head.bias))
     x = torch.randn((1, _PROBE_ROWS, head.in_features), generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = head(x).float()

@@ -43,7 +43,7 @@ class QuantizedLinear(FastLinear):
         self.out_features, self.in_features = weight.shape
         self.packed = True
         self.bits = bits
-        self._product = quantized.product
+        self._product = quantized.gemm
         self._read_rows = quantizing.read_rows
         self.numbers, self.scales = quantizing.quantize(weight, bits)
         self._bias = None if bias is None else bias.detach().float().clone()

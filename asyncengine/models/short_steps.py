@@ -22,8 +22,8 @@ from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.models.reused_memory import new_tensor
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.cpu.fused_layer import Product, Span
-    from asyncengine.kernels.cpu.fused_layers import Chain
+    from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel, LinearWeights
+    from asyncengine.kernels.cpu.fused_layers import FusedLayersKernel
 
 logger = logging.getLogger("asyncengine")
 
@@ -37,7 +37,9 @@ _INNER = 3
 class ShortSteps:
     """The layers of one model, from its embedding to its output layer."""
 
-    def __init__(self, layers: Sequence[FusedLayer], spans: Sequence[Span], parts: Sequence[Any], size: int) -> None:
+    def __init__(
+        self, layers: Sequence[FusedLayer], spans: Sequence[FusedLayerKernel], parts: Sequence[Any], size: int
+    ) -> None:
         """`parts`: whatever is passed by, and may be hooked onto; `size`: bytes of a number."""
         self._layers = layers
         self._spans = spans
@@ -67,7 +69,7 @@ class ShortSteps:
                 angles = (cos.data_ptr(), sin.data_ptr(), cos.shape[-1])
                 places.append((*handler.backend.place(handler.layer), *angles))
             out = new_tensor((1, *residual.shape), h.dtype)
-            forms = handlers[0].backend.forms
+            forms = handlers[0].backend.tile_types
             self._chain(residual, out, np.array(places, dtype=np.int64), forms, self._scratch)
             return out
         first = self._layers[0]
@@ -79,9 +81,9 @@ class ShortSteps:
         return x
 
 
-def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span]) -> Chain | None:
+def _chain(layers: Sequence[FusedLayer], spans: Sequence[FusedLayerKernel]) -> FusedLayersKernel | None:
     """All of it in one call, where weights are of the same bits throughout."""
-    from asyncengine.kernels.cpu.fused_layers import Chain, Heads
+    from asyncengine.kernels.cpu.fused_layers import FusedLayersKernel, Heads
 
     first: Any = layers[0].first
     product = _product(layers[0].attention.qkv)
@@ -93,7 +95,7 @@ def _chain(layers: Sequence[FusedLayer], spans: Sequence[Span]) -> Chain | None:
         for own in merged if own is not None
     ]  # fmt: skip
     try:
-        return Chain((first.weight.detach(), first.epsilon), product, spans, heads, first.weight.dtype)
+        return FusedLayersKernel((first.weight.detach(), first.epsilon), product, spans, heads, first.weight.dtype)
     except ValueError:
         return None
 
@@ -106,7 +108,7 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
     known = [layer for layer in layers if layer is not None and layer.attention.merged and layer.common]
     if not known or len(known) != len(layers) or compiler_missing(like.dtype, like.device) is not None:
         return None
-    spans: list[Span] = []
+    spans: list[FusedLayerKernel] = []
     parts: list[Any] = [known[0].first, known[0].attention.qkv]
     try:
         for layer, following in zip(known, [*known[1:], None], strict=True):
@@ -124,7 +126,7 @@ def short_steps(layers: Sequence[FusedLayer | None], norm: Any, like: torch.Tens
     return ShortSteps(known, spans, parts, like.element_size())
 
 
-def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None:
+def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> FusedLayerKernel | None:
     from asyncengine.kernels.cpu import activation
     from asyncengine.kernels.cpu import fused_layer as span
     from asyncengine.kernels.cpu.norm import add_rms_norm
@@ -132,24 +134,24 @@ def _span(layer: FusedLayer, products: Sequence[Any], after: Any) -> Span | None
     norms = [norm for norm in (layer.middle, after) if isinstance(norm, RMSNorm)]
     if len(norms) < 2 or any(norm.add_kernel is not add_rms_norm for norm in norms):
         return None
-    if not isinstance(layer.mlp, GatedMLP) or (form := activation.form_of(layer.mlp.gated)) is None:
+    if not isinstance(layer.mlp, GatedMLP) or (form := activation.activation_id(layer.mlp.gated)) is None:
         return None
     found = [_product(linear) for linear in products]
     described = [product for product in found if product is not None]
     if len(described) < len(found) or any(product.bits != described[0].bits for product in described):
         return None
-    return span.Span(described, [(norm.weight.detach(), norm.epsilon) for norm in norms], form, layer.scale)
+    return span.FusedLayerKernel(described, [(norm.weight.detach(), norm.epsilon) for norm in norms], form, layer.scale)
 
 
-def _product(linear: Any) -> Product | None:
-    from asyncengine.kernels.cpu.fused_layer import Product
+def _product(linear: Any) -> LinearWeights | None:
+    from asyncengine.kernels.cpu.fused_layer import LinearWeights
 
     if not isinstance(linear, (PanelLinear, QuantizedLinear)):
         return None
-    return Product(*linear.memory(), linear.in_features, linear.out_features, linear.bits)
+    return LinearWeights(*linear.memory(), linear.in_features, linear.out_features, linear.bits)
 
 
-def _equal(span: Span, layer: FusedLayer, products: Sequence[Any], after: Any, like: torch.Tensor) -> bool:
+def _equal(span: FusedLayerKernel, layer: FusedLayer, products: Sequence[Any], after: Any, like: torch.Tensor) -> bool:
     """Does the one call give what its parts give one by one?"""
     residual = random_like(like, (_PROBE_ROWS, like.shape[-1]))
     attended = random_like(like, (_PROBE_ROWS, products[0].in_features))

@@ -67,11 +67,11 @@ class Sampler:
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
         self._penalties = PenaltyTable(vocab_size, device)
-        self._chooser: Any = None
+        self._kernel: Any = None
         if compiler_missing(torch.float32, device) is None:
-            from asyncengine.kernels.cpu.sampling import Chooser
+            from asyncengine.kernels.cpu.sampling import SamplerKernel
 
-            self._chooser = Chooser(vocab_size)
+            self._kernel = SamplerKernel(vocab_size)
 
     def sample(
         self,
@@ -94,7 +94,7 @@ class Sampler:
         processed = processors.apply(logits[index], self._penalties, last_token)
         if len(places) == len(rows):
             tokens, best = self._choose(slots, positions, processed)
-        elif self._chooser is None:
+        elif self._kernel is None:
             merged = logits.to(torch.float32, copy=True).index_copy_(0, index, processed)
             tokens, best = self._choose(slots, positions, merged)
         else:  # copying everybody's logits would take longer than choosing for the processed rows twice
@@ -107,8 +107,8 @@ class Sampler:
         self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
-        if self._chooser is not None and logits.dtype in (torch.bfloat16, torch.float32):
-            chosen: tuple[torch.Tensor, torch.Tensor] = self._chooser.choose(
+        if self._kernel is not None and logits.dtype in (torch.bfloat16, torch.float32):
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._kernel.choose(
                 logits, *self._params.columns(slots, positions)
             )
             return chosen

@@ -100,7 +100,7 @@ def test_panels_that_cannot_be_had(
             raise RuntimeError("unknown CPU")
         out.zero_()
 
-    monkeypatch.setattr(panel_kernels, "product", product)
+    monkeypatch.setattr(panel_kernels, "gemm", product)
     use_panels(True, monkeypatch)
     model = load(checkpoint("llama"))
     output_layer = {} if broken == "differs" else {"output_layer": 0, "packed_linear": 13}

@@ -77,7 +77,7 @@ def test_where_panels_serve(weight: torch.Tensor, fits: bool, pays: bool, monkey
     pytest.importorskip("numba")
     from asyncengine.kernels.cpu import packed
 
-    monkeypatch.setattr(packed, "panels_pay", lambda dtype: pays)
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: pays)
     assert panels_serve(weight) == (fits and pays)
 
 

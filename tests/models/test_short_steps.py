@@ -120,10 +120,10 @@ def test_without_a_merged_entry_it_is_not_taken(checkpoint: Checkpoint) -> None:
 
 
 def test_what_differs_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.kernels.cpu.fused_layer import Span
+    from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
 
-    own = Span.__call__
-    monkeypatch.setattr(Span, "__call__", lambda *given: own(*given) * 1.01)
+    own = FusedLayerKernel.__call__
+    monkeypatch.setattr(FusedLayerKernel, "__call__", lambda *given: own(*given) * 1.01)
     assert not any(entry.startswith("span") for entry in load(checkpoint("qwen3")).fused)
 
 
@@ -133,7 +133,7 @@ def test_what_fails_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise RuntimeError("unknown CPU")
 
-    monkeypatch.setattr(fused_layer, "run_span", fail)
+    monkeypatch.setattr(fused_layer, "run_fused_layer", fail)
     model = load(checkpoint("qwen3"))
     assert "layer x 3" in model.fused
     assert not any(entry.startswith("span") for entry in model.fused)

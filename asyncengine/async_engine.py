@@ -14,11 +14,11 @@ from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.frontend import INLINE_CHARS, EngineCore
+from asyncengine.engine.frontend import INLINE_CHARS, Frontend
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
 from asyncengine.engine.threads import finished, finished_blocking
-from asyncengine.engine.validation import Accepted
+from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
@@ -54,7 +54,7 @@ class AsyncEngine:
         """`build` loads the parts, on a thread of its own (see `engine.wiring`); closing gives `attempt` up."""
         self._load = LoadOnce(build, attempt)
         self._hosted = hosted
-        self._core: EngineCore | None = None
+        self._core: Frontend | None = None
         self._host: Host | None = None
         self._serving = threading.Lock()
 
@@ -67,10 +67,10 @@ class AsyncEngine:
         Any number of loads may go on at once; cancelling one leaves at once. Raises `ModelNotFound`,
         `UnsupportedModel`, `OutOfMemory`, or `InvalidParameter` for an unknown setting.
         """
-        from asyncengine.engine.wiring import engine_config, load_core
+        from asyncengine.engine.wiring import engine_config, load_frontend
 
         resolved, attempt = engine_config(config, settings), LoadAttempt()
-        engine = cls(lambda: load_core(model, resolved, attempt), hosted=hosted, attempt=attempt)
+        engine = cls(lambda: load_frontend(model, resolved, attempt), hosted=hosted, attempt=attempt)
         try:
             await engine.start()
         except BaseException:
@@ -97,17 +97,17 @@ class AsyncEngine:
         if self._core is None or self._load.closed:
             self._serve(finished_blocking(self._load.begin()))
 
-    def _serve(self, core: EngineCore) -> None:
+    def _serve(self, frontend: Frontend) -> None:
         with self._serving:
             if self._load.closed:
-                core.discard()
+                frontend.discard()
                 raise EngineClosed("the engine was closed while it loaded")
             if self._core is not None:
                 return  # somebody else's start was faster
-            loop = core.loop
-            host = ThreadHost(loop, use_uvloop=core.config.uvloop) if self._hosted else OwnedHost(loop)
+            loop = frontend.loop
+            host = ThreadHost(loop, use_uvloop=frontend.config.uvloop) if self._hosted else OwnedHost(loop)
             host.start()
-            self._core, self._host = core, host
+            self._core, self._host = frontend, host
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, finish (`drain`, for at most `timeout` seconds) or abort those there are, and leave
@@ -117,15 +117,15 @@ class AsyncEngine:
         malformed timeout.
         """
         _check_patience(timeout)
-        core, host = self._stop_serving()
-        if core is None or host is None:
+        frontend, host = self._stop_serving()
+        if frontend is None or host is None:
             return
-        core.start_closing(drain, timeout)
+        frontend.start_closing(drain, timeout)
         # Leaving `async with` inside a cancelled scope must still close: aborting is quick, so shield it.
         with anyio.CancelScope(shield=not drain):
             await host.wait_ended()
 
-    def _stop_serving(self) -> tuple[EngineCore | None, Host | None]:
+    def _stop_serving(self) -> tuple[Frontend | None, Host | None]:
         if self._load.is_elsewhere:
             return None, None  # the process it runs in closes it
         with self._serving:
@@ -137,9 +137,9 @@ class AsyncEngine:
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """`aclose` for a plain thread; hosted engines only."""
         _check_patience(timeout)
-        core, host = self._stop_serving()
-        if core is not None and isinstance(host, ThreadHost):
-            core.start_closing(drain, timeout)
+        frontend, host = self._stop_serving()
+        if frontend is not None and isinstance(host, ThreadHost):
+            frontend.start_closing(drain, timeout)
             host.join()
 
     async def __aenter__(self) -> Self:
@@ -161,9 +161,9 @@ class AsyncEngine:
         Nothing runs before the first await. Awaiting it raises `InvalidParameter`, `ContextLengthExceeded`,
         `GrammarError`, `BudgetTooSmall`, `QueueFull`, `EngineClosed` or `EngineDead`.
         """
-        core, wanted = self.core, RequestOptions.of(options)
+        frontend, wanted = self.core, RequestOptions.of(options)
         size = len(prompt) if isinstance(prompt, str) else 0
-        return self._stream(lambda at: core.prepare(prompt, params, wanted, at), size, params)
+        return self._stream(lambda at: frontend.prepare(prompt, params, wanted, at), size, params)
 
     def stream_chat(
         self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
@@ -173,9 +173,9 @@ class AsyncEngine:
         `options` as `ChatRequest` and `RequestOptions`. Chunks carry the answer's text, the reasoning before it and
         the tool calls in it apart; an answer with calls ends with reason "tool_calls".
         """
-        core = self.core
+        frontend = self.core
         chat, wanted = split_chat(messages, options)
-        return self._stream(lambda at: core.prepare_chat(chat, params, wanted, at), chat.size, params)
+        return self._stream(lambda at: frontend.prepare_chat(chat, params, wanted, at), chat.size, params)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
@@ -191,18 +191,20 @@ class AsyncEngine:
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
 
-    def _stream(self, prepare: Callable[[float], Accepted], size: int, params: SamplingParams | None) -> TokenStream:
-        core = self.core
+    def _stream(
+        self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None
+    ) -> TokenStream:
+        frontend = self.core
 
         async def start() -> Assembler:
-            work, submitted = size, core.loop.clock.now()
+            work, submitted = size, frontend.loop.clock.now()
             if isinstance(params, SamplingParams):
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
             inline = work <= INLINE_CHARS
-            accepted = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
-            return core.post(accepted) if await core.enter(accepted) else core.expired(accepted)
+            prepared = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
+            return frontend.post(prepared) if await frontend.enter(prepared) else frontend.expired(prepared)
 
-        return TokenStream(start, core.abort_tickets)
+        return TokenStream(start, frontend.abort_tickets)
 
     # ---------------------------------------------------------------- adapters
 
@@ -233,7 +235,7 @@ class AsyncEngine:
     # ---------------------------------------------------------------- looking in
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> Frontend:
         if self._core is None:
             raise EngineClosed("the engine has not been started: use `async with`, or await start()")
         self._core.check_process()

@@ -43,10 +43,10 @@ class _Shared:
             return self.loading
 
     def _load(self, outcome: Future[AsyncEngine]) -> None:
-        from asyncengine.engine.wiring import load_core
+        from asyncengine.engine.wiring import load_frontend
 
         model, config = self.spec
-        engine = AsyncEngine(lambda: load_core(model, config), hosted=True)
+        engine = AsyncEngine(lambda: load_frontend(model, config), hosted=True)
         try:
             engine.start_blocking()
         except BaseException as error:

@@ -30,7 +30,7 @@ class _StreamBase:
     @property
     def request_id(self) -> str | None:
         """The request's label; None before it has been submitted."""
-        return None if self._assembler is None else self._assembler.accepted.request_id
+        return None if self._assembler is None else self._assembler.prepared.request_id
 
     def abort(self) -> None:
         """Leave: the engine drops the request before its next step. Synchronous, idempotent, from any thread.
@@ -38,7 +38,7 @@ class _StreamBase:
         The stream then ends with reason "abort" (iterate on, or `result()`, to see what there was).
         """
         if self._assembler is not None and not self._assembler.finished:
-            self._abort_tickets(self._assembler.accepted.tickets)
+            self._abort_tickets(self._assembler.prepared.tickets)
         self._left = True
 
     def _exhausted(self) -> bool:
@@ -98,7 +98,7 @@ class TokenStream(_StreamBase):
             if self._ready:
                 return self._ready.popleft()
             assembler = await self._started()
-        mailbox = assembler.accepted.mailbox
+        mailbox = assembler.prepared.mailbox
         while not mailbox.ready:
             waiter = mailbox.announce()
             if waiter is not None:
@@ -118,7 +118,7 @@ class TokenStream(_StreamBase):
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
         assembler = await self._started()
         while not assembler.finished:
-            assembler.feed(await assembler.accepted.mailbox.receive())
+            assembler.feed(await assembler.prepared.mailbox.receive())
         return self._completion()
 
     async def aclose(self) -> None:
@@ -158,7 +158,7 @@ class SyncTokenStream(_StreamBase):
         return self._ready.popleft()
 
     def _receive(self) -> list[Chunk]:
-        mailbox = self._submitted.accepted.mailbox
+        mailbox = self._submitted.prepared.mailbox
         if not mailbox.ready:
             self._check_thread()
         return self._submitted.feed(mailbox.receive_blocking())

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished_blocking
-from asyncengine.engine.validation import Accepted
+from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import InvalidParameter, WrongLoop
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
@@ -49,10 +49,10 @@ class Engine:
 
         Raises as `AsyncEngine.from_pretrained`.
         """
-        from asyncengine.engine.wiring import engine_config, load_core
+        from asyncengine.engine.wiring import engine_config, load_frontend
 
         config, attempt = engine_config(settings.pop("config", None), settings), LoadAttempt()
-        engine = AsyncEngine(lambda: load_core(model, config, attempt), hosted=True, attempt=attempt)
+        engine = AsyncEngine(lambda: load_frontend(model, config, attempt), hosted=True, attempt=attempt)
         try:
             engine.start_blocking()
         except BaseException:
@@ -130,12 +130,12 @@ class Engine:
                 "await AsyncEngine's methods here, or load the engine with hosted=True"
             )
 
-    def _stream(self, prepare: Callable[[], Accepted]) -> SyncTokenStream:
+    def _stream(self, prepare: Callable[[], PreparedRequest]) -> SyncTokenStream:
         self._check_thread()
         core = self.aengine.core
 
-        accepted = prepare()
-        assembler = core.post(accepted) if core.enter_blocking(accepted) else core.expired(accepted)
+        prepared = prepare()
+        assembler = core.post(prepared) if core.enter_blocking(prepared) else core.expired(prepared)
         return SyncTokenStream(assembler, core.abort_tickets, self._check_thread)
 
     # ---------------------------------------------------------------- adapters

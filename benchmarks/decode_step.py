@@ -24,15 +24,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from asyncengine.models.attention_function import LayerAttention
+from asyncengine.models.quantized import QuantizedLinear
 from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.fused_layer import Span
+from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
 from asyncengine.models import linears
-from asyncengine.models.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
-from asyncengine.models.quantized import QuantizedLinear
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_buffers import StepBuffers
@@ -102,7 +102,7 @@ class Parts:
             ("products", QuantizedLinear, "forward"),
             ("preparing", StepBuffers, "build"),
             ("preparing", CompiledBackend, "plan"),
-            ("spans", Span, "__call__"),
+            ("spans", FusedLayerKernel, "__call__"),
             ("attention", LayerAttention, "__call__"),
             ("attention", LayerAttention, "_merged"),
             ("norms", linears.RMSNorm, "forward"),

@@ -18,7 +18,7 @@ import statistics
 import time
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.step import Batch, FinishedStep, StepResult
@@ -53,7 +53,7 @@ class InlineRunner:
         pass
 
 
-def core(streams: int, tokens: int, inline: bool) -> EngineCore:
+def core(streams: int, tokens: int, inline: bool) -> Frontend:
     config = EngineConfig(max_num_seqs=streams, max_num_batched_tokens=max(2048, streams))
     executor = InstantExecutor(2 + streams * (tokens + 64) // 8)
     info = ModelInfo("instant", 32, 1 << 20, (), "none", "cpu", executor.num_pages, 16, has_tokenizer=False)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from asyncengine.models.linears import FastLinear, PanelLinear
 from asyncengine.models.output_layer import OutputLayer
 from asyncengine.models.quantized import QuantizedLinear
+
 from asyncengine.device.output_buffers import OutputBufferPool
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}

@@ -70,8 +70,8 @@ class CompiledBackend:
         self._lanes = LANES[lanes]
         self._kind = kind_of(dtype)
         pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
-        self._form = np.uint16(0) if pairs else np.float32(0)
-        self.forms = self._lanes, self._form
+        self._operand = np.uint16(0) if pairs else np.float32(0)
+        self.tile_types = self._lanes, self._operand
         """As `kernels.cpu.attention.attend` takes them."""
         self._pools = [_LayerPool(spec, num_pages, page_size, lanes, dtype) for spec in layers]
         self.kv_bytes = sum(pool.bytes for pool in self._pools)
@@ -137,7 +137,7 @@ class CompiledBackend:
     def _attend(self, layer: int, query: int, token_size: int, head_size: int, out: torch.Tensor) -> None:
         plan, known = self._planned[layer], self._pools[layer].address
         kernels.attend(
-            query, token_size, head_size, out.data_ptr(), known, plan.step, self._kind, self._lanes, self._form,
+            query, token_size, head_size, out.data_ptr(), known, plan.step, self._kind, self._lanes, self._operand,
             self._team,
         )  # fmt: skip
         if plan.joins:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from asyncengine.engine.validation import Accepted
+from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 class Assembler:
     """Merges waiting chunks into one for the reader, and all chunks into the completion. Pure."""
 
-    def __init__(self, accepted: Accepted, now: Callable[[], float]) -> None:
-        self.accepted = accepted
+    def __init__(self, prepared: PreparedRequest, now: Callable[[], float]) -> None:
+        self.prepared = prepared
         self._now = now
         self._chunks: list[Chunk] = []
-        self._open = accepted.params.n
+        self._open = prepared.params.n
         self._reader: ChatReader | None = None
-        if accepted.make_parser is not None:
+        if prepared.make_parser is not None:
             from asyncengine.chat import ChatReader
 
-            self._reader = ChatReader(accepted.make_parser, accepted.params.n)
+            self._reader = ChatReader(prepared.make_parser, prepared.params.n)
         self._ended_at = 0.0
         self.finished = False
 
@@ -49,29 +49,29 @@ class Assembler:
     def usage(self) -> Usage:
         generated = sum(len(chunk.token_ids) for chunk in self._chunks)
         thought = 0 if self._reader is None else self._reader.reasoning_tokens
-        return Usage(len(self.accepted.prompt), generated, self.accepted.mailbox.cached_tokens, thought)
+        return Usage(len(self.prepared.prompt), generated, self.prepared.mailbox.cached_tokens, thought)
 
     def failure(self) -> Exception | None:
         """What `result()` raises, if the request failed."""
         for chunk in self._chunks:
             if chunk.finish_reason == "engine_dead":
-                return self.accepted.mailbox.failure()
+                return self.prepared.mailbox.failure()
             if chunk.finish_reason == "error":
-                return self.accepted.mailbox.cause or RequestFailed(
-                    f"request {self.accepted.request_id}: {chunk.error}"
+                return self.prepared.mailbox.cause or RequestFailed(
+                    f"request {self.prepared.request_id}: {chunk.error}"
                 )
         return None
 
     def completion(self) -> Completion:
         """The finished request. Call once `finished`."""
-        accepted, mailbox = self.accepted, self.accepted.mailbox
-        samples = [self._sample(index) for index in range(accepted.params.n)]
+        prepared, mailbox = self.prepared, self.prepared.mailbox
+        samples = [self._sample(index) for index in range(prepared.params.n)]
         prompt_logprobs = None
-        if accepted.params.prompt_logprobs:
-            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(len(accepted.prompt))]
+        if prepared.params.prompt_logprobs:
+            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(len(prepared.prompt))]
 
         def since(moment: float | None) -> float | None:
-            return None if moment is None else moment - accepted.arrival
+            return None if moment is None else moment - prepared.arrival
 
         return Completion(
             text=samples[0].text,
@@ -79,9 +79,9 @@ class Assembler:
             finish_reason=samples[0].finish_reason,
             usage=self.usage,
             timings=Timings(
-                since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - accepted.arrival
+                since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - prepared.arrival
             ),
-            request_id=accepted.request_id,
+            request_id=prepared.request_id,
             logprobs=samples[0].logprobs,
             prompt_logprobs=prompt_logprobs,
             samples=samples,
@@ -108,7 +108,7 @@ class Assembler:
         )
 
     def _schema_error(self, text: str) -> str | None:
-        check = self.accepted.check_text
+        check = self.prepared.check_text
         return None if check is None else check(text)
 
 

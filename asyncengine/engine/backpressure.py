@@ -14,7 +14,9 @@ from asyncengine.errors import EngineClosed, QueueFull
 
 
 @dataclass(slots=True, eq=False)
-class _Applicant:
+class _QueuedSubmit:
+    """One caller in line for places in the queue."""
+
     samples: int
     tokens: int
     waiter: Waiter
@@ -29,8 +31,8 @@ def _for_ever() -> float:
     return inf
 
 
-class Gate:
-    """Counts samples from submit until they start or end. Thread-safe.
+class QueueLimit:
+    """How many samples and prompt tokens may wait to start. Counts them until they start or end. Thread-safe.
 
     `enter` is all or nothing for the `n` samples of a request. Limits of None admit everything. With a limit of 0 a
     request is admitted only while no other waits to start; a request larger than a limit is never admitted.
@@ -43,7 +45,7 @@ class Gate:
         self._requests = 0
         self._tokens = 0
         self._closed = False
-        self._applicants: deque[_Applicant] = deque()
+        self._line: deque[_QueuedSubmit] = deque()
         self.expired = 0
         """Samples whose deadline came while they waited for a place."""
 
@@ -67,8 +69,8 @@ class Gate:
         """
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        applicant = self._apply(samples, tokens, waiter)
-        if applicant is None:
+        place = self._join_line(samples, tokens, waiter)
+        if place is None:
             return True
         timer: asyncio.TimerHandle | None = None
 
@@ -77,36 +79,36 @@ class Gate:
             seconds = left()
             if seconds > 0:
                 timer = None if seconds == inf else loop.call_later(seconds, look)
-            elif self._withdraw_unless_granted(applicant) and not waiter.done():
+            elif self._leave_line_unless_granted(place) and not waiter.done():
                 waiter.set_result(None)
 
         look()
         try:
             await waiter
         except BaseException:
-            self._withdraw(applicant)
+            self._leave_line(place)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        return self._granted(applicant)
+        return self._granted(place)
 
     def enter_blocking(self, samples: int, tokens: int, left: Left = _for_ever) -> bool:
         """The same for a plain thread."""
-        applicant = self._apply(samples, tokens, threading.Event())
-        if applicant is None:
+        place = self._join_line(samples, tokens, threading.Event())
+        if place is None:
             return True
-        assert isinstance(applicant.waiter, threading.Event)
+        assert isinstance(place.waiter, threading.Event)
         try:
-            while not applicant.waiter.is_set():
+            while not place.waiter.is_set():
                 seconds = left()
-                if seconds <= 0 and self._withdraw_unless_granted(applicant):
+                if seconds <= 0 and self._leave_line_unless_granted(place):
                     break
-                applicant.waiter.wait(None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
+                place.waiter.wait(None if seconds == inf else min(max(0.0, seconds), threading.TIMEOUT_MAX))
         except BaseException:  # KeyboardInterrupt
-            self._withdraw(applicant)
+            self._leave_line(place)
             raise
-        return self._granted(applicant)
+        return self._granted(place)
 
     def leave(self, samples: int, tokens: int) -> None:
         """`samples` samples started, or ended before; `tokens` prompt tokens in all."""
@@ -121,55 +123,55 @@ class Gate:
         """Nobody gets in any more; those in line are told. Called on the engine's loop."""
         with self._lock:
             self._closed = True
-            woken = [applicant.waiter for applicant in self._applicants]
-            self._applicants.clear()
+            woken = [place.waiter for place in self._line]
+            self._line.clear()
         if woken:
             wake_all(woken)
 
-    def _apply(self, samples: int, tokens: int, waiter: Waiter) -> _Applicant | None:
+    def _join_line(self, samples: int, tokens: int, waiter: Waiter) -> _QueuedSubmit | None:
         with self._lock:
             self._check_open()
             full = self._full(samples, tokens)
             if full is not None and self._never_fits(samples, tokens):
                 raise QueueFull(*full)
-            if full is None and not self._applicants:
+            if full is None and not self._line:
                 self._take(samples, tokens)
                 return None
-            applicant = _Applicant(samples, tokens, waiter)
-            self._applicants.append(applicant)
-            return applicant
+            place = _QueuedSubmit(samples, tokens, waiter)
+            self._line.append(place)
+            return place
 
-    def _withdraw_unless_granted(self, applicant: _Applicant) -> bool:
+    def _leave_line_unless_granted(self, place: _QueuedSubmit) -> bool:
         """Leave the line because the time is up. False: no longer in it, and the waiter is set or about to be."""
         with self._lock:
-            if applicant not in self._applicants:
+            if place not in self._line:
                 return False
-            self._applicants.remove(applicant)
-            applicant.expired = True
-            self.expired += applicant.samples
+            self._line.remove(place)
+            place.expired = True
+            self.expired += place.samples
             woken = self._grant()
         if woken:
             wake_all(woken)
         return True
 
-    def _withdraw(self, applicant: _Applicant) -> None:
+    def _leave_line(self, place: _QueuedSubmit) -> None:
         with self._lock:
-            if applicant.granted:
-                self._requests -= applicant.samples
-                self._tokens -= applicant.samples * applicant.tokens
-            elif applicant in self._applicants:
-                self._applicants.remove(applicant)
+            if place.granted:
+                self._requests -= place.samples
+                self._tokens -= place.samples * place.tokens
+            elif place in self._line:
+                self._line.remove(place)
             woken = self._grant()
         if woken:
             wake_all(woken)
 
     def _grant(self) -> list[Waiter]:
         woken: list[Waiter] = []
-        while self._applicants and self._full(self._applicants[0].samples, self._applicants[0].tokens) is None:
-            applicant = self._applicants.popleft()
-            applicant.granted = True
-            self._take(applicant.samples, applicant.tokens)
-            woken.append(applicant.waiter)
+        while self._line and self._full(self._line[0].samples, self._line[0].tokens) is None:
+            place = self._line.popleft()
+            place.granted = True
+            self._take(place.samples, place.tokens)
+            woken.append(place.waiter)
         return woken
 
     def _take(self, samples: int, tokens: int) -> None:
@@ -180,14 +182,14 @@ class Gate:
         if self._closed:
             raise EngineClosed("the engine is closed or draining: it takes no more requests")
 
-    def _granted(self, applicant: _Applicant) -> bool:
+    def _granted(self, place: _QueuedSubmit) -> bool:
         """False: its time was up."""
-        if not applicant.granted and not applicant.expired:
+        if not place.granted and not place.expired:
             raise EngineClosed("the engine closed while the request waited for a place in its queue")
-        return applicant.granted
+        return place.granted
 
     def _behind_others(self) -> tuple[str, int] | None:
-        return ("max_queued_requests", self._max_requests or 0) if self._applicants else None
+        return ("max_queued_requests", self._max_requests or 0) if self._line else None
 
     def _never_fits(self, samples: int, tokens: int) -> bool:
         limits = ((self._max_requests, samples), (self._max_tokens, samples * tokens))

@@ -13,9 +13,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.process import PROCESS
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop
-from asyncengine.engine.request_ids import Labels
+from asyncengine.engine.request_ids import RequestIds
 from asyncengine.engine.snapshot import snapshot
-from asyncengine.engine.validation import Acceptance, Accepted
+from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
@@ -45,13 +45,13 @@ INLINE_CHARS = 4096
 """Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
 
 
-class EngineCore:
-    """The front door: everything here may be called from any thread."""
+class Frontend:
+    """The front door of an engine: text and requests in, streams out. Everything here may be called from any thread."""
 
     def __init__(
         self,
         loop: EngineLoop,
-        acceptance: Acceptance,
+        validator: RequestValidator,
         tokenizer: TextTokenizer | None,
         info: ModelInfo,
         planner: ChatPlanner | None = None,
@@ -61,7 +61,7 @@ class EngineCore:
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means."""
         self.loop = loop
-        self.acceptance = acceptance
+        self.validator = validator
         self.tokenizer = tokenizer
         self.info = info
         self.planner = planner
@@ -70,7 +70,7 @@ class EngineCore:
         self._adapter_folder = adapter_folder
         self.started_at = loop.clock.now()
         self.closing = False
-        self._labels = Labels(loop.delivery)
+        self._request_ids = RequestIds(loop.delivery)
         self._born = PROCESS.generation
 
     @property
@@ -104,18 +104,18 @@ class EngineCore:
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
-    ) -> Accepted:
+    ) -> PreparedRequest:
         """Tokenize and check a request, submitted at `arrival` (by the engine's clock; None: now).
 
         Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
         """
         self.check_open()
         arrival = self.loop.clock.now() if arrival is None else arrival
-        return self.acceptance.accept(self.encode(prompt), params, options, arrival)
+        return self.validator.prepare(self.encode(prompt), params, options, arrival)
 
     def prepare_chat(
         self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
-    ) -> Accepted:
+    ) -> PreparedRequest:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
         self.check_open()
         arrival = self.loop.clock.now() if arrival is None else arrival
@@ -128,13 +128,13 @@ class EngineCore:
         params = params or SamplingParams()
         plan = self._plan(chat, params, text)
         if plan is None:
-            return self.acceptance.accept(prompt, params, options, arrival)
+            return self.validator.prepare(prompt, params, options, arrival)
         visible = params.skip_special_tokens and plan.skip_special_tokens
         planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
-        accepted = self.acceptance.accept(prompt, planned, options, arrival)
-        accepted.make_parser = plan.make_parser
-        accepted.check_text = self.acceptance.text_check(plan.final)
-        return accepted
+        prepared = self.validator.prepare(prompt, planned, options, arrival)
+        prepared.make_parser = plan.make_parser
+        prepared.check_text = self.validator.text_check(plan.final)
+        return prepared
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
@@ -155,25 +155,26 @@ class EngineCore:
             response_format=wanted,
         )
 
-    async def enter(self, accepted: Accepted) -> bool:
-        """Pass the gate: at once, or as soon as there is room if so configured. False: a deadline came first.
+    async def enter(self, prepared: PreparedRequest) -> bool:
+        """Take places in the queue: at once, or as soon as there are some if so configured. False: a deadline came
+        first.
 
         Raises `QueueFull`, `EngineClosed`, `EngineDead`.
         """
-        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        queue_limit, samples, length = self.loop.queue_limit, prepared.params.n, len(prepared.prompt)
         with self._closed_or_dead():
             if self.config.when_full == "wait":
-                return await gate.enter_when_free(samples, length, accepted.time_left(self.loop.clock.now))
-            gate.enter(samples, length)
+                return await queue_limit.enter_when_free(samples, length, prepared.time_left(self.loop.clock.now))
+            queue_limit.enter(samples, length)
         return True
 
-    def enter_blocking(self, accepted: Accepted) -> bool:
+    def enter_blocking(self, prepared: PreparedRequest) -> bool:
         """`enter` for a plain thread."""
-        gate, samples, length = self.loop.gate, accepted.params.n, len(accepted.prompt)
+        queue_limit, samples, length = self.loop.queue_limit, prepared.params.n, len(prepared.prompt)
         with self._closed_or_dead():
             if self.config.when_full == "wait":
-                return gate.enter_blocking(samples, length, accepted.time_left(self.loop.clock.now))
-            gate.enter(samples, length)
+                return queue_limit.enter_blocking(samples, length, prepared.time_left(self.loop.clock.now))
+            queue_limit.enter(samples, length)
         return True
 
     @contextmanager
@@ -185,39 +186,39 @@ class EngineCore:
             self.check_open()
             raise
 
-    def expired(self, accepted: Accepted) -> Assembler:
-        """The end of a request whose deadline came at the gate. The engine never hears of it."""
-        for index in range(accepted.params.n):
-            accepted.mailbox.put(Chunk("", [], "timeout", index))
-        return Assembler(accepted, self.loop.clock.now)
+    def expired(self, prepared: PreparedRequest) -> Assembler:
+        """The end of a request whose deadline came before it had a place in the queue. The engine never hears of it."""
+        for index in range(prepared.params.n):
+            prepared.mailbox.put(Chunk("", [], "timeout", index))
+        return Assembler(prepared, self.loop.clock.now)
 
-    def post(self, accepted: Accepted) -> Assembler:
-        """Hand an accepted request, which has passed the gate, to the engine's loop. One synchronous stretch.
+    def post(self, prepared: PreparedRequest) -> Assembler:
+        """Hand a prepared request, which has its places in the queue, to the engine's loop. One synchronous stretch.
 
         Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
         """
-        self._claim_adapter(accepted)
-        self._labels.remember(accepted.request_id, accepted.tickets)
-        if not self.loop.inbox.post(*accepted.submissions):
-            for ticket in accepted.tickets:
+        self._claim_adapter(prepared)
+        self._request_ids.remember(prepared.request_id, prepared.tickets)
+        if not self.loop.inbox.post(*prepared.submissions):
+            for ticket in prepared.tickets:
                 self.loop.delivery.expected.pop(ticket, None)
                 if self.adapters is not None:
                     self.adapters.cancel(ticket)
             self.check_open()
             raise EngineClosed("the engine is closed")
-        return Assembler(accepted, self.loop.clock.now)
+        return Assembler(prepared, self.loop.clock.now)
 
-    def _claim_adapter(self, accepted: Accepted) -> None:
+    def _claim_adapter(self, prepared: PreparedRequest) -> None:
         """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
-        if accepted.adapter is None or self.adapters is None:
+        if prepared.adapter is None or self.adapters is None:
             return
         try:
             with self._closed_or_dead():
-                accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+                prepared.use_adapter(self.adapters.claim(prepared.tickets, prepared.adapter))
         except EngineClosed:
             raise
         except BaseException:
-            self.loop.gate.leave(accepted.params.n, accepted.params.n * len(accepted.prompt))
+            self.loop.queue_limit.leave(prepared.params.n, prepared.params.n * len(prepared.prompt))
             raise
 
     def abort_tickets(self, tickets: list[int]) -> None:
@@ -227,7 +228,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one."""
-        tickets = self._labels.unfinished(request_id)
+        tickets = self._request_ids.unfinished(request_id)
         self.abort_tickets(tickets)
         return bool(tickets)
 

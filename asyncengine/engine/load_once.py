@@ -7,11 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from asyncengine.device.process import PROCESS, LoadAttempt
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.threads import begun
 from asyncengine.errors import EngineClosed
 
-Build = Callable[[], EngineCore]
+Build = Callable[[], Frontend]
 
 
 class LoadOnce:
@@ -21,8 +21,8 @@ class LoadOnce:
         self._build = build
         self._attempt = attempt or LoadAttempt()
         self._lock = threading.Lock()
-        self._outcome: Future[EngineCore] | None = None
-        self._loaded: EngineCore | None = None
+        self._outcome: Future[Frontend] | None = None
+        self._loaded: Frontend | None = None
         self._born = PROCESS.generation
         """Where it was begun."""
         self.closed = False
@@ -37,7 +37,7 @@ class LoadOnce:
         if self.is_elsewhere:
             PROCESS.check_unforked(self._born)
 
-    def begin(self) -> Future[EngineCore]:
+    def begin(self) -> Future[Frontend]:
         """What was or will be loaded. A failure is not kept: the next caller tries again. Raises `EngineClosed`."""
         with self._lock:
             if self.closed:
@@ -48,16 +48,16 @@ class LoadOnce:
                 known = self._outcome = begun(self._load, "asyncengine-start")
             return known
 
-    def _load(self) -> EngineCore:
-        core = self._build()
+    def _load(self) -> Frontend:
+        frontend = self._build()
         with self._lock:
             if self.closed:
-                core.discard()
+                frontend.discard()
                 raise EngineClosed("the engine was closed while it loaded")
-            self._loaded = core
-        return core
+            self._loaded = frontend
+        return frontend
 
-    def close(self) -> EngineCore | None:
+    def close(self) -> Frontend | None:
         """Load no more. What was loaded and not closed yet is the caller's to let go of."""
         with self._lock:
             loaded, self._loaded, self.closed = self._loaded, None, True

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from asyncengine.config import EngineConfig
-from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery, OutputStream
 from asyncengine.engine.device_thread import Runner
@@ -69,7 +69,7 @@ class EngineLoop:
         *,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterStore | None = None,
-        gate: Gate | None = None,
+        queue_limit: QueueLimit | None = None,
         table: TokenTable | None = None,
         recorder: Recorder | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class EngineLoop:
         self.clock = clock
         self.grammars = grammars
         self.adapters = adapters
-        self.gate = gate or Gate(None, None)
+        self.queue_limit = queue_limit or QueueLimit(None, None)
         self.inbox: Inbox[Submission | Message] = Inbox()
         self.meter = Meter()
         self.delivery = Delivery(clock, self.meter, self._end_early, table)
@@ -140,7 +140,7 @@ class EngineLoop:
                 self._order(message)
             case Drain():
                 self._drain = _sooner(self._drain, message)
-                self.gate.close()  # those in line for a place are refused like newcomers
+                self.queue_limit.close()  # those in line for a place are refused like newcomers
 
     def _order(self, message: Generate) -> None:
         """Have made or fetched, by other threads, what the request must wait for."""
@@ -187,7 +187,7 @@ class EngineLoop:
         counters = self.scheduler.counters
         left = (counters.left_queue, counters.left_queue_tokens)
         if left != self._left_queue:
-            self.gate.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
+            self.queue_limit.leave(left[0] - self._left_queue[0], left[1] - self._left_queue[1])
             self._left_queue = left
 
     def _let_go(self, ticket: int) -> None:
@@ -281,7 +281,7 @@ class EngineLoop:
         """Tell everybody, leave nothing behind."""
         if self._lag_timer is not None:
             self._lag_timer.cancel()
-        self.gate.close()
+        self.queue_limit.close()
         unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
         if self.failure is None:
             self._deliver()

@@ -19,8 +19,8 @@ def snapshot(
     running = list(scheduler.running.values())
     counters = scheduler.counters
     finished = dict(meter.finished)
-    if loop.gate.expired:
-        finished["timeout"] = finished.get("timeout", 0) + loop.gate.expired
+    if loop.queue_limit.expired:
+        finished["timeout"] = finished.get("timeout", 0) + loop.queue_limit.expired
     return EngineStats(
         requests={
             "waiting": len(scheduler.waiting),

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class Accepted:
-    """A request ready to be posted, and the consumer's end of it."""
+class PreparedRequest:
+    """A checked request, ready to be posted, and the consumer's end of it."""
 
     request_id: str
     submissions: list[Submission]
@@ -69,7 +69,7 @@ class Accepted:
         ]
 
 
-class Acceptance:
+class RequestValidator:
     """Checks requests against one engine's model and limits. Thread-safe: tickets come from one atomic counter."""
 
     def __init__(
@@ -89,9 +89,9 @@ class Acceptance:
         self.adapters = adapters
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
-    def accept(
+    def prepare(
         self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions, arrival: float
-    ) -> Accepted:
+    ) -> PreparedRequest:
         """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it.
 
         `arrival`: when it was submitted, by the engine's clock; deadlines count from there.
@@ -107,20 +107,25 @@ class Acceptance:
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
-        label = options.request_id or f"req-{secrets.token_hex(8)}"
-        accepted = Accepted(label, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
-        accepted.check_text = self.text_check(params.grammar)
+        request_id = options.request_id or f"req-{secrets.token_hex(8)}"
+        prepared = PreparedRequest(request_id, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
+        prepared.check_text = self.text_check(params.grammar)
         stops = StopAutomaton(params.stop) if params.stop else None
         for index in range(params.n):
-            accepted.submissions.append(self._submission(index, accepted, max_total, options, stops))
-        return accepted
+            prepared.submissions.append(self._submission(index, prepared, max_total, options, stops))
+        return prepared
 
     def _submission(
-        self, index: int, accepted: Accepted, max_total: int, options: RequestOptions, stops: StopAutomaton | None
+        self,
+        index: int,
+        prepared: PreparedRequest,
+        max_total: int,
+        options: RequestOptions,
+        stops: StopAutomaton | None,
     ) -> Submission:
-        params = accepted.params
+        params = prepared.params
         ticket = next(self._tickets)
-        group = None if params.n == 1 else (accepted.tickets[0] if index else ticket)
+        group = None if params.n == 1 else (prepared.tickets[0] if index else ticket)
         eos = () if params.ignore_eos else self.info.eos_token_ids
         if index and params.prompt_logprobs:
             params = params.replace(prompt_logprobs=False)  # the same for all samples: computed once
@@ -128,29 +133,31 @@ class Acceptance:
             ticket,
             params,
             _sample_seed(params.seed, index),
-            len(accepted.prompt),
+            len(prepared.prompt),
             tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
         )
         timeout = options.timeout if options.timeout is not None else self.config.request_timeout
         waiting = self.config.waiting_timeout
         message = Generate(
             spec,
-            tuple(accepted.prompt),
+            tuple(prepared.prompt),
             max_total,
-            accepted.arrival,
+            prepared.arrival,
             priority=options.priority,
             salt=options.cache_salt or "",
             group=group,
             needs_grammar=params.grammar is not None,
-            deadline=None if timeout is None else accepted.arrival + timeout,
-            waiting_deadline=None if waiting is None else accepted.arrival + waiting,
+            deadline=None if timeout is None else prepared.arrival + timeout,
+            waiting_deadline=None if waiting is None else prepared.arrival + waiting,
             inter_token_timeout=self.config.inter_token_timeout,
         )
-        return Submission(message, self._stream(index, accepted, spec, stops))
+        return Submission(message, self._stream(index, prepared, spec, stops))
 
-    def _stream(self, index: int, accepted: Accepted, spec: RowSpec, stops: StopAutomaton | None) -> OutputStream:
-        params = accepted.params
-        stream = OutputStream(index, accepted.mailbox, accepted.arrival, accepted.request_id)
+    def _stream(
+        self, index: int, prepared: PreparedRequest, spec: RowSpec, stops: StopAutomaton | None
+    ) -> OutputStream:
+        params = prepared.params
+        stream = OutputStream(index, prepared.mailbox, prepared.arrival, prepared.request_id)
         if self.tokenizer is not None:
             stream.detokenizer = Detokenizer(self.tokenizer.table, params.skip_special_tokens)
         if stops is not None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
-from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
-from asyncengine.engine.validation import Acceptance
+from asyncengine.engine.validation import RequestValidator
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
@@ -70,7 +70,7 @@ def resolve_model(model: str | os.PathLike[str]) -> str:
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
-def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> EngineCore:
+def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.
 
@@ -83,15 +83,15 @@ def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: Load
     PROCESS.check_may_load()
     path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
 
-    def load() -> EngineCore:
+    def load() -> Frontend:
         checkpoint = open_checkpoint(path, config)
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
             import_module("transformers")  # whole, before any module of ours asks it for a name
-            core = _load_core(path, checkpoint, config, device, trying)
+            frontend = _load_frontend(path, checkpoint, config, device, trying)
         if trying.given_up:
-            core.discard()
+            frontend.discard()
             trying.check()
-        return core
+        return frontend
 
     # OpenMP gives each thread that computes a team. Where teams outnumber the CPUs, libgomp lets them sleep after every
     # loop rather than wait for the next: a team that was left behind by loading made decode steps a third longer.
@@ -102,9 +102,9 @@ def load_core(model: str | os.PathLike[str], config: EngineConfig, attempt: Load
         raise
 
 
-def _load_core(
+def _load_frontend(
     path: str, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, attempt: LoadAttempt
-) -> EngineCore:
+) -> Frontend:
     from asyncengine.device.cores import Cores
     from asyncengine.device.memory import in_words
     from asyncengine.lora.layers.slots import install_lora
@@ -136,9 +136,9 @@ def _load_core(
         attempt.check()
         runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
         progress.say_compiled()
-        core = _assemble(path, loaded, tokenizer, runner, adapters, config)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)
         undo.pop_all()
-        return core
+        return frontend
 
 
 def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
@@ -192,7 +192,7 @@ def _assemble(
     runner: ModelRunner,
     adapters: AdapterRegistry,
     config: EngineConfig,
-) -> EngineCore:
+) -> Frontend:
     info = ModelInfo(
         name=DEMO if path == str(MODEL_PATH) else loaded.name,
         vocab_size=loaded.vocab_size,
@@ -256,7 +256,7 @@ def wire(
     grammars: GrammarCompiler | None = None,
     adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
-) -> EngineCore:
+) -> Frontend:
     """Put an engine together around any executor (tests use a fake one)."""
     clock = clock or MonotonicClock()
     kv = KVCache(executor.num_pages, executor.page_size, prefix_caching=config.prefix_caching, eviction=config.eviction)
@@ -268,7 +268,7 @@ def wire(
         clock,
         grammars=grammars,
         adapters=adapters,
-        gate=Gate(config.max_queued_requests, config.max_queued_tokens),
+        queue_limit=QueueLimit(config.max_queued_requests, config.max_queued_tokens),
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
@@ -279,10 +279,10 @@ def wire(
         planner = ChatPlanner(tokenizer, config.tool_format)
         form = planner.tool_format
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
-    acceptance = Acceptance(config, info, clock, tokenizer, grammars, adapters)
+    validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
-    return EngineCore(loop, acceptance, tokenizer, info, planner, adapters, threads, folder)
+    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

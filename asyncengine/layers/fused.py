@@ -45,7 +45,7 @@ class FusedLayers:
             for layer, own in enumerate(angles)
         ]
         out = new_tensor(tuple(h.shape), h.dtype)
-        self._chain(h, out, np.array(places, dtype=np.int64), backend.forms, self._scratch)
+        self._chain(h, out, np.array(places, dtype=np.int64), backend.tile_types, self._scratch)
         return out
 
 
@@ -55,8 +55,8 @@ def fused_layers(
     """None: a layer is of another shape, or of weights in a form that the kernel does not take."""
     if norm is None or not options.compiled or options.kernels.name != "compiled":
         return None
-    from asyncengine.kernels.cpu.fused_layer import Span
-    from asyncengine.kernels.cpu.fused_layers import Chain, Heads
+    from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
+    from asyncengine.kernels.cpu.fused_layers import FusedLayersKernel, Heads
 
     if not all(_common(layer) for layer in layers) or not norm.fusable:
         return None
@@ -72,14 +72,14 @@ def fused_layers(
         before: Any = layer.before_mlp
         after: Any = norm if following is None else following.before_attention
         norms = [(each.weight, each.config.epsilon) for each in (before, after)]
-        spans.append(Span(own, norms, _form(layer), scale))
+        spans.append(FusedLayerKernel(own, norms, _form(layer), scale))
         merged: Any = layer.merged
         heads.append(
             Heads(merged.num_heads, merged.key_dim, merged.value_dim, merged.q_norm, merged.k_norm, merged.epsilon)
         )
     if products[0] is None or products[0].bits != (0 if spans[0].bits is None else int(spans[0].bits)):
         return None
-    chain = Chain((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
+    chain = FusedLayersKernel((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
     needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)
     return FusedLayers(chain, torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8))
 
@@ -98,4 +98,4 @@ def _form(layer: DecoderLayer) -> Any:
     from asyncengine.kernels.cpu import activation
 
     gated = layer.mlp.gated
-    return None if gated is None else activation.form_of(gated)
+    return None if gated is None else activation.activation_id(gated)

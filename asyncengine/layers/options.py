@@ -78,7 +78,7 @@ class LayerOptions:
             return False
         from asyncengine.kernels.cpu import packed as panels
 
-        return panels.panels_pay(self.dtype) and panels.panels_fit(self.dtype, outputs, inputs)
+        return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, outputs, inputs)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory of the model's dtype on its device."""

@@ -52,7 +52,7 @@ class WeightForm(Protocol):
         ...
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        """What the fused layer kernels take (`kernels.cpu.fused_layer.Product`); None: they do not take this form."""
+        """What the fused layer kernels take (`kernels.cpu.fused_layer.LinearWeights`); None: they do not take this form."""
         ...
 
 
@@ -98,15 +98,15 @@ class RowMajorWeight(DenseWeight):
 
     @staticmethod
     def fits(outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-        from asyncengine.kernels.cpu.gemm_rowmajor import product_fits
+        from asyncengine.kernels.cpu.gemm_rowmajor import gemm_fits
 
-        return bool(product_fits(dtype, inputs, outputs))
+        return bool(gemm_fits(dtype, inputs, outputs))
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        if not self._products.product_pays(x.dtype, x.numel() // self.inputs):
+        if not self._products.gemm_pays(x.dtype, x.numel() // self.inputs):
             return super().logits(x, bias, memory)
         out = memory.take((*x.shape[:-1], self.outputs))
-        self._products.product(x, self.weight, out)
+        self._products.gemm(x, self.weight, out)
         return out if bias is None else out.add_(bias)
 
 
@@ -193,21 +193,21 @@ class PackedWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.outputs))
-        self._panels.product(x, self.weight, out, bias)
+        self._panels.gemm(x, self.weight, out, bias)
         return out
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         out = memory.take((*x.shape[:-1], self.outputs))
-        self._panels.product(x, self.weight, out, bias)
+        self._panels.gemm(x, self.weight, out, bias)
         return out
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._panels.read_rows(ids, self.weight, out)
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        from asyncengine.kernels.cpu.fused_layer import Product
+        from asyncengine.kernels.cpu.fused_layer import LinearWeights
 
-        return Product(self.weight, None, bias, self.inputs, self.outputs, 0)
+        return LinearWeights(self.weight, None, bias, self.inputs, self.outputs, 0)
 
 
 class QuantizedWeight:
@@ -263,18 +263,18 @@ class QuantizedWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.outputs))
-        self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
+        self._quantized.gemm(x, self.numbers, self.scales, self.bits, out, bias)
         return out
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         out = memory.take((*x.shape[:-1], self.outputs))
-        self._quantized.product(x, self.numbers, self.scales, self.bits, out, bias)
+        self._quantized.gemm(x, self.numbers, self.scales, self.bits, out, bias)
         return out
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._quantizing.read_rows(ids, self.numbers, self.scales, out)
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        from asyncengine.kernels.cpu.fused_layer import Product
+        from asyncengine.kernels.cpu.fused_layer import LinearWeights
 
-        return Product(self.numbers, self.scales, bias, self.inputs, self.outputs, self.bits)
+        return LinearWeights(self.numbers, self.scales, bias, self.inputs, self.outputs, self.bits)

@@ -92,7 +92,7 @@ def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progr
     for count in sorted({1, min(2, most), min(MOST_TOKENS + 1, most)}):
         pages = list(range(1, 1 + -(-count // config.page_size)))
         row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, pages, True)
-        runner.rehearse(Batch(0, (row,)))
+        runner.profile_run(Batch(0, (row,)))
     runner.cores.forget()  # compiling is in what they took
 
 
@@ -110,7 +110,7 @@ def _working_bytes(model: LoadedModel, config: EngineConfig) -> int:
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
     runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs)
     try:
-        runner.rehearse(batch)
+        runner.profile_run(batch)
         return torch.cuda.max_memory_allocated(device) - before - runner.kv_bytes
     finally:
         runner.close()

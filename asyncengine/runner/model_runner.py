@@ -100,8 +100,8 @@ class ModelRunner:
         """What computes steps, from any thread."""
         return self.cores.stats
 
-    def rehearse(self, batch: Batch) -> StepResult:
-        """One whole step. Raises `torch.OutOfMemoryError` if it does not fit."""
+    def profile_run(self, batch: Batch) -> StepResult:
+        """Run one whole step, to see what it takes. Raises `torch.OutOfMemoryError` if it does not fit."""
         return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:

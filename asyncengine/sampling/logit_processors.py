@@ -1,4 +1,7 @@
-"""What changes a step's logits before anything is chosen: penalties, bias, masks. Rows without any stay as they are."""
+"""Logit processors: penalties, bias, grammars' masks and `min_tokens`, applied before anything is chosen.
+
+Rows without any stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.step import Row
 
 
-class Edits:
-    """The edits of one step."""
+class LogitProcessors:
+    """All logit processors of one step's rows."""
 
     def __init__(
         self,
@@ -36,13 +39,13 @@ class Edits:
             for place, row in enumerate(rows)
             if penalized[place] or place in masked or row.spec.params.logit_bias or _held_open(row)
         ]
-        """Rows that are edited, ascending."""
+        """Rows that have any, ascending."""
         self._rows = [rows[place] for place in self.places]
         number = {place: index for index, place in enumerate(self.places)}
         self._masks = replace(masks, places=[number[place] for place in masks.places])
 
     def apply(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> torch.Tensor:
-        """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with every edit made."""
+        """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""
         logits = logits.to(torch.float32, copy=True)
         for index, row in enumerate(self._rows):
             if self._params.penalized[row.slot]:

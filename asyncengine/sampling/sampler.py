@@ -19,12 +19,12 @@ import torch
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.sampling.logit_processors import Edits
+from asyncengine.sampling.logit_processors import LogitProcessors
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
-from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.sampling.top_p import kept_threshold
 from asyncengine.step import Row
 
 _BLOCK = 512
@@ -40,12 +40,12 @@ class Sampled:
     """int64 [rows]; 0 where void."""
     best: torch.Tensor
     """[rows] the largest logit of each row; not finite: the row has no token."""
-    edited: Collection[int]
+    processed: Collection[int]
     """Rows whose logits were changed before anything was chosen."""
 
     def fetch(self, readback: Readback) -> Sampled:
         """The same on the host, once `readback` has arrived."""
-        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.edited)
+        return Sampled(readback.fetch(self.tokens), readback.fetch(self.best), self.processed)
 
     @property
     def errors(self) -> dict[int, str]:
@@ -53,7 +53,7 @@ class Sampled:
         if bool(np.isfinite(self.best.float().numpy()).all()):
             return {}
         return {
-            row: NOTHING_ALLOWED if row in self.edited and value == float("-inf") else NON_FINITE
+            row: NOTHING_ALLOWED if row in self.processed and value == float("-inf") else NON_FINITE
             for row, value in enumerate(self.best.tolist())
             if not math.isfinite(value)
         }
@@ -67,11 +67,11 @@ class Sampler:
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
         self._penalties = PenaltyTable(vocab_size, device)
-        self._chooser: Any = None
+        self._kernel: Any = None
         if compiler_missing(torch.float32, device) is None:
-            from asyncengine.kernels.cpu.sampling import Chooser
+            from asyncengine.kernels.cpu.sampling import SamplerKernel
 
-            self._chooser = Chooser(vocab_size)
+            self._kernel = SamplerKernel(vocab_size)
 
     def sample(
         self,
@@ -82,33 +82,33 @@ class Sampler:
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
         slots = self._params.update(rows)
-        edits = Edits(rows, self._params, slots, masks, self._vocab_size)
+        processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
         for row in rows:
             if not self._params.penalized[row.slot]:
                 self._penalties.forget(row.slot)
         positions = np.array([row.start + row.num_scheduled for row in rows], dtype=np.int64)
-        if not edits.places:
+        if not processors.places:
             return Sampled(*self._choose(slots, positions, logits), ())
-        places = np.array(edits.places, dtype=np.int64)
+        places = np.array(processors.places, dtype=np.int64)
         index = self._to_device(places)
-        edited = edits.apply(logits[index], self._penalties, last_token)
+        processed = processors.apply(logits[index], self._penalties, last_token)
         if len(places) == len(rows):
-            tokens, best = self._choose(slots, positions, edited)
-        elif self._chooser is None:
-            merged = logits.to(torch.float32, copy=True).index_copy_(0, index, edited)
+            tokens, best = self._choose(slots, positions, processed)
+        elif self._kernel is None:
+            merged = logits.to(torch.float32, copy=True).index_copy_(0, index, processed)
             tokens, best = self._choose(slots, positions, merged)
-        else:  # copying everybody's logits would take longer than choosing for the edited rows twice
+        else:  # copying everybody's logits would take longer than choosing for the processed rows twice
             tokens, best = self._choose(slots, positions, logits)
-            again = self._choose(slots[places], positions[places], edited)
+            again = self._choose(slots[places], positions[places], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
-        return Sampled(tokens, best, edits.places)
+        return Sampled(tokens, best, processors.places)
 
     def _choose(
         self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
-        if self._chooser is not None and logits.dtype in (torch.bfloat16, torch.float32):
-            chosen: tuple[torch.Tensor, torch.Tensor] = self._chooser.choose(
+        if self._kernel is not None and logits.dtype in (torch.bfloat16, torch.float32):
+            chosen: tuple[torch.Tensor, torch.Tensor] = self._kernel.choose(
                 logits, *self._params.columns(slots, positions)
             )
             return chosen
@@ -138,7 +138,7 @@ class Sampler:
         if truncated.size:
             where = self._to_device(truncated)
             part = scaled if len(truncated) == len(chosen) else scaled[where]
-            limits = smallest_kept(part, top_k[truncated], top_p[where])
+            limits = kept_threshold(part, top_k[truncated], top_p[where])
             least = least.index_copy(0, where, torch.maximum(least[where], limits))
         keys = self._to_device(noise_keys(params.seed_low[owned], params.seed_high[owned], positions))
         return greedy.index_copy(0, index, draw(scaled, least, keys))

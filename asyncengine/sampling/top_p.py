@@ -1,4 +1,4 @@
-"""Where top-k and top-p cut a row of logits: a smallest kept value, not a set of ids.
+"""The top-k and top-p threshold of a row of logits: the smallest kept value, not a set of ids.
 
 Tokens that tie with that value are all kept, so the answer does not depend on how a sort breaks ties.
 """
@@ -12,7 +12,7 @@ from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 
 _FIRST_CANDIDATES = 1024
-"""A nucleus is looked for among this many tokens before everything is sorted."""
+"""A top-p set is looked for among this many tokens before everything is sorted."""
 _DIGIT = 16
 """Bits of a logit looked at in one pass over it."""
 _MASS = 2**40
@@ -21,7 +21,7 @@ _PASS_ELEMENTS = 2**23
 """Logits looked at together; bounds the working memory at some 200 MB."""
 
 
-def smallest_kept(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
+def kept_threshold(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
     """The smallest logit that top-k (0: all), then top-p keep in each row: float32 [rows].
 
     logits float32 [rows, vocab], top_p float32 [rows] on their device. On a GPU nothing here waits for the device.
@@ -47,23 +47,23 @@ def _of_largest(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) ->
     values = logits.topk(width, dim=-1).values
     limits = upload(top_k, logits.device)
     values = values.masked_fill(torch.arange(width, device=logits.device) >= limits[:, None], float("-inf"))
-    return _end_of_nucleus(values, torch.logsumexp(values, dim=-1), top_p)[0]
+    return _top_p_threshold(values, torch.logsumexp(values, dim=-1), top_p)[0]
 
 
 def _by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Of top-p alone. Looks at the result of a first try, which costs nothing on a CPU."""
     totals = torch.logsumexp(logits, dim=-1)
     width = min(_FIRST_CANDIDATES, logits.shape[-1])
-    least, reached = _end_of_nucleus(logits.topk(width, dim=-1).values, totals, top_p)
+    least, reached = _top_p_threshold(logits.topk(width, dim=-1).values, totals, top_p)
     short = reached < top_p
     if width < logits.shape[-1] and bool(short.any()):
         index = torch.nonzero(short)[:, 0]
         values = logits[index].sort(dim=-1, descending=True).values
-        least = least.index_copy(0, index, _end_of_nucleus(values, totals[index], top_p[index])[0])
+        least = least.index_copy(0, index, _top_p_threshold(values, totals[index], top_p[index])[0])
     return least
 
 
-def _end_of_nucleus(
+def _top_p_threshold(
     values: torch.Tensor, totals: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest value of the smallest set of `values` (descending, [rows, n]) whose probability reaches `top_p`.
@@ -79,7 +79,7 @@ def _end_of_nucleus(
 
 def by_digits(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Of top-p alone, by radix selection: the probabilities are summed by the upper half of the logits' bits, which
-    says in which of 65,536 bins the nucleus ends, then by the lower half of those in that bin.
+    says in which of 65,536 bins the top-p set ends, then by the lower half of those in that bin.
 
     A fixed number of passes whatever the distribution, so that the host need not know how it went.
     """

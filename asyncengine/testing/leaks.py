@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 
 
-def assert_nothing_held(core: EngineCore) -> None:
+def assert_nothing_held(core: Frontend) -> None:
     """Raise `AssertionError` unless the idle engine holds nothing: request, stream, place in the queue, page or slot.
 
     Cached pages are not held: they are given up as soon as anybody needs them.
@@ -17,7 +17,7 @@ def assert_nothing_held(core: EngineCore) -> None:
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "streams": len(core.loop.delivery.streams),
-        "places in the queue": core.loop.gate.waiting,
+        "places in the queue": core.loop.queue_limit.waiting,
         "steps in flight": len(core.loop.in_flight),
     }
     pages = scheduler.kv.counts([])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncengine.models import reused_memory
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.models import reused_memory
 
 
 def test_memory_is_reused_only_when_nobody_holds_it() -> None:

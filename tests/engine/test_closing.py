@@ -13,7 +13,7 @@ from support.fake_engine import executor_of, greedy, in_thread, make_core, make_
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.engine.device_thread import DeviceThread
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.errors import EngineClosed, WrongLoop
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
@@ -137,7 +137,7 @@ async def test_closing_twice_and_using_a_closed_engine(hosted: bool):
 async def test_starting_at_the_same_time_loads_once(hosted: bool):
     made = []
 
-    def build() -> EngineCore:
+    def build() -> Frontend:
         made.append(make_core())
         return made[-1]
 

@@ -8,14 +8,18 @@ import pytest
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import MonotonicClock
-from asyncengine.engine.validation import Acceptance, RequestOptions
+from asyncengine.engine.validation import RequestOptions, RequestValidator
 from asyncengine.info import ModelInfo
 from asyncengine.sampling_params import SamplingParams
 
 
 def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -> SamplingParams:
     info = ModelInfo("m", 32, 64, (1,), "float32", "cpu", 8, 4, generation_defaults=generation_config)
-    return Acceptance(EngineConfig(), info, MonotonicClock(), None).accept([2, 3], params, RequestOptions(), 0.0).params
+    return (
+        RequestValidator(EngineConfig(), info, MonotonicClock(), None)
+        .prepare([2, 3], params, RequestOptions(), 0.0)
+        .params
+    )
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_leaving_a_blocking_stream_aborts():
 
 
 class Loader:
-    """Stands for `load_core`: counts, waits and fails as told."""
+    """Stands for `load_frontend`: counts, waits and fails as told."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -137,7 +137,7 @@ class Loader:
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
     loader = Loader()
-    monkeypatch.setattr("asyncengine.engine.wiring.load_core", loader)
+    monkeypatch.setattr("asyncengine.engine.wiring.load_frontend", loader)
     return loader
 
 

@@ -194,10 +194,10 @@ async def test_a_request_can_be_aborted_as_soon_as_it_is_posted_even_out_of_orde
         early = core.prepare([2, 3], LONG, RequestOptions(request_id="early"))
         async with engine.stream([4, 5], LONG) as later:
             await anext(later)
-            core.loop.gate.enter(1, 2)
+            core.loop.queue_limit.enter(1, 2)
             assembler = core.post(early)
             assert engine.abort("early")
-            chunks = await assembler.accepted.mailbox.receive()
+            chunks = await assembler.prepared.mailbox.receive()
             assert chunks[-1].finish_reason == "abort"
 
 
@@ -222,7 +222,7 @@ async def test_a_stream_left_while_it_waits_for_a_place_never_runs():
         await queued.__aenter__()
         left = engine.stream([6, 7], LONG)
         reading = asyncio.create_task(left.result())
-        await until(lambda: bool(engine.core.loop.gate._applicants))
+        await until(lambda: bool(engine.core.loop.queue_limit._line))
         left.abort()
         executor.release()
         assert (await reading).finish_reason == "abort"
@@ -232,25 +232,25 @@ async def test_a_stream_left_while_it_waits_for_a_place_never_runs():
         assert_nothing_held(engine.core)
 
 
-async def test_labels_of_ended_requests_do_not_pile_up():
+async def test_ids_of_ended_requests_do_not_pile_up():
     async with make_engine() as engine:
         for i in range(400):
             await engine.generate([2 + i % 90], greedy(1))
-        assert len(engine.core._labels._tickets) < 150
+        assert len(engine.core._request_ids._tickets) < 150
 
 
 async def test_many_posts_before_the_engine_looks_stay_linear():
     async with make_engine() as engine:
         core = engine.core
         scans = 0
-        forget = core._labels._forget_ended
+        forget = core._request_ids._forget_ended
 
         def counted() -> None:
             nonlocal scans
             scans += 1
             forget()
 
-        core._labels._forget_ended = counted  # type: ignore[method-assign]
+        core._request_ids._forget_ended = counted  # type: ignore[method-assign]
         streams = [engine.stream([2, 3], greedy(1)) for _ in range(600)]
         for stream in streams:
             await stream.__aenter__()

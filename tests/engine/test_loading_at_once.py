@@ -95,7 +95,7 @@ class Rooms:
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
-    """Stands for what `load_core` does in its turn."""
+    """Stands for what `load_frontend` does in its turn."""
     rooms = Rooms()
 
     def load(model: str, config: EngineConfig, attempt: LoadAttempt):
@@ -104,7 +104,7 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
             raise OSError("broken")
         return make_core()
 
-    monkeypatch.setattr("asyncengine.engine.wiring.load_core", load)
+    monkeypatch.setattr("asyncengine.engine.wiring.load_frontend", load)
     return rooms
 
 
@@ -180,14 +180,14 @@ def test_a_load_that_is_given_up_ends_at_its_next_stage():
         stages.append(text)
         attempt.give_up()
 
-    from asyncengine.engine.wiring import load_core
+    from asyncengine.engine.wiring import load_frontend
     from asyncengine.models.progress import LoadProgress
 
     with pytest.MonkeyPatch.context() as patch:
         stage = LoadProgress.stage
         patch.setattr(LoadProgress, "stage", lambda self, text, total=None: (give_up(text), stage(self, text, total)))
         with pytest.raises(EngineClosed, match="while it loaded"):
-            load_core("demo", EngineConfig(num_threads=1, kv_cache_memory="4MiB"), attempt)
+            load_frontend("demo", EngineConfig(num_threads=1, kv_cache_memory="4MiB"), attempt)
     assert len(stages) == 1
     with Engine.from_pretrained("demo", num_threads=1, kv_cache_memory="4MiB") as engine:
         assert engine.generate("Hello").token_ids

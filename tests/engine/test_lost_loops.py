@@ -60,8 +60,8 @@ def test_closing_the_loop_ends_the_engine(kind: str, busy: bool):
         executor.hold()
     callers = [Caller(lambda: Engine(engine).generate([2, 3], LONG)) for _ in range(3)]
     if busy:  # one runs, one is queued, one waits at the gate
-        gate = engine.core.loop.gate
-        there = until(lambda: executor.entered.is_set() and gate.waiting == 1 and bool(gate._applicants))
+        gate = engine.core.loop.queue_limit
+        there = until(lambda: executor.entered.is_set() and gate.waiting == 1 and bool(gate._line))
         loop.run_until_complete(there)
     elsewhere = Caller(lambda: asyncio.run(engine.generate([4, 5], LONG)))
     loop.close()

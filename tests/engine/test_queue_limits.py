@@ -9,7 +9,7 @@ import pytest
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
 
 from asyncengine import Engine, EngineConfig
-from asyncengine.engine.backpressure import Gate
+from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.errors import EngineClosed, InvalidParameter, QueueFull
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
@@ -23,7 +23,7 @@ async def engine_with_one_running(**settings):
     stream = engine.stream([2, 3], greedy(4))
     await stream.__aenter__()
     await in_thread(executor_of(engine).entered.wait)
-    await until(lambda: engine.core.loop.gate.waiting == 0)
+    await until(lambda: engine.core.loop.queue_limit.waiting == 0)
     return engine, stream
 
 
@@ -55,7 +55,7 @@ async def test_n_samples_take_n_places_or_none():
         await first.__aenter__()
         with pytest.raises(QueueFull):
             await engine.generate([6, 7], greedy(2, n=2))
-        assert engine.core.loop.gate.waiting == 2
+        assert engine.core.loop.queue_limit.waiting == 2
         last = engine.stream([6, 7], greedy(2))
         await last.__aenter__()
         executor_of(engine).release()
@@ -117,10 +117,10 @@ async def test_cancelling_the_wait_gives_the_place_in_line_back():
     engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
     async with engine:
         calls = [asyncio.create_task(engine.generate([4, 2 + i], greedy(2))) for i in range(5)]
-        await until(lambda: len(engine.core.loop.gate._applicants) == 4)
+        await until(lambda: len(engine.core.loop.queue_limit._line) == 4)
         for call in calls[1:4]:
             call.cancel()
-        await until(lambda: len(engine.core.loop.gate._applicants) == 1)
+        await until(lambda: len(engine.core.loop.queue_limit._line) == 1)
         executor_of(engine).release()
         await asyncio.gather(running.result(), calls[0], calls[4])
         await idle(engine)
@@ -128,7 +128,7 @@ async def test_cancelling_the_wait_gives_the_place_in_line_back():
 
 
 async def test_cancelling_in_the_very_moment_of_the_grant_gives_the_place_on():
-    gate = Gate(1, None)
+    gate = QueueLimit(1, None)
     gate.enter(1, 1)
     waits = [asyncio.create_task(gate.enter_when_free(1, 1)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -146,7 +146,7 @@ async def test_closing_tells_those_in_line_at_once(drain: bool):
     queued = engine.stream([4, 5], greedy(2))
     await queued.__aenter__()
     waits = [asyncio.create_task(engine.generate([4, 5], greedy(2))) for _ in range(3)]
-    await until(lambda: len(engine.core.loop.gate._applicants) == 3)
+    await until(lambda: len(engine.core.loop.queue_limit._line) == 3)
     closing = asyncio.create_task(engine.aclose(drain=drain))
     await asyncio.sleep(0)
     executor_of(engine).release()
@@ -190,7 +190,7 @@ def test_an_interrupted_wait_gives_its_place_back():
         def wait(self, timeout=None):
             raise KeyboardInterrupt
 
-    gate = Gate(1, None)
+    gate = QueueLimit(1, None)
     gate.enter(1, 1)
     real, threading.Event = threading.Event, Interrupted  # type: ignore[misc]
     try:
@@ -198,7 +198,7 @@ def test_an_interrupted_wait_gives_its_place_back():
             gate.enter_blocking(1, 1)
     finally:
         threading.Event = real  # type: ignore[misc]
-    assert not gate._applicants
+    assert not gate._line
     gate.leave(1, 1)
     assert gate.waiting == 0
 
@@ -216,7 +216,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
         await queued.__aenter__()
         config, samples = engine.core.config, 2 if "many" in how else 1
         if settings:
-            engine.core.acceptance.config = config.replace(**settings)
+            engine.core.validator.config = config.replace(**settings)
         options: dict[str, float] = {} if settings else {"timeout": 0.05}
         params = greedy(2, n=samples)
         if how == "thread":
@@ -228,7 +228,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
         assert done.timings.first_token is None
         assert 0.05 <= done.timings.total < 5
         assert engine.stats().finished == {"timeout": samples}
-        assert not engine.core.loop.gate._applicants
+        assert not engine.core.loop.queue_limit._line
         executor_of(engine).release()
         await asyncio.gather(running.result(), queued.result())
         await idle(engine)
@@ -236,7 +236,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
 
 
 async def test_one_whose_time_is_up_makes_room_for_those_behind():
-    gate = Gate(None, 10)
+    gate = QueueLimit(None, 10)
     gate.enter(1, 8)
     times = [0.02, 0.0]
     large = asyncio.create_task(gate.enter_when_free(1, 9, lambda: times.pop(0)))
@@ -251,10 +251,10 @@ async def test_deadlines_count_from_submit_and_not_from_the_gate():
     engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
     async with engine:
         clock = engine.core.loop.clock
-        accepted = engine.core.prepare([4, 5], greedy(2), RequestOptions(timeout=9.0), clock.now() - 10.0)
+        prepared = engine.core.prepare([4, 5], greedy(2), RequestOptions(timeout=9.0), clock.now() - 10.0)
         queued = engine.stream([4, 5], greedy(2))
         await queued.__aenter__()
-        assert accepted.time_left(clock.now)() <= 0
-        assert await engine.core.enter(accepted) is False
+        assert prepared.time_left(clock.now)() <= 0
+        assert await engine.core.enter(prepared) is False
         executor_of(engine).release()
         await asyncio.gather(running.result(), queued.result())

@@ -15,7 +15,7 @@ from support.adapter_engine import EOS, adapter_oracle, greedy
 from support.fake_adapters import digest_of
 from support.plug_points import Letters
 
-from asyncengine.engine.validation import Accepted
+from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, QueueFull
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
@@ -61,7 +61,7 @@ class AdapterLife(EngineByHand):
         self.loads = 0
         self.unloads: list[Future[None]] = []
         self.refused: dict[str, int] = {}
-        self.passed: list[Accepted] = []
+        self.passed: list[PreparedRequest] = []
         """Through the gate, not posted yet."""
 
     def run(self) -> None:
@@ -116,34 +116,34 @@ class AdapterLife(EngineByHand):
             cache_salt=rng.choice([None, None, "tenant"]),
         )
         try:
-            accepted = self.core.prepare(prompt, params, options)
-            self.core.enter_blocking(accepted)
+            prepared = self.core.prepare(prompt, params, options)
+            self.core.enter_blocking(prepared)
         except (QueueFull, AdapterNotFound) as error:
             self._refuse(error, name)
         else:
             assert name is None or name in self.means
-            self.passed.append(accepted)
+            self.passed.append(prepared)
 
     def _post_some(self) -> None:
         """Some callers are slow between the gate and the inbox: their adapter may be gone, or another one, by then."""
-        for accepted in [accepted for accepted in self.passed if self.rng.random() < 0.5]:
-            self.passed.remove(accepted)
+        for prepared in [prepared for prepared in self.passed if self.rng.random() < 0.5]:
+            self.passed.remove(prepared)
             try:
-                self.core.post(accepted)
+                self.core.post(prepared)
             except AdapterNotFound as error:
-                self._refuse(error, accepted.adapter)
+                self._refuse(error, prepared.adapter)
                 continue
-            digest = "" if accepted.adapter is None else digest_of(self.means[accepted.adapter])
-            self.open[accepted.tickets[0]] = accepted
-            for submission in accepted.submissions:
+            digest = "" if prepared.adapter is None else digest_of(self.means[prepared.adapter])
+            self.open[prepared.tickets[0]] = prepared
+            for submission in prepared.submissions:
                 spec = submission.message.spec
-                self.samples[spec.ticket] = Sample(self._foretell(accepted, spec.seed, digest), digest)
+                self.samples[spec.ticket] = Sample(self._foretell(prepared, spec.seed, digest), digest)
 
-    def _foretell(self, accepted: Accepted, seed: int, digest: str) -> list[int]:
-        letters, most = accepted.params.grammar, accepted.params.max_tokens or 0
+    def _foretell(self, prepared: PreparedRequest, seed: int, digest: str) -> list[int]:
+        letters, most = prepared.params.grammar, prepared.params.max_tokens or 0
         allowed = () if letters is None else letters.allowed
         most = most if letters is None else min(most, letters.length)
-        return adapter_oracle(self.executor.model, accepted.prompt, most, digest, seed, (EOS,), allowed)
+        return adapter_oracle(self.executor.model, prepared.prompt, most, digest, seed, (EOS,), allowed)
 
     def _someone_leaves(self) -> None:
         rng = self.rng
@@ -214,7 +214,7 @@ class AdapterLife(EngineByHand):
     def _check_end(self) -> None:
         self.check_samples(self.faults)
         assert_nothing_held(self.core)
-        assert (self.core.loop.gate._requests, self.core.loop.gate._tokens) == (0, 0)
+        assert (self.core.loop.queue_limit._requests, self.core.loop.queue_limit._tokens) == (0, 0)
         assert not self.slots.in_use, f"adapters never released: {self.slots.in_use}"
         assert all(future.done() for future in self.unloads), "somebody waits for requests that have ended"
         assert (self.registry._claims.num_claims, self.registry._claims.num_waiting) == (0, 0)

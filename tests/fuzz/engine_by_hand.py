@@ -16,7 +16,7 @@ from support.plug_points import Compiler
 
 from asyncengine.config import EngineConfig
 from asyncengine.engine.loop import Launched
-from asyncengine.engine.validation import Accepted
+from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler import Output
@@ -84,7 +84,7 @@ class EngineByHand:
         self.loop, self.scheduler = self.core.loop, self.core.loop.scheduler
         self.slots = slots_of(self.core)
         self.samples: dict[int, Sample] = {}
-        self.open: dict[int, Accepted] = {}
+        self.open: dict[int, PreparedRequest] = {}
         """Requests with a sample that has not ended, by their first ticket."""
         self.launched: deque[Batch] = deque()
         self.outputs: list[Output] = []
@@ -130,14 +130,14 @@ class EngineByHand:
 
     def _read(self) -> None:
         """What consumers get."""
-        for first, accepted in list(self.open.items()):
-            tickets = accepted.tickets
-            for chunk in accepted.mailbox.take():
+        for first, prepared in list(self.open.items()):
+            tickets = prepared.tickets
+            for chunk in prepared.mailbox.take():
                 sample = self.samples[tickets[chunk.index]]
                 assert not sample.reason, "a chunk after the end"
                 sample.received += chunk.token_ids
                 sample.reason = chunk.finish_reason or ""
-                sample.error = accepted.mailbox.cause or chunk.error
+                sample.error = prepared.mailbox.cause or chunk.error
             if all(self.samples[ticket].reason for ticket in tickets):
                 del self.open[first]
 

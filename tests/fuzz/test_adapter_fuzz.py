@@ -177,5 +177,5 @@ def test_an_engine_wires_its_registry_to_its_slots() -> None:
     """What the fuzz turns by hand is what `wiring.wire` makes."""
     lab = Lab()
     core = make_core(lab.executor, wiring={"adapters": lab.registry})
-    assert core.loop.adapters is core.adapters is core.acceptance.adapters is lab.registry
+    assert core.loop.adapters is core.adapters is core.validator.adapters is lab.registry
     lab.registry.close()

@@ -19,7 +19,7 @@ import pytest
 from support.worded_model import make_worded_model
 
 from asyncengine import EngineConfig, SamplingParams
-from asyncengine.engine.wiring import load_core
+from asyncengine.engine.wiring import load_frontend
 from asyncengine.errors import EngineError
 from asyncengine.options import RequestOptions
 
@@ -194,7 +194,7 @@ def check(whole: Path, folder: Path, change: Change, what: str, config: EngineCo
     change(folder)
     began = time.monotonic()
     try:
-        core = load_core(str(folder), config)
+        core = load_frontend(str(folder), config)
     except EngineError as error:
         said = str(error)
         assert said, what
@@ -255,7 +255,7 @@ def test_names_of_models(model: Any) -> None:
     from asyncengine import AsyncEngine
 
     with pytest.raises(EngineError) as refused:
-        AsyncEngine(lambda: load_core(model, CONFIG), hosted=True).start_blocking()
+        AsyncEngine(lambda: load_frontend(model, CONFIG), hosted=True).start_blocking()
     assert len(str(refused.value)) < 1500
 
 

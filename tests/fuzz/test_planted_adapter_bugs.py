@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fuzz.adapter_fuzz import AdapterLife
 
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop
 from asyncengine.errors import EngineError
 from asyncengine.lora.admission import AdapterSlots
@@ -236,11 +236,11 @@ def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: EngineCore, accepted: Any) -> None:
-        if accepted.adapter is not None and self.adapters is not None:
-            accepted.use_adapter(self.adapters.claim(accepted.tickets, accepted.adapter))
+    def broken(self: Frontend, prepared: Any) -> None:
+        if prepared.adapter is not None and self.adapters is not None:
+            prepared.use_adapter(self.adapters.claim(prepared.tickets, prepared.adapter))
 
-    patch.setattr(EngineCore, "_claim_adapter", broken)
+    patch.setattr(Frontend, "_claim_adapter", broken)
 
 
 PLANTS: list[Plant] = [

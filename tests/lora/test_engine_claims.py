@@ -70,7 +70,7 @@ async def test_cancelled_while_waiting_at_the_gate(hosted: bool) -> None:
         lab.executor.hold()
         calls = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="a")) for _ in range(6)]
         claimed = 2  # one runs, one is queued
-        await until(lambda: len(lab.engine.core.loop.gate._applicants) == 4 and lab.claims == claimed)
+        await until(lambda: len(lab.engine.core.loop.queue_limit._line) == 4 and lab.claims == claimed)
         waiting = [call for call in calls if not call.done()][-3:]
         for call in waiting:
             call.cancel()
@@ -90,15 +90,15 @@ async def test_unloaded_between_accept_and_post(when_full: str) -> None:
     async with lab.engine:
         await lab.load("a", "b")
         core = lab.engine.core
-        accepted = core.prepare(PROMPT, greedy(4, n=2), RequestOptions(adapter="a"))
-        await core.enter(accepted)
-        assert (core.loop.gate.waiting, core.loop.gate._tokens) == (2, 10)
+        prepared = core.prepare(PROMPT, greedy(4, n=2), RequestOptions(adapter="a"))
+        await core.enter(prepared)
+        assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (2, 10)
         await lab.engine.unload_adapter("a")
         with pytest.raises(AdapterNotFound):
-            core.post(accepted)
-        assert (core.loop.gate.waiting, core.loop.gate._tokens) == (0, 0)
+            core.post(prepared)
+        assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (0, 0)
         assert not core.loop.delivery.expected
-        assert not core.abort(accepted.request_id)
+        assert not core.abort(prepared.request_id)
         await lab.settled()
         assert lab.right(await lab.engine.generate(PROMPT, greedy(4), adapter="b"), PROMPT, 4, "b")
 
@@ -109,9 +109,9 @@ async def test_unloaded_while_waiting_at_the_gate() -> None:
         await lab.load("a", "b")
         lab.executor.hold()
         first = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="b")) for _ in range(2)]
-        await until(lambda: lab.executor.entered.is_set() and bool(lab.engine.core.loop.gate._applicants) is False)
+        await until(lambda: lab.executor.entered.is_set() and bool(lab.engine.core.loop.queue_limit._line) is False)
         late = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter=name)) for name in "aab"]
-        await until(lambda: len(lab.engine.core.loop.gate._applicants) >= 2)
+        await until(lambda: len(lab.engine.core.loop.queue_limit._line) >= 2)
         await lab.engine.unload_adapter("a")  # nothing has claimed it yet
         lab.executor.release()
         lost, also_lost, fine = await gather_all(late)

@@ -10,7 +10,7 @@ from support.adapter_engine import PROMPT, Face, Lab, greedy
 from support.fake_engine import gather_all, in_thread, until
 
 from asyncengine import AsyncEngine, Engine
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.errors import EngineClosed, EngineDead
 from asyncengine.options import RequestOptions
 
@@ -83,7 +83,7 @@ async def test_an_engine_closed_while_it_loads_keeps_no_adapters() -> None:
     lab = Lab()
     loading, go = threading.Event(), threading.Event()
 
-    def build() -> EngineCore:
+    def build() -> Frontend:
         lab.registry.load("a", "a").result()
         loading.set()
         go.wait(20)

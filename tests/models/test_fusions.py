@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from asyncengine.models.fusions import _called_in_order
+from asyncengine.models.linears import FastLinear, PanelLinear, can_pack
+from asyncengine.models.probing import same
+from asyncengine.models.rotary import fuse_rotary
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
 from support.panels import use_panels
@@ -17,11 +21,7 @@ from torch import nn
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.families import run_recorded
-from asyncengine.models.fusions import _called_in_order
-from asyncengine.models.linears import FastLinear, PanelLinear, can_pack
 from asyncengine.models.loading import load_model
-from asyncengine.models.probing import same
-from asyncengine.models.rotary import fuse_rotary
 
 CPU = torch.device("cpu")
 EXPECTED = {
@@ -100,7 +100,7 @@ def test_panels_that_cannot_be_had(
             raise RuntimeError("unknown CPU")
         out.zero_()
 
-    monkeypatch.setattr(panel_kernels, "product", product)
+    monkeypatch.setattr(panel_kernels, "gemm", product)
     use_panels(True, monkeypatch)
     model = load(checkpoint("llama"))
     output_layer = {} if broken == "differs" else {"output_layer": 0, "packed_linear": 13}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from asyncengine.models.linears import FastLinear, PanelLinear, can_pack, panels_serve
 from torch import nn
 
-from asyncengine.models import linears
-from asyncengine.models.linears import FastLinear, PanelLinear, can_pack, panels_serve
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.models import linears
 
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1e-1)}
 """Relative and absolute."""
@@ -77,7 +77,7 @@ def test_where_panels_serve(weight: torch.Tensor, fits: bool, pays: bool, monkey
     pytest.importorskip("numba")
     from asyncengine.kernels.cpu import packed
 
-    monkeypatch.setattr(packed, "panels_pay", lambda dtype: pays)
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: pays)
     assert panels_serve(weight) == (fits and pays)
 
 

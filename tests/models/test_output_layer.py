@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from asyncengine.lora.layers.targets import find_places
+from asyncengine.models.linears import PanelLinear
+from asyncengine.models.output_layer import OutputLayer, SharedEmbedding, replace_output_layer
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, greedy_reference, prompts
 from support.panels import use_panels
@@ -15,11 +18,8 @@ from support.tiny_models import VOCAB, make_model
 from torch import nn
 
 from asyncengine.config import EngineConfig
-from asyncengine.lora.layers.targets import find_places
 from asyncengine.models import output_layer
-from asyncengine.models.linears import PanelLinear
 from asyncengine.models.loading import load_model
-from asyncengine.models.output_layer import OutputLayer, SharedEmbedding, replace_output_layer
 
 pytest.importorskip("numba")
 
@@ -103,7 +103,7 @@ def test_logits_stay_while_they_are_held(panels: bool) -> None:
 def test_more_rows_than_pay_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     head = linear(20, 64, torch.bfloat16)
     faster = OutputLayer(head.weight, None)
-    monkeypatch.setattr(faster._products, "product_pays", lambda dtype, rows: False)
+    monkeypatch.setattr(faster._products, "gemm_pays", lambda dtype, rows: False)
     x = torch.randn(3, 64).bfloat16()
     assert torch.equal(faster(x), head(x).float())
 
@@ -156,8 +156,8 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(panels: bool, monkeypatch: p
     from asyncengine.kernels.cpu import gemm_rowmajor
     from asyncengine.kernels.cpu import packed as panel_kernels
 
-    monkeypatch.setattr(gemm_rowmajor, "product", fail)
-    monkeypatch.setattr(panel_kernels, "product", fail)
+    monkeypatch.setattr(gemm_rowmajor, "gemm", fail)
+    monkeypatch.setattr(panel_kernels, "gemm", fail)
     model = Model(linear(32, 64))
     head, table = model.lm_head, model.table
     assert not model.replace()
@@ -169,7 +169,7 @@ def test_panels_that_give_other_numbers_are_not_used(monkeypatch: pytest.MonkeyP
     from asyncengine.kernels.cpu import packed as panel_kernels
 
     use_panels(True, monkeypatch)
-    monkeypatch.setattr(panel_kernels, "product", lambda x, weight, out, bias: out.fill_(1.0))
+    monkeypatch.setattr(panel_kernels, "gemm", lambda x, weight, out, bias: out.fill_(1.0))
     model = Model(linear(32, 64))
     assert model.replace()
     assert type(model.lm_head) is OutputLayer

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from asyncengine.models.fused_model import FusedForward
+from asyncengine.models.short_steps import MOST_TOKENS, ShortSteps
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, prompts
 from support.panels import use_panels
@@ -14,9 +16,7 @@ from support.tiny_models import FAMILIES, VOCAB
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores, Sharing
 from asyncengine.models import short_steps
-from asyncengine.models.fused_model import FusedForward
 from asyncengine.models.loading import load_model
-from asyncengine.models.short_steps import MOST_TOKENS, ShortSteps
 
 pytest.importorskip("numba")
 COMMON = {"llama3.1-rope", "qwen2", "qwen3", "granite", "smollm3"}
@@ -120,10 +120,10 @@ def test_without_a_merged_entry_it_is_not_taken(checkpoint: Checkpoint) -> None:
 
 
 def test_what_differs_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncengine.kernels.cpu.fused_layer import Span
+    from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
 
-    own = Span.__call__
-    monkeypatch.setattr(Span, "__call__", lambda *given: own(*given) * 1.01)
+    own = FusedLayerKernel.__call__
+    monkeypatch.setattr(FusedLayerKernel, "__call__", lambda *given: own(*given) * 1.01)
     assert not any(entry.startswith("span") for entry in load(checkpoint("qwen3")).fused)
 
 
@@ -133,7 +133,7 @@ def test_what_fails_is_not_taken(checkpoint: Checkpoint, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise RuntimeError("unknown CPU")
 
-    monkeypatch.setattr(fused_layer, "run_span", fail)
+    monkeypatch.setattr(fused_layer, "run_fused_layer", fail)
     model = load(checkpoint("qwen3"))
     assert "layer x 3" in model.fused
     assert not any(entry.startswith("span") for entry in model.fused)

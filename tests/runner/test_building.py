@@ -67,7 +67,7 @@ class Runner:
         self.attention_backend = "flashinfer"
         self.graphs = False
 
-    def rehearse(self, batch: Any) -> None:
+    def profile_run(self, batch: Any) -> None:
         self.device.take(STEP)
         self.device.give(STEP)
 
@@ -116,7 +116,7 @@ def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: 
 
 
 def test_the_pool_is_cut_from_what_is_really_free(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not counted: what loading and the rehearsal left in torch's cache, and the pool of the rehearsal."""
+    """Not counted: what loading and the profile run left in torch's cache, and the pool of the profile run."""
     runner, free = built(monkeypatch)
     assert free == TOTAL - WEIGHTS - WORKSPACE - STEP
     assert runner.graphs
@@ -186,7 +186,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(wiring, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))
     monkeypatch.setattr("asyncengine.text.load_tokenizer", lambda *_, **__: None)
     monkeypatch.setattr("asyncengine.lora.layers.slots.install_lora", lambda *_: None)
-    wiring.load_core("demo", EngineConfig())
+    wiring.load_frontend("demo", EngineConfig())
     assert seen == [("model", [CUDA]), ("pool", [CUDA, CUDA])]
     assert not current
 
@@ -197,4 +197,4 @@ def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loading, "load_model", no_room)
     with pytest.raises(OutOfMemory, match=r"the model does not fit on cpu, where .* Take a smaller model"):
-        wiring.load_core("demo", EngineConfig(device="cpu"))
+        wiring.load_frontend("demo", EngineConfig(device="cpu"))

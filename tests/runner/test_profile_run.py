@@ -1,4 +1,4 @@
-"""The step that is rehearsed before the KV pool is sized is as large as a step can be, and runs."""
+"""The step that is profiled before the KV pool is sized is as large as a step can be, and runs."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_it_runs(make_runner: MakeRunner) -> None:
     config = EngineConfig(page_size=runner.page_size, max_num_seqs=8, max_num_batched_tokens=60)
     batch, pages = largest_step(config, 40)
     assert pages <= runner.num_pages
-    result = runner.rehearse(batch)
+    result = runner.profile_run(batch)
     assert not result.errors
     assert min(result.tokens) >= 0

@@ -56,7 +56,7 @@ TRUNCATIONS: list[dict[str, Any]] = [
     {"top_k": 1150},
     {"top_p": 0.3},
     {"top_p": 0.9},
-    {"temperature": 5.0, "top_p": 0.999},  # a nucleus wider than the first candidates
+    {"temperature": 5.0, "top_p": 0.999},  # a top-p set wider than the first candidates
     {"min_p": 0.2},
     {"min_p": 1.0},
     {"top_k": 30, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3},
@@ -92,8 +92,8 @@ EDITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", EDITS, ids=str)
 def test_penalties_and_bias(fields: dict[str, Any]) -> None:
-    """Compared on the edited logits: greedy choices after removing the winner again and again."""
-    from asyncengine.sampling.logit_processors import Edits
+    """Compared on the processed logits: greedy choices after removing the winner again and again."""
+    from asyncengine.sampling.logit_processors import LogitProcessors
     from asyncengine.sampling.penalties import PenaltyTable
     from asyncengine.sampling.slot_params import SlotParams
 
@@ -101,9 +101,9 @@ def test_penalties_and_bias(fields: dict[str, Any]) -> None:
     logits = random_logits(2, seed=9)
     rows = [row(3, tokens=tokens, prompt_len=4, **fields), row(4)]
     params = SlotParams(64, VOCAB)
-    edits = Edits(rows, params, params.update(rows), FilledMasks.none(), VOCAB)
-    assert edits.places == [0], "nothing is done to the other row"
-    found = edits.apply(logits[:1], PenaltyTable(VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
+    processors = LogitProcessors(rows, params, params.update(rows), FilledMasks.none(), VOCAB)
+    assert processors.places == [0], "nothing is done to the other row"
+    found = processors.apply(logits[:1], PenaltyTable(VOCAB, CPU), torch.zeros(64, dtype=torch.int64))
     names = {"repetition_penalty": "repetition", "presence_penalty": "presence", "frequency_penalty": "frequency"}
     arguments = {names.get(key, "bias"): value for key, value in fields.items()}
     expected = reference.penalized(logits[0].tolist(), list(tokens[:4]), list(tokens[4:]), **arguments)
@@ -239,7 +239,7 @@ def test_non_finite_rows_are_named(bad: float, fields: dict[str, Any]) -> None:
 
 
 def test_ties_do_not_depend_on_how_many_are_sorted() -> None:
-    """In bf16 many tokens share a logit; the nucleus must not depend on a neighbour's larger top_k."""
+    """In bf16 many tokens share a logit; the top-p set must not depend on a neighbour's larger top_k."""
     logits = (random_logits(1, 5000, seed=1, scale=1.0) * 4).round() / 4
     lone = row(0, seed=3, top_p=0.6)
     wide = row(1, seed=4, top_k=3000)

@@ -1,4 +1,4 @@
-"""Both ways to the end of a nucleus, by sorting (CPU) and by digits (GPU), against its definition."""
+"""Both ways to the end of a top-p set, by sorting (CPU) and by digits (GPU), against its definition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncengine.sampling import top_p as top_p_module
-from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.sampling.top_p import kept_threshold
 
 VOCAB = 3000
 
@@ -23,7 +23,7 @@ def rows() -> torch.Tensor:
     return torch.stack([normal[0], normal[1] * 8, normal[2] * 0.01, normal[3] - 1000, masked, zeros, peak, ties, ties])
 
 
-def assert_ends_the_nucleus(logits: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> None:
+def assert_is_the_threshold(logits: torch.Tensor, least: torch.Tensor, top_p: torch.Tensor) -> None:
     shares = torch.softmax(logits.double(), dim=-1)
     above = shares.masked_fill(logits <= least[:, None], 0).sum(dim=-1)
     kept = shares.masked_fill(logits < least[:, None], 0).sum(dim=-1)
@@ -38,7 +38,7 @@ def assert_ends_the_nucleus(logits: torch.Tensor, least: torch.Tensor, top_p: to
 def test_the_smallest_set_that_reaches_top_p(share: float, search: object) -> None:
     logits = rows()
     top_p = torch.full((len(logits),), share)
-    assert_ends_the_nucleus(logits, search(logits, top_p), top_p)  # type: ignore[operator]
+    assert_is_the_threshold(logits, search(logits, top_p), top_p)  # type: ignore[operator]
 
 
 def test_both_ways_agree() -> None:
@@ -66,8 +66,8 @@ def test_rows_without_a_finite_logit_harm_nobody() -> None:
 def test_rows_with_and_without_top_k_share_a_step() -> None:
     logits = torch.cat([rows()[:2], rows()[:2]])
     top_k, top_p = np.array([0, 5, 3, 0]), torch.tensor([0.6, 1.0, 0.9, 0.3])
-    least = smallest_kept(logits, top_k, top_p)
-    assert torch.equal(least[0], smallest_kept(logits[:1], top_k[:1], top_p[:1])[0])
+    least = kept_threshold(logits, top_k, top_p)
+    assert torch.equal(least[0], kept_threshold(logits[:1], top_k[:1], top_p[:1])[0])
     assert least[1] == logits[1].topk(5).values[-1]
-    assert torch.equal(least[2], smallest_kept(logits[2:3], top_k[2:3], top_p[2:3])[0])
+    assert torch.equal(least[2], kept_threshold(logits[2:3], top_k[2:3], top_p[2:3])[0])
     assert torch.equal(least[3], top_p_module._by_sorting(logits[3:], top_p[3:])[0])

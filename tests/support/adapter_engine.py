@@ -9,7 +9,7 @@ from support.fake_adapters import FakeLoader, digest_of
 from support.fake_engine import SteppedExecutor, idle, in_thread, make_core, until
 
 from asyncengine import AdapterInfo, AsyncEngine, Engine, SamplingParams
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.outputs import Completion
@@ -90,7 +90,7 @@ def adapter_oracle(
     return tokens
 
 
-def slots_of(core: EngineCore) -> AdapterSlots:
+def slots_of(core: Frontend) -> AdapterSlots:
     adapters = core.loop.scheduler._slots._adapters
     assert isinstance(adapters, AdapterSlots)
     return adapters
@@ -118,7 +118,7 @@ class Lab:
         self._settings = settings
         self.engine = AsyncEngine(self._build, hosted=hosted)
 
-    def _build(self) -> EngineCore:
+    def _build(self) -> Frontend:
         return make_core(self.executor, wiring=self._wiring, **self._settings)
 
     async def load(self, *names: str) -> None:
@@ -146,7 +146,7 @@ class Lab:
         """Until nothing runs or is read. Then nothing is claimed, in use or reserved, and memory is as it is said."""
         await idle(self.engine)
         loop, store = self.engine.core.loop, self.registry._store
-        await until(lambda: not (loop.delivery.streams or loop.gate.waiting), "that everybody is told")
+        await until(lambda: not (loop.delivery.streams or loop.queue_limit.waiting), "that everybody is told")
         await until(lambda: not (self.claims or self.registry._reading or store._reserved), "that all is given back")
         assert_nothing_held(self.engine.core)
         self.registry.check()

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
-from asyncengine.engine.frontend import EngineCore
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
@@ -187,7 +187,7 @@ def make_core(
     eos: int = 1,
     wiring: dict[str, Any] | None = None,
     **settings: Any,
-) -> EngineCore:
+) -> Frontend:
     """An engine's core around a fake executor. `wiring`: clock, tokenizer, grammars, adapters, recorder."""
     settings.setdefault("page_size", 4)
     config = EngineConfig(**settings)

@@ -16,9 +16,9 @@ def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         first = weights[0]
         if not wanted or compiler_missing(first.dtype, first.device) is not None:
             return False
-        from asyncengine.kernels.cpu.packed import panels_fit
+        from asyncengine.kernels.cpu.packed import packing_fits
 
-        return panels_fit(first.dtype, sum(weight.shape[0] for weight in weights), first.shape[1])
+        return packing_fits(first.dtype, sum(weight.shape[0] for weight in weights), first.shape[1])
 
     for module in (fusions, output_layer):
         monkeypatch.setattr(module, "panels_serve", serve)

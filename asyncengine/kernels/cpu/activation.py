@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
     inline,
@@ -30,13 +30,13 @@ _WORK = 16
 _SILU, _GELU_TANH, _GELU = range(3)
 
 
-def _gated(form: int, both: torch.Tensor) -> torch.Tensor:
+def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
     both = both.contiguous()
     *outer, width = both.shape
     width //= 2
     out = torch.empty((*outer, width), dtype=both.dtype)
     rows = out.numel() // width
-    gate(both.data_ptr(), out.data_ptr(), rows, width, form, kind_of(both.dtype), use_team())
+    gate(both.data_ptr(), out.data_ptr(), rows, width, activation, kind_of(both.dtype), use_team())
     return out
 
 
@@ -48,7 +48,7 @@ gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
 
 
-def form_of(gated: object) -> int | None:
+def activation_id(gated: object) -> int | None:
     """The number by which `gate` knows one of these; None: it is none of them."""
     return gated.args[0] if isinstance(gated, partial) and gated.func is _gated else None
 
@@ -100,17 +100,17 @@ def _gelu(x: np.float32) -> np.float32:
 @serial_in_order
 def _gate_part(
     piece: int, pieces: int, worker: int,
-    both: int, out: int, rows: int, width: int, form: int, kind: np.generic,
+    both: int, out: int, rows: int, width: int, activation: int, kind: np.generic,
 ) -> None:  # fmt: skip
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
     halves = array(pointer(both, kind), (last, 2, width))
     results = array(pointer(out, kind), (last, width))
     for row in range(first, last):
-        if form == _SILU:
+        if activation == _SILU:
             for index in range(width):
                 gate = widen(narrow(_silu(widen(halves[row, 0, index])), kind))
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
-        elif form == _GELU_TANH:
+        elif activation == _GELU_TANH:
             for index in range(width):
                 gate = widen(narrow(_gelu_tanh(widen(halves[row, 0, index])), kind))
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
@@ -121,6 +121,8 @@ def _gate_part(
 
 
 @serial_in_order
-def gate(both: int, out: int, rows: int, width: int, form: int, kind: np.generic, team: int) -> None:
+def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
     """One of the gated activations above, by address."""
-    spread(_gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, form, kind))
+    parallel_for(
+        _gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, activation, kind)
+    )

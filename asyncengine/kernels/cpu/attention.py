@@ -27,6 +27,7 @@ from asyncengine.kernels.cpu.attention_fields import (
     HEADS,
     ITEM_FIELDS,
     ITEMS,
+    JOINED,
     JOINS,
     KEY_DIM,
     KV_HEADS,
@@ -42,7 +43,10 @@ from asyncengine.kernels.cpu.attention_fields import (
     SCRATCH_SIZE,
     SINKS,
     SPLIT,
+    STATE,
     STEP_FIELDS,
+    SUMS,
+    TILE_LISTS,
     TILES,
     TOKEN,
     VALUE_DIM,
@@ -50,9 +54,9 @@ from asyncengine.kernels.cpu.attention_fields import (
     partial_floats,
     scratch_places,
 )  # fmt: skip
-from asyncengine.kernels.cpu.attention_softmax import LOG2E, give
+from asyncengine.kernels.cpu.attention_softmax import LOG2E, store_scaled
 from asyncengine.kernels.cpu.attention_tiles import AHEAD, BLOCK, FLOOR
-from asyncengine.kernels.cpu.calls import call, spread
+from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.jit import array, narrow, pointer, serial_in_order
 from asyncengine.kernels.cpu.vectors import size_of
 
@@ -61,7 +65,7 @@ _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
 @serial_in_order
 def attend(
-    query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, form: Any,
+    query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any, lanes: Any, operand: Any,
     team: int,
 ) -> None:  # fmt: skip
     """out [tokens, heads, value dim] of query [tokens, heads, key dim], whose steps are given in bytes. Addresses.
@@ -69,20 +73,20 @@ def attend(
     If there are results to be joined, `join` must follow.
     """
     pieces = array(pointer(step, _WHOLE), (STEP_FIELDS,))[PIECES]
-    spread(_attend_units, team, pieces, (query, token_size, head_size, out, layer, step, kind, lanes, form))
+    parallel_for(_attend_units, team, pieces, (query, token_size, head_size, out, layer, step, kind, lanes, operand))
 
 
 @serial_in_order
 def join(out: int, layer: int, step: int, kind: Any, pieces: int, team: int) -> None:
     """Make the results of long rows of those of their splits. No pieces: do nothing."""
-    spread(_join_units, team, pieces, (out, layer, step, kind))
+    parallel_for(_join_units, team, pieces, (out, layer, step, kind))
 
 
 @serial_in_order
 def _attend_units(
     piece: int, pieces: int, worker: int,
     query: int, token_size: int, head_size: int, out: int, layer: int, step: int, kind: Any,
-    lanes: Any, form: Any,
+    lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
     bounds = array(pointer(steps[BOUNDS], _WHOLE), (piece + 2,))
@@ -95,29 +99,29 @@ def _attend_units(
             following = item + ITEM_FIELDS * 8
         after = min((unit + 1) // items, heads - 1)
         _attend_unit(
-            item, head, following, after, query, token_size, head_size, out, layer, step, scratch, kind, lanes, form
+            item, head, following, after, query, token_size, head_size, out, layer, step, scratch, kind, lanes, operand
         )
 
 
 @serial_in_order
 def _attend_unit(
     item: int, head: int, following: int, after: int, query: int, token_size: int, head_size: int, out: int,
-    layer: int, step: int, scratch: int, kind: Any, lanes: Any, form: Any,
+    layer: int, step: int, scratch: int, kind: Any, lanes: Any, operand: Any,
 ) -> None:  # fmt: skip
     """One item and kv head. `following`, `after`: the item and kv head that this thread turns to next."""
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     own = array(pointer(item, _WHOLE), (ITEM_FIELDS,))
-    group = known[HEADS] // known[KV_HEADS]
+    group = spec[HEADS] // spec[KV_HEADS]
     rows = own[COUNT] * group
-    value_dim = known[VALUE_DIM]
-    places = scratch_places(rows, known[KEY_DIM], value_dim)
-    sums, joined, state = scratch + places[3], scratch + places[4], scratch + places[5]
+    value_dim = spec[VALUE_DIM]
+    places = scratch_places(rows, spec[KEY_DIM], value_dim)
+    sums, joined, state = scratch + places[SUMS], scratch + places[JOINED], scratch + places[STATE]
     size = size_of(kind)
     first = query + own[TOKEN] * token_size + head * group * head_size
-    gather(first, token_size, head_size, rows, group, known[KEY_DIM], scratch, kind, form)
+    gather(first, token_size, head_size, rows, group, spec[KEY_DIM], scratch, kind, operand)
     begin, end = own[BEGIN] // SPLIT, (own[END] - 1) // SPLIT + 1
     total = state + rows * 4 * 4
-    keys, values = scratch + places[6], scratch + places[6] + TILES * 8
+    keys, values = scratch + places[TILE_LISTS], scratch + places[TILE_LISTS] + TILES * 8
     array(pointer(state + rows * 3 * 4, _SINGLE), (rows,))[:] = np.float32(1)
     if end - begin > 1:
         _clear(joined, total, rows, value_dim)
@@ -128,22 +132,22 @@ def _attend_unit(
         find_tiles(own[ROW], head, first, last, layer, step, keys, values, kind)
         _look_ahead(item, head, following, after, first, last, layer, step, keys, values, kind)
         for block in range(first // BLOCK * BLOCK, last, BLOCK):
-            at = (max(block, first) // known[LANES] - first // known[LANES]) * 8
+            at = (max(block, first) // spec[LANES] - first // spec[LANES]) * 8
             call(
                 attend_block,
-                (item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, form),
+                (item, head, block, last, keys + at, values + at, rows, group, layer, scratch, kind, lanes, operand),
             )
         if end - begin > 1:
             _join(total, joined, state, sums, rows, value_dim)
     if end - begin > 1:
         sums, state = joined, total
     if own[PARTIAL] < 0:
-        to = out + (own[TOKEN] * known[HEADS] + head * group) * value_dim * size
+        to = out + (own[TOKEN] * spec[HEADS] + head * group) * value_dim * size
         _finish(to, state, sums, rows, group, head, layer, kind)
     else:
         steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
         part = partial_floats(group, value_dim)
-        to = steps[PARTIALS] + (own[PARTIAL] * known[KV_HEADS] + head) * part * 4
+        to = steps[PARTIALS] + (own[PARTIAL] * spec[KV_HEADS] + head) * part * 4
         _clear(to + 8 * rows, to, rows, value_dim)
         _join(to, to + 8 * rows, state, sums, rows, value_dim)
 
@@ -157,12 +161,14 @@ def _look_ahead(
     lanes = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))[LANES]
     own, other = array(pointer(item, _WHOLE), (ITEM_FIELDS,)), array(pointer(following, _WHOLE), (ITEM_FIELDS,))
     count = (last - 1) // lanes - first // lanes + 1
-    at, most = count * 8, AHEAD * lanes
+    at, wanted = count * 8, AHEAD * lanes
     if last < own[END]:
-        found = find_tiles(own[ROW], head, last, min(own[END], last + most), layer, step, keys + at, values + at, kind)
+        found = find_tiles(
+            own[ROW], head, last, min(own[END], last + wanted), layer, step, keys + at, values + at, kind
+        )
     else:
         begin = other[BEGIN]
-        end = min(other[END], begin // lanes * lanes + most)
+        end = min(other[END], begin // lanes * lanes + wanted)
         found = find_tiles(other[ROW], after, begin, end, layer, step, keys + at, values + at, kind)
     every_key = array(pointer(keys, _WHOLE), (TILES,))
     every_value = array(pointer(values, _WHOLE), (TILES,))
@@ -185,10 +191,10 @@ def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -
     width = padded(dim)
     to, values = array(pointer(joined, _SINGLE), (rows, width)), array(pointer(sums, _SINGLE), (rows, width))
     for row in range(rows):
-        most = before[0, row]
-        most = max(most, added[0, row])
-        old, new = np.exp2(before[0, row] - most), np.exp2(added[0, row] - most)
-        before[0, row] = most
+        maximum = before[0, row]
+        maximum = max(maximum, added[0, row])
+        old, new = np.exp2(before[0, row] - maximum), np.exp2(added[0, row] - maximum)
+        before[0, row] = maximum
         before[1, row] = before[1, row] * old + added[1, row] * new
         for index in range(width):
             to[row, index] = to[row, index] * old + values[row, index] * new
@@ -197,22 +203,22 @@ def _join(total: int, joined: int, state: int, sums: int, rows: int, dim: int) -
 @serial_in_order
 def _finish(out: int, state: int, sums: int, rows: int, group: int, head: int, layer: int, kind: Any) -> None:
     """Divide by the sums of weights, to which a sink adds its own. `out`: the first query's first head of the group."""
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    dim = known[VALUE_DIM]
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    dim = spec[VALUE_DIM]
     width = padded(dim)
     numbers, values = array(pointer(state, _SINGLE), (2, rows)), array(pointer(sums, _SINGLE), (rows, width))
     for row in range(rows):
-        place = row // group * known[HEADS] + row % group
+        place = row // group * spec[HEADS] + row % group
         results = array(pointer(out + place * dim * size_of(kind), kind), (dim,))
         factor = np.float32(1) / numbers[1, row]
-        if known[SINKS] != 0:
-            sinks = array(pointer(known[SINKS], _SINGLE), (known[HEADS],))
+        if spec[SINKS] != 0:
+            sinks = array(pointer(spec[SINKS], _SINGLE), (spec[HEADS],))
             sink = sinks[head * group + row % group] * np.float32(LOG2E)
-            most = max(sink, numbers[0, row])
-            shrink = np.exp2(numbers[0, row] - most)
-            factor = shrink / (numbers[1, row] * shrink + np.exp2(sink - most))
+            maximum = max(sink, numbers[0, row])
+            shrink = np.exp2(numbers[0, row] - maximum)
+            factor = shrink / (numbers[1, row] * shrink + np.exp2(sink - maximum))
         if dim % 16 == 0:
-            give(sums + row * width * 4, factor, out + place * dim * size_of(kind), dim, kind)
+            store_scaled(sums + row * width * 4, factor, out + place * dim * size_of(kind), dim, kind)
         else:
             for index in range(dim):
                 results[index] = narrow(values[row, index] * factor, kind)
@@ -223,10 +229,10 @@ def _join_units(
     piece: int, pieces: int, worker: int,
     out: int, layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    heads, dim = known[KV_HEADS], known[VALUE_DIM]
-    group = known[HEADS] // heads
+    heads, dim = spec[KV_HEADS], spec[VALUE_DIM]
+    group = spec[HEADS] // heads
     joins = array(pointer(steps[JOINS], _WHOLE), (steps[NUM_JOINS], 3))
     units = steps[NUM_JOINS] * heads
     size = partial_floats(group, dim) * 4
@@ -236,5 +242,5 @@ def _join_units(
         for index in range(1, joins[place, 2]):
             other = first + index * heads * size
             _join(first, first + group * 8, other, other + group * 8, group, dim)
-        to = out + (joins[place, 0] * known[HEADS] + head * group) * dim * size_of(kind)
+        to = out + (joins[place, 0] * spec[HEADS] + head * group) * dim * size_of(kind)
         _finish(to, first, first + group * 8, group, group, head, layer, kind)

@@ -18,6 +18,8 @@ SLACK = 512
 # address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none.
 POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW = range(12)
 LAYER_FIELDS = 12
+# What NUMBERS points to.
+SCALE, SOFT_CAP = range(2)
 # What is known of a step. ITEMS: address of [items, ITEM_FIELDS]; BOUNDS: [PIECES + 1] units of each piece, head by
 # head; TABLE: int32 [rows, WIDTH] pages; SLOTS: [TOKENS] where new keys go; JOINS: [joins, 3] token, first and number
 # of partial results; PARTIALS: their memory; SCRATCH: SCRATCH_SIZE bytes for each worker.
@@ -29,6 +31,11 @@ STEP_FIELDS = 13
 # [BEGIN, END), and the partial result it makes (-1: the result itself).
 TOKEN, COUNT, POSITION, ROW, BEGIN, END, PARTIAL = range(7)
 ITEM_FIELDS = 8
+
+
+# Parts of a thread's scratch memory: queries, scores, weights, sums of a split and of all so far (JOINED), maxima and
+# sums of weights (STATE), lists of tiles; and its size.
+QUERY, SCORE_ROWS, WEIGHT_ROWS, SUMS, JOINED, STATE, TILE_LISTS, SIZE = range(8)
 
 
 @serial_in_order
@@ -45,7 +52,7 @@ def partial_floats(group: int, value_dim: int) -> int:
 
 @serial_in_order
 def scratch_places(rows: int, key_dim: int, value_dim: int) -> Any:
-    """Offsets of the parts of a thread's scratch memory, and its size last. `rows`: queries times heads of a group."""
+    """Offsets of QUERY .. TILE_LISTS in a thread's scratch memory, then SIZE. `rows`: queries x heads of a group."""
     query = 0
     scores = query + rows * (key_dim + 16) * 4
     weights = scores + rows * SCORES * 4

@@ -23,11 +23,11 @@ _POWERS = (1.0, 0.6931471825, 0.2402264625, 0.05550328642, 0.009618489072, 0.001
 _HALF = numba.types.uint16
 
 
-def _soften(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
+def _softcap(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, factor, most = arguments
-        ratio = vectors.splat(builder, builder.fdiv(factor, most))
-        back = vectors.splat(builder, builder.fmul(most, FLOAT(LOG2E)))
+        place, factor, limit = arguments
+        ratio = vectors.splat(builder, builder.fdiv(factor, limit))
+        back = vectors.splat(builder, builder.fmul(limit, FLOAT(LOG2E)))
         with cgutils.for_range(builder, LONG(BLOCK // LANES)) as loop:
             own = builder.add(place, builder.mul(loop.index, LONG(4 * LANES)))
             store(builder, builder.fmul(_tanh(builder, builder.fmul(load(builder, own, FLOATS), ratio)), back), own)
@@ -36,20 +36,21 @@ def _soften(_: Any, scores: Any, scale: Any, cap: Any) -> Any:
     return numba.types.void(numba.types.int64, numba.types.float32, numba.types.float32), generate
 
 
-def _weigh(
-    _: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, most: Any, total: Any, decay: Any, form: Any
+def _softmax(
+    _: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any, decay: Any, operand: Any
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _write_weights(builder, form, *arguments[:8])
+        _write_weights(builder, operand, *arguments[:8])
         return context.get_dummy_value()
 
     whole, single = numba.types.int64, numba.types.float32
-    return numba.types.void(whole, whole, whole, whole, single, whole, whole, whole, form), generate
+    return numba.types.void(whole, whole, whole, whole, single, whole, whole, whole, operand), generate
 
 
 def _write_weights(
-    builder: Any, form: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, most: Any, total: Any, decay: Any
-) -> None:
+    builder: Any, operand: Any, scores: Any, out: Any, low: Any, high: Any, scale: Any, maximum: Any, total: Any,
+    decay: Any,
+) -> None:  # fmt: skip
     factor = vectors.splat(builder, scale)
     scaled = []
     for first in range(0, BLOCK, LANES):
@@ -61,24 +62,24 @@ def _write_weights(
     with builder.if_then(builder.not_(all_seen)):
         _hide(builder, scaled, low, high)
     blocks = [builder.load(block) for block in scaled]
-    before = load(builder, most, FLOAT)
+    before = load(builder, maximum, FLOAT)
     now = _greater(builder, _reduce(builder, blocks, _greater), before)
     shrink = _exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
     shift = vectors.splat(builder, now)
     weights = [_exp2(builder, builder.fsub(block, shift)) for block in blocks]
     for place, part in enumerate(weights):
-        if form == _HALF:
+        if operand == _HALF:
             store(builder, vectors.narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
         else:
             store(builder, part, builder.add(out, LONG(4 * LANES * place)))
     shrink = builder.extract_element(shrink, WORD(0))
     found = _reduce(builder, weights, lambda builder, left, right: builder.fadd(left, right))
     store(builder, builder.fadd(builder.fmul(load(builder, total, FLOAT), shrink), found), total)
-    store(builder, now, most)
+    store(builder, now, maximum)
     store(builder, shrink, decay)
 
 
-def _give(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> Any:
+def _store_scaled(_: Any, values: Any, factor: Any, out: Any, count: Any, kind: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values, factor, out, count = arguments[:4]
         by = vectors.splat(builder, factor)
@@ -161,18 +162,21 @@ def _tanh(builder: Any, x: Any) -> Any:
     return builder.select(near, builder.fmul(series, x), whole)
 
 
-soften: Any = intrinsic(_soften)
-"""soften(scores, scale, cap), inside kernels: cap * tanh(score * scale / cap) * log2(e) on a block of scores, in place.
+softcap: Any = intrinsic(_softcap)
+"""softcap(scores, scale, cap), inside kernels: scores = cap * tanh(score * scale / cap) * log2(e), on one block.
 
 `scale` and `cap` are float32.
 """
-weigh: Any = intrinsic(_weigh)
-"""weigh(scores, out, low, high, scale, most, total, decay, form), inside kernels:
+softmax: Any = intrinsic(_softmax)
+"""softmax(scores, out, low, high, scale, maximum, total, decay, operand), inside kernels:
 
-Turn a block of scores into weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
+One block of an online softmax: turn scores into weights 2 ** (score * scale - maximum), 0 outside keys [low, high).
 
-`most`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
-to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `form`.
+`maximum`, `total` and `decay` are addresses of one float each: the maximum so far and the sum of weights, brought up
+to date, and the factor by which everything summed before this block must shrink. Weights go to `out`, in `operand`.
 """
-give: Any = intrinsic(_give)
-"""give(values, factor, out, count, kind), inside kernels: `count` float32, a multiple of sixteen, times a float32."""
+store_scaled: Any = intrinsic(_store_scaled)
+"""store_scaled(values, factor, out, count, kind), inside kernels: out = values * factor.
+
+`values`: `count` float32, a multiple of sixteen; `factor` float32; `out` of `kind`.
+"""

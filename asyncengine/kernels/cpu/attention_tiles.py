@@ -12,7 +12,7 @@ Every sum is made in one order, whatever the number of rows beside it: a query's
 query, its keys and its values. The softmax goes block by block (M. Milakov, N. Gimelshein: Online normalizer
 calculation for softmax, 2018; T. Dao et al.: FlashAttention, 2022).
 
-Three types travel as zeros: `kind` is what the pool holds (see `jit`); `form` what queries and weights are held as,
+Three types travel as zeros: `kind` is what the pool holds (see `jit`); `operand` what queries and weights are held as,
 uint16 to multiply pairs by the CPU's instruction (sixteen lanes only) or float32; `lanes` see `LANES`.
 """
 
@@ -45,40 +45,53 @@ _HALF, _FLOAT32 = numba.types.uint16, numba.types.float32
 
 
 def _make_scores(rows: int) -> Any:
-    """scores(query, query_size, tiles, steps, out, out_size, kind, lanes, form): query [rows, :] times two tiles.
+    """scores(query, query_size, tiles, steps, out, out_size, kind, lanes, operand): query [rows, :] times two tiles.
 
     Addresses, and the bytes of a row of `query` and of `out`, float32. `tiles`: two addresses. A step is a word.
     """
 
     def typed(
         _: Any, query: Any, query_size: Any, tiles: Any, steps: Any, out: Any, out_size: Any, kind: Any, lanes: Any,
-        form: Any,
+        operand: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_scores(builder, rows, _LANES_OF[lanes], (kind, form), *arguments[:6])
+            _write_scores(builder, rows, _LANES_OF[lanes], (kind, operand), *arguments[:6])
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 6, kind, lanes, form), generate
+        return numba.types.void(*[numba.types.int64] * 6, kind, lanes, operand), generate
 
     return intrinsic(typed)
 
 
-def _make_values(rows: int, width: int) -> Any:
-    """values(weights, weights_size, tiles, count, steps, size, column, out, out_size, decay, kind, lanes, form):
+def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
+    """sum_values(rows, weights, weights_size, tiles, count, steps, size, column, out, out_size, decay, kind, lanes,
+    operand):
 
     out [rows, 16 * width] = out * decay [rows, 1] + weights [rows, :] times `count` tiles of `steps` words each, `size`
-    bytes from one to the next, `column` bytes into them.
+    bytes from one to the next, `column` bytes into them. Rows go together in `most`, the largest first, down to 1.
     """
 
     def typed(
-        _: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any, column: Any, out: Any,
-        out_size: Any, decay: Any, kind: Any, lanes: Any, form: Any,
+        _: Any, rows: Any, weights: Any, weights_size: Any, tiles: Any, count: Any, steps: Any, size: Any, column: Any,
+        out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_values(builder, rows, width, (kind, form, _LANES_OF[lanes]), *arguments[:10])
+            rows, weights, weights_size, *tiles, out, out_size, decay = arguments[:11]
+            done: Any = LONG(0)
+            for together in most:
+                turns = builder.udiv(builder.sub(rows, done), LONG(together))
+                with cgutils.for_range(builder, turns) as loop:
+                    row = builder.add(done, builder.mul(loop.index, LONG(together)))
+                    _write_values(
+                        builder, together, width, (kind, operand, _LANES_OF[lanes]),
+                        builder.add(weights, builder.mul(row, weights_size)), weights_size, *tiles,
+                        builder.add(out, builder.mul(row, out_size)), out_size,
+                        builder.add(decay, builder.mul(row, LONG(4))),
+                    )  # fmt: skip
+                done = builder.add(done, builder.mul(turns, LONG(together)))
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 10, kind, lanes, form), generate
+        return numba.types.void(*[numba.types.int64] * 11, kind, lanes, operand), generate
 
     return intrinsic(typed)
 
@@ -114,9 +127,9 @@ def _write_values(
     builder: Any, rows: int, width: int, types: Any, weights: Any, weights_size: Any, tiles: Any, count: Any,
     steps: Any, size: Any, column: Any, out: Any, out_size: Any, decay: Any,
 ) -> None:  # fmt: skip
-    kind, form, lanes = types
+    kind, operand, lanes = types
     single = kind == _HALF and lanes == 1
-    held = (_FLOAT32, _FLOAT32) if single else (kind, form)
+    held = (_FLOAT32, _FLOAT32) if single else (kind, operand)
     bytes_of_step = 8 if held == (_HALF, _FLOAT32) else 4
     sums = []
     for row in range(rows):
@@ -158,9 +171,9 @@ def _value(builder: Any, base: Any, part: int, held: Any, single: bool) -> list[
 
 def _parts(builder: Any, words: Any, held: Any) -> list[Any]:
     """A vector of words as what `_accumulate` multiplies: itself, or the one or two float32 in each word."""
-    kind, form = held
+    kind, operand = held
     floats = ir.VectorType(FLOAT, words.type.count)
-    if form == _HALF:
+    if operand == _HALF:
         return [words]
     if kind == _FLOAT32:
         return [builder.bitcast(words, floats)]
@@ -171,8 +184,8 @@ def _parts(builder: Any, words: Any, held: Any) -> list[Any]:
 
 def _factors(builder: Any, place: Any, held: Any, lanes: int) -> list[Any]:
     """One step of a query or of weights, in all lanes."""
-    kind, form = held
-    if form == _HALF:
+    kind, operand = held
+    if operand == _HALF:
         return [_splat(builder, load(builder, place, WORD), lanes)]
     count = 2 if kind == _HALF else 1
     places = [builder.add(place, LONG(4 * index)) for index in range(count)]
@@ -196,6 +209,5 @@ def _accumulate(builder: Any, total: Any, factors: list[Any], parts: list[Any], 
 
 
 scores1, scores2, scores4, scores8 = map(_make_scores, (1, 2, 4, 8))
-values1, values2, values4 = (_make_values(rows, 1) for rows in (1, 2, 4))
-wide_values1, wide_values2, wide_values4 = (_make_values(rows, 4) for rows in (1, 2, 4))
-whole_values1, whole_values2 = (_make_values(rows, 8) for rows in (1, 2))
+sum_values16, sum_values64 = (_make_sum_values(width, (4, 2, 1)) for width in (1, 4))
+sum_values128 = _make_sum_values(8, (2, 1))

@@ -23,7 +23,7 @@ from asyncengine.kernels.cpu.attention_fields import (
     TOKENS,
     VALUE_DIM,
 )  # fmt: skip
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial
 from asyncengine.kernels.cpu.qk_norm_rope import prepare_head
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -43,7 +43,9 @@ def write(
 ) -> None:  # fmt: skip
     """Put key [tokens, kv heads, key dim] and value alike where they belong; their steps are given in bytes."""
     pieces = _pieces(layer, step, team)
-    spread(_write_units, team, pieces, (key, key_token, key_head, value, value_token, value_head, layer, step, kind))
+    parallel_for(
+        _write_units, team, pieces, (key, key_token, key_head, value, value_token, value_head, layer, step, kind)
+    )
 
 
 @serial
@@ -61,9 +63,9 @@ def _write_units(
 
 @serial
 def _pieces(layer: int, step: int, team: int) -> int:
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
-    tokens, heads = array(pointer(step, _WHOLE), (STEP_FIELDS,))[TOKENS], known[KV_HEADS]
-    work = tokens * (known[HEADS] + heads) * known[KEY_DIM] * _WORK
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    tokens, heads = array(pointer(step, _WHOLE), (STEP_FIELDS,))[TOKENS], spec[KV_HEADS]
+    work = tokens * (spec[HEADS] + heads) * spec[KEY_DIM] * _WORK
     return pieces_of(work, max(heads, tokens // _MANY), team)
 
 
@@ -90,20 +92,20 @@ def share(piece: int, pieces: int, layer: int, step: int) -> Any:
 @serial
 def store(key: int, value: int, token: int, head: int, layer: int, step: int, kind: Any) -> None:
     """One token's key and value of one head into its tiles. The layout: see `attention_tiles`."""
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     slot = array(pointer(array(pointer(step, _WHOLE), (STEP_FIELDS,))[SLOTS], _WHOLE), (token + 1,))[token]
-    lanes, size = known[LANES], size_of(kind)
-    place = head * (known[PAGES] * known[PAGE_SIZE] // lanes) + slot // lanes
+    lanes, size = spec[LANES], size_of(kind)
+    place = head * (spec[PAGES] * spec[PAGE_SIZE] // lanes) + slot // lanes
     lane = slot % lanes
-    words = (known[KEY_DIM] * size + 3) // 4
-    tile = array(pointer(known[POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
+    words = (spec[KEY_DIM] * size + 3) // 4
+    tile = array(pointer(spec[POOL_KEYS] + place * words * lanes * 4, _WORD), (words, lanes))
     whole = array(pointer(key, _WORD), (words,))
-    for index in range(known[KEY_DIM] * size // 4):
+    for index in range(spec[KEY_DIM] * size // 4):
         tile[index, lane] = whole[index]
-    if known[KEY_DIM] * size % 4 != 0:  # an odd number of halves
-        tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (known[KEY_DIM],))[known[KEY_DIM] - 1])
-    dim = known[VALUE_DIM]
-    to = known[POOL_VALUES] + place * dim * size * lanes
+    if spec[KEY_DIM] * size % 4 != 0:  # an odd number of halves
+        tile[words - 1, lane] = np.uint32(array(pointer(key, _HALF), (spec[KEY_DIM],))[spec[KEY_DIM] - 1])
+    dim = spec[VALUE_DIM]
+    to = spec[POOL_VALUES] + place * dim * size * lanes
     numbers = array(pointer(value, kind), (dim,))
     if size == 2 and lanes > 1:
         pairs = array(pointer(to + lane // 2 * dim * 4, _WORD), (dim,))
@@ -127,7 +129,7 @@ def prepare_and_write(
     """Norms and rotation of a merged projection; queries to `query` [tokens, heads, key dim], the rest to the pool."""
     small = np.float32(epsilon)
     pieces = _pieces(layer, step, team)
-    spread(_prepare_units, team, pieces, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
+    parallel_for(_prepare_units, team, pieces, (qkv, query, q_norm, k_norm, small, cos, sin, rotary, layer, step, kind))
 
 
 @serial
@@ -136,22 +138,22 @@ def _prepare_units(
     qkv: int, query: int, q_norm: int, k_norm: int, epsilon: np.float32, cos: int, sin: int,
     rotary: int, layer: int, step: int, kind: Any,
 ) -> None:  # fmt: skip
-    known = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
+    spec = array(pointer(layer, _WHOLE), (LAYER_FIELDS,))
     steps = array(pointer(step, _WHOLE), (STEP_FIELDS,))
-    heads, kv_heads = known[HEADS], known[KV_HEADS]
+    heads, kv_heads = spec[HEADS], spec[KV_HEADS]
     group, size = heads // kv_heads, size_of(kind)
-    key_size, value_size = known[KEY_DIM] * size, known[VALUE_DIM] * size
+    key_size, value_size = spec[KEY_DIM] * size, spec[VALUE_DIM] * size
     row = (heads + kv_heads) * key_size + kv_heads * value_size
     key = steps[SCRATCH] + worker * steps[SCRATCH_SIZE]
     first, last, begin, end = share(piece, pieces, layer, step)
     for token in range(first, last):
-        turn, lift = cos + token * rotary * size, sin + token * rotary * size
+        cosines, sines = cos + token * rotary * size, sin + token * rotary * size
         for head in range(begin, end):
             for index in range(head * group, (head + 1) * group):
                 own, to = qkv + token * row + index * key_size, query + (token * heads + index) * key_size
-                prepare_head(own, to, known[KEY_DIM], q_norm, epsilon, turn, lift, rotary, kind)
+                prepare_head(own, to, spec[KEY_DIM], q_norm, epsilon, cosines, sines, rotary, kind)
             own = qkv + token * row + (heads + head) * key_size
-            prepare_head(own, key, known[KEY_DIM], k_norm, epsilon, turn, lift, rotary, kind)
+            prepare_head(own, key, spec[KEY_DIM], k_norm, epsilon, cosines, sines, rotary, kind)
             value = qkv + token * row + (heads + kv_heads) * key_size + head * value_size
             store(key, value, token, head, layer, step, kind)
 
@@ -163,7 +165,7 @@ def prepare(
 ) -> None:  # fmt: skip
     """query [tokens, heads, dim] and key [tokens, kv heads, dim] of qkv, whose rows have `row` bytes."""
     small = np.float32(epsilon)
-    spread(
+    parallel_for(
         _prepare_tokens, team, pieces_of(tokens * (heads + kv_heads) * dim * _WORK, tokens, team),
         (qkv, query, key, tokens, heads, kv_heads, dim, row, q_norm, k_norm, small, cos, sin, rotary, kind),
     )  # fmt: skip
@@ -177,11 +179,11 @@ def _prepare_tokens(
 ) -> None:  # fmt: skip
     size = dim * size_of(kind)
     for token in range(tokens * piece // pieces, tokens * (piece + 1) // pieces):
-        turn, lift = cos + token * rotary * size_of(kind), sin + token * rotary * size_of(kind)
+        cosines, sines = cos + token * rotary * size_of(kind), sin + token * rotary * size_of(kind)
         for head in range(heads + kv_heads):
             own = qkv + token * row + head * size
             if head < heads:
                 to, norm = query + (token * heads + head) * size, q_norm
             else:
                 to, norm = key + (token * kv_heads + head - heads) * size, k_norm
-            prepare_head(own, to, dim, norm, epsilon, turn, lift, rotary, kind)
+            prepare_head(own, to, dim, norm, epsilon, cosines, sines, rotary, kind)

@@ -43,7 +43,7 @@ VARIABLE = "ASYNCENGINE_CACHE"
 _KEPT = 7
 """Folders of other keys that stay: other environments, other machines on the same disk. About 5 MB each."""
 _DIGEST = hashlib.sha256
-_KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = held\(\w+\)$", re.MULTILINE)
+_KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = with_gil\(\w+\)$", re.MULTILINE)
 
 
 def stamp_of(folder: Path) -> str:

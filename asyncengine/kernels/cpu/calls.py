@@ -88,7 +88,7 @@ def _call(_: Any, function: Any, arguments: Any) -> Any:
     return numba.types.void(function, numba.types.BaseTuple.from_types(types)), generate
 
 
-def _spread(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
+def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
     whole = numba.types.int64
     types = (whole, whole, whole, *map(numba.types.unliteral, arguments.types))
     name, run = _name_of(function, types), _name_of(numba.typeof(_run), (whole,) * 4)
@@ -123,10 +123,13 @@ def _emit_part(module: Any, name: str, record: Any) -> Any:
 
 call: Any = intrinsic(_call)
 """call(function, (arguments...)), inside kernels: of a compiled function that returns nothing."""
-spread: Any = intrinsic(_spread)
-"""spread(function, team, pieces, (arguments...)), inside kernels: function(piece, pieces, worker, arguments...) for all
-pieces, by the threads of a team (`team.use_team`; 0: by the caller alone), in any order and side by side. Pieces of one
-`worker` come one after the other: what it needs to work in may be its own."""
+parallel_for: Any = intrinsic(_parallel_for)
+"""parallel_for(function, team, pieces, (arguments...)), inside kernels:
+
+Call function(piece, pieces, worker, arguments...) for all pieces, by the threads of a team (`team.use_team`; 0: by the
+caller alone), in any order and side by side. Pieces of one `worker` come one after the other: what it needs to work in
+may be its own.
+"""
 
 
 @serial_in_order

@@ -1,4 +1,4 @@
-"""What stands between one layer's attention and the next one's, in one call: for steps of a few tokens.
+"""The fused decoder layer: what stands between one layer's attention and the next one's, in one call, for short steps.
 
 The output projection, the residual sum with its norm, the gated MLP, the next sum and norm, and the merged projection
 of the layer that follows. The kernels are those of the other modules and give the same bits; what is saved is what
@@ -19,15 +19,22 @@ from asyncengine.kernels.cpu.activation import gate
 from asyncengine.kernels.cpu.gemm_quantized import multiply_rounded
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.kernels.cpu.norm import add_norm
-from asyncengine.kernels.cpu.packed import multiply, panel_block
+from asyncengine.kernels.cpu.packed import multiply, panels_at_once
 from asyncengine.kernels.cpu.team import use_team
 
-_FIELDS = 5
-_PRODUCTS = 4
+# What is known of a linear: int64 by place. Addresses (0: there is none), and sizes.
+WEIGHTS, SCALES, BIAS, INPUTS, OUTPUTS = range(5)
+LINEAR_FIELDS = 5
+# The linears of a layer, in the order they run; NEXT_QKV is the next layer's, if there is one.
+OUT_PROJECTION, GATE_UP, DOWN, NEXT_QKV = range(4)
+_LINEARS = 4
+# Behind them in a layer's record: addresses of the weights of the norm before the MLP, and of the one after it.
+MLP_NORM, NEXT_NORM = range(2)
+_NORMS = 2
 
 
-class Product(NamedTuple):
-    """One x W^T + bias as `panels` or `quantized` take it."""
+class LinearWeights(NamedTuple):
+    """The weights of one x W^T + bias, as `packed` or `gemm_quantized` take them."""
 
     weights: torch.Tensor
     scales: torch.Tensor | None
@@ -35,42 +42,45 @@ class Product(NamedTuple):
     inputs: int
     outputs: int
     bits: int
-    """Of a weight: 8, 4, or 0 for one in panels that is not rounded."""
+    """Of a weight: 8, 4, or 0 for a packed one that is not rounded."""
 
     def fields(self) -> list[int]:
+        """WEIGHTS .. OUTPUTS."""
         addresses = [0 if part is None else part.data_ptr() for part in (self.weights, self.scales, self.bias)]
         return [*addresses, self.inputs, self.outputs]
 
 
-class Span:
-    """Output projection, merged gate and up, down and, unless the last norm is the model's, the projection after it.
+class FusedLayerKernel:
+    """One layer's linears and norms from attention's result to what the next attention reads, or the output layer.
 
-    `products` are those, all of the same bits; `norms` weight and epsilon of the two, `form` that of the activation,
-    `factor` what a branch is multiplied by before it is added.
+    `linears` are OUT_PROJECTION .. NEXT_QKV, the last one left out where the model's last norm follows; all of the same
+    bits. `norms` are weight and epsilon of MLP_NORM and NEXT_NORM, `activation` is what `activation_id` says of that
+    of the MLP, `factor` what a branch is multiplied by before it is added to the residual.
     """
 
     def __init__(
-        self, products: Sequence[Product], norms: Sequence[tuple[torch.Tensor, float]], form: int, factor: float
+        self,
+        linears: Sequence[LinearWeights],
+        norms: Sequence[tuple[torch.Tensor, float]],
+        activation: int,
+        factor: float,
     ) -> None:
-        self._held = (products, norms)  # an address keeps nothing where it is
-        bits = products[0].bits
+        self._held = (linears, norms)  # an address keeps nothing where it is
+        bits = linears[0].bits
         self.bits = None if bits == 0 else np.uint8(8) if bits == 8 else np.int8(4)
-        """As `run_span` takes it."""
-        self.settings = (
-            np.float32(factor),
-            np.float32(norms[0][1]),
-            np.float32(norms[1][1]),
-            form,
-            len(products) == _PRODUCTS,
-        )
-        """(factor, both epsilons, form, whether there is a projection at the end)"""
-        self.outputs = products[-1].outputs if len(products) == _PRODUCTS else products[0].outputs
-        out, both, down = products[:3]
-        self._row = 2 * out.outputs + both.outputs + down.inputs
-        self._inputs = max(product.inputs for product in products)
-        fields = [number for product in products for number in product.fields()]
-        fields += [0] * _FIELDS * (_PRODUCTS - len(products))
-        self._record = np.array([*fields, *(weight.data_ptr() for weight, _ in norms)], dtype=np.int64)
+        """As `run_fused_layer` takes it."""
+        projects = len(linears) == _LINEARS
+        epsilons = [np.float32(epsilon) for _, epsilon in norms]
+        self.settings = (np.float32(factor), *epsilons, activation, projects)
+        """(factor, epsilons of MLP_NORM and NEXT_NORM, activation, whether there is a NEXT_QKV)"""
+        out, gate_up, down = linears[:NEXT_QKV]
+        self.outputs = linears[NEXT_QKV].outputs if projects else out.outputs
+        self._row = 2 * out.outputs + gate_up.outputs + down.inputs
+        self._inputs = max(linear.inputs for linear in linears)
+        self._record = np.zeros(_LINEARS * LINEAR_FIELDS + _NORMS, dtype=np.int64)
+        for place, linear in enumerate(linears):
+            self._record[place * LINEAR_FIELDS : (place + 1) * LINEAR_FIELDS] = linear.fields()
+        self._record[-_NORMS:] = [weight.data_ptr() for weight, _ in norms]
         self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, rows: int, size: int) -> int:
@@ -85,53 +95,57 @@ class Span:
         """
         rows, size = residual.shape[0], residual.element_size()
         out = residual.new_empty((rows, self.outputs))
-        run_span(
+        run_fused_layer(
             self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
-            *self.settings, *packed.cut(rows), self.bits, kind_of(residual.dtype), size, use_team(),
+            *self.settings, *packed.tiles_for(rows), self.bits, kind_of(residual.dtype), size, use_team(),
         )  # fmt: skip
         return out
 
 
 @serial_in_order
-def run_span(
+def run_fused_layer(
     record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
-    first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, tile: int, tiles: int,
+    first_epsilon: np.float32, second_epsilon: np.float32, activation: int, projects: bool, tile: int, tiles: int,
     bits: np.generic | None, kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """A `Span` by address. `bits` says by its type what weights are rounded to; None: they are not (and no code for
-    rounded ones is compiled)."""
-    fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
-    width, both_width = fields[4], fields[9]
+    """A `FusedLayerKernel` by address. `bits` says by its type what weights are rounded to; None: they are not, and no
+    code for rounded ones is compiled."""
+    linears = array(pointer(record, np.int64(0)), (_LINEARS, LINEAR_FIELDS))
+    norms = array(pointer(record + _LINEARS * LINEAR_FIELDS * 8, np.int64(0)), (_NORMS,))
+    width, inner_width = linears[OUT_PROJECTION, OUTPUTS], linears[GATE_UP, OUTPUTS] // 2
     branch, normed = scratch, scratch + rows * width * size
-    both = normed + rows * width * size
-    inner = both + rows * both_width * size
-    rounded = inner + rows * both_width // 2 * size
-    for step in range(_PRODUCTS if projects else _PRODUCTS - 1):
-        own = fields[step * _FIELDS : (step + 1) * _FIELDS]
-        source = attended if step == 0 else inner if step == 2 else normed
-        target = both if step == 1 else out if step == 3 else branch
-        multiply_any(source, own, target, rounded, rows, tile, tiles, bits, kind, size, team)
-        if step == 0:
-            add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, team)
-        elif step == 1:
-            gate(both, inner, rows, both_width // 2, form, kind, team)
-        elif step == 2:
+    gate_up = normed + rows * width * size
+    inner = gate_up + rows * inner_width * 2 * size
+    rounded = inner + rows * inner_width * size
+    for place in range(_LINEARS if projects else NEXT_QKV):
+        source = attended if place == OUT_PROJECTION else inner if place == DOWN else normed
+        target = gate_up if place == GATE_UP else out if place == NEXT_QKV else branch
+        multiply_any(source, linears[place], target, rounded, rows, tile, tiles, bits, kind, size, team)
+        if place == OUT_PROJECTION:
+            add_norm(
+                residual, branch, norms[MLP_NORM], residual, normed, rows, width, factor, first_epsilon, kind, team
+            )
+        elif place == GATE_UP:
+            gate(gate_up, inner, rows, inner_width, activation, kind, team)
+        elif place == DOWN:
             after = normed if projects else out
-            add_norm(residual, branch, fields[21], residual, after, rows, width, factor, second_epsilon, kind, team)
+            add_norm(
+                residual, branch, norms[NEXT_NORM], residual, after, rows, width, factor, second_epsilon, kind, team
+            )
 
 
 @serial_in_order
 def multiply_any(
-    x: int, product: NDArray[np.int64], out: int, rounded: int, rows: int, tile: int, tiles: int,
+    x: int, linear: NDArray[np.int64], out: int, rounded: int, rows: int, tile: int, tiles: int,
     bits: np.generic | None, kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """The product whose `Product.fields` are given. `rounded` is where x goes when it is rounded."""
+    """x W^T + bias of `LinearWeights.fields`. `rounded` is where x goes when it is rounded."""
     if bits is None:
-        row, count = product[3] * size, product[4] // packed.WIDTH
-        block = panel_block(rows, row)
-        multiply(x, product[0], product[2], out, rows, row, count, tile, tiles, block, kind, kind, size, team)
+        row, count = linear[INPUTS] * size, linear[OUTPUTS] // packed.WIDTH
+        block = panels_at_once(rows, row)
+        multiply(x, linear[WEIGHTS], linear[BIAS], out, rows, row, count, tile, tiles, block, kind, kind, size, team)
     else:
         multiply_rounded(
-            x, product[0], product[1], product[2], out, rounded, rows, product[3], product[4], bits, kind, kind, size,
-            team,
+            x, linear[WEIGHTS], linear[SCALES], linear[BIAS], out, rounded, rows, linear[INPUTS], linear[OUTPUTS],
+            bits, kind, kind, size, team,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""All layers of a short step in one call: attention and what stands between two of them (`span`), turn by turn.
+"""All layers of a short step in one call: attention and the fused layer behind it (`fused_layer`), turn by turn.
 
 What is saved is what Python takes to call two kernels for each layer, and more where the program's other threads run
 Python: whoever comes back from a kernel waits for the interpreter's lock, up to the switch interval each time.
@@ -16,20 +16,25 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import packed
 from asyncengine.kernels.cpu.attention import attend, join
 from asyncengine.kernels.cpu.attention_write import prepare_and_write
-from asyncengine.kernels.cpu.fused_layer import Product, Span, multiply_any, run_span
+from asyncengine.kernels.cpu.fused_layer import (
+    LINEAR_FIELDS,
+    FusedLayerKernel,
+    LinearWeights,
+    multiply_any,
+    run_fused_layer,
+)
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.kernels.cpu.norm import norm
 from asyncengine.kernels.cpu.team import use_team
 
-# What is known of a layer: int64 by place. Of its span and heads, what never changes ...
-RECORD, FORM, PROJECTS, Q_NORM, K_NORM, HEADS, KEY_BYTES = range(7)
+# What is known of a layer: int64 by place. Of its fused layer and heads, what never changes ...
+RECORD, ACTIVATION, PROJECTS, Q_NORM, K_NORM, HEADS, KEY_BYTES = range(7)
 # ... and of a step: addresses of the layer's pool and plan, results to be joined, cosines, sines, dimensions rotated.
 POOL, STEP, JOINS, COS, SIN, ROTARY = range(7, 13)
 FIELDS = 13
 FACTOR, FIRST_EPSILON, SECOND_EPSILON, HEAD_EPSILON = range(4)
 NUMBERS = 4
-_PRODUCT = 5
-"""Fields of a product."""
+"""float32 by place."""
 
 
 class Heads(NamedTuple):
@@ -43,46 +48,46 @@ class Heads(NamedTuple):
     epsilon: float
 
 
-class Chain:
+class FusedLayersKernel:
     """The layers of one model, from the first norm to what the output layer reads.
 
-    `first` are weight and epsilon of the first norm and the first projection; `spans` and `heads` those of each layer.
-    All products are of the same bits. Raises `ValueError` if they are not.
+    `first` are weight and epsilon of the first norm, `projection` is the first layer's merged one; `layers` and `heads`
+    are those of each layer. All weights are of the same bits. Raises `ValueError` if they are not.
     """
 
     def __init__(
         self,
         first: tuple[torch.Tensor, float],
-        projection: Product,
-        spans: Sequence[Span],
+        projection: LinearWeights,
+        layers: Sequence[FusedLayerKernel],
         heads: Sequence[Heads],
         dtype: torch.dtype,
     ) -> None:
-        if projection.bits != (0 if spans[0].bits is None else int(spans[0].bits)):
+        if projection.bits != (0 if layers[0].bits is None else int(layers[0].bits)):
             raise ValueError("the first projection's weights are of other bits than the others")
-        if any(span.bits != spans[0].bits for span in spans):
+        if any(layer.bits != layers[0].bits for layer in layers):
             raise ValueError("weights are of different bits")
-        self._held = (first, projection, spans, heads)  # an address keeps nothing where it is
+        self._held = (first, projection, layers, heads)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
-        self._bits = spans[0].bits
+        self._bits = layers[0].bits
         self._first = (first[0].data_ptr(), np.float32(first[1]))
         self._projection = np.array(projection.fields(), dtype=np.int64)
-        self._table = np.zeros((len(spans), FIELDS), dtype=np.int64)
-        self._numbers = np.zeros((len(spans), NUMBERS), dtype=np.float32)
-        for place, (span, own) in enumerate(zip(spans, heads, strict=True)):
-            factor, *epsilons, form, projects = span.settings
+        self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
+        self._numbers = np.zeros((len(layers), NUMBERS), dtype=np.float32)
+        for place, (layer, own) in enumerate(zip(layers, heads, strict=True)):
+            factor, *epsilons, activation, projects = layer.settings
             norms = [0 if weight is None else weight.data_ptr() for weight in (own.q_norm, own.k_norm)]
             self._table[place, :POOL] = (
-                span.address, form, projects, *norms, own.number, own.key_dim * self._size
+                layer.address, activation, projects, *norms, own.number, own.key_dim * self._size
             )  # fmt: skip
             self._numbers[place] = np.array([factor, *epsilons, own.epsilon], dtype=np.float32)
         self._width = projection.inputs
-        self._outputs = max(projection.outputs, *(span.outputs for span in spans))
+        self._outputs = max(projection.outputs, *(layer.outputs for layer in layers))
         self._query = max(own.number * own.key_dim for own in heads)
         self._attended = max(own.number * own.value_dim for own in heads)
 
     def scratch_bytes(self, rows: int) -> int:
-        """What a call needs of `scratch` for itself, before that of the spans."""
+        """What a call needs of `scratch` for itself, before that of the fused layers."""
         own = self._width + self._outputs + self._query + self._attended
         return -(-rows * own * self._size // 64) * 64
 
@@ -91,12 +96,13 @@ class Chain:
         h: torch.Tensor,
         out: torch.Tensor,
         places: NDArray[np.int64],
-        forms: tuple[Any, Any],
+        tile_types: tuple[Any, Any],
         scratch: torch.Tensor,
     ) -> None:
         """out = what the output layer reads, of the embedded tokens h, which are overwritten. Both [rows, width].
 
-        `places` int64 [layers, 6]: POOL .. ROTARY of each layer; `forms` as `kernels.cpu.attention.attend` takes them.
+        `places` int64 [layers, 6]: POOL .. ROTARY of each layer; `tile_types` (lanes, operand) as
+        `attention.attend` takes them.
         """
         rows = h.shape[0]
         self._table[:, POOL:] = places
@@ -104,7 +110,7 @@ class Chain:
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
             self._projection.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
-            *packed.cut(rows), self._bits, self._kind, *forms, self._size, use_team(),
+            *packed.tiles_for(rows), self._bits, self._kind, *tile_types, self._size, use_team(),
         )  # fmt: skip
 
 
@@ -112,7 +118,7 @@ class Chain:
 def _run_layers(
     table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, lanes: Any, form: Any, size: int, team: int,
+    bits: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int, team: int,
 ) -> None:  # fmt: skip
     fields = array(pointer(table, np.int64(0)), (count, FIELDS))
     values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
@@ -120,20 +126,20 @@ def _run_layers(
     query = x + rows * outputs * size
     attended = query + rows * queries * size
     norm(residual, weight, normed, rows, width, epsilon, kind, team)
-    product = array(pointer(projection, np.int64(0)), (_PRODUCT,))
-    multiply_any(normed, product, x, scratch, rows, tile, tiles, bits, kind, size, team)
+    linear = array(pointer(projection, np.int64(0)), (LINEAR_FIELDS,))
+    multiply_any(normed, linear, x, scratch, rows, tile, tiles, bits, kind, size, team)
     for index in range(count):
-        known, number = fields[index], values[index]
+        spec, number = fields[index], values[index]
         prepare_and_write(
-            x, query, known[Q_NORM], known[K_NORM], number[HEAD_EPSILON], known[COS], known[SIN], known[ROTARY],
-            known[POOL], known[STEP], kind, team,
+            x, query, spec[Q_NORM], spec[K_NORM], number[HEAD_EPSILON], spec[COS], spec[SIN], spec[ROTARY],
+            spec[POOL], spec[STEP], kind, team,
         )  # fmt: skip
-        head = known[KEY_BYTES]
-        attend(query, known[HEADS] * head, head, attended, known[POOL], known[STEP], kind, lanes, form, team)
-        if known[JOINS] > 0:
-            join(attended, known[POOL], known[STEP], kind, known[JOINS], team)
-        run_span(
-            known[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
-            number[FIRST_EPSILON], number[SECOND_EPSILON], known[FORM], known[PROJECTS] != 0, tile, tiles, bits, kind,
-            size, team,
+        head = spec[KEY_BYTES]
+        attend(query, spec[HEADS] * head, head, attended, spec[POOL], spec[STEP], kind, lanes, operand, team)
+        if spec[JOINS] > 0:
+            join(attended, spec[POOL], spec[STEP], kind, spec[JOINS], team)
+        run_fused_layer(
+            spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
+            number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, bits,
+            kind, size, team,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.jit import array, held, pointer, serial
+from asyncengine.kernels.cpu.jit import array, pointer, serial, with_gil
 
 
 @serial
@@ -19,7 +19,7 @@ def _copy_rows(places: int, table: int, out: int, count: int, width: int) -> Non
             results[index, place] = row[place]
 
 
-_copy_few_rows = held(_copy_rows)
+_copy_few_rows = with_gil(_copy_rows)
 
 
 def copy_rows(places: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:

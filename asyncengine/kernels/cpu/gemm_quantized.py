@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
     kind_of,
@@ -51,12 +51,12 @@ _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 
 
 def scratch_bytes(rows: int, inputs: int) -> int:
-    """What `product` needs beside its arguments."""
+    """What `gemm` needs beside its arguments."""
     groups = -(-inputs // GROUP)
     return rows * groups * (GROUP + 8)
 
 
-def product(
+def gemm(
     x: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -77,10 +77,10 @@ def multiply_rounded(
     x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
     bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """`product` by address. `size` is the bytes of a number of x."""
+    """`gemm` by address. `size` is the bytes of a number of x."""
     groups = -(-inputs // GROUP)
     offset = 128 if bits == 8 else 8
-    spread(
+    parallel_for(
         _round_part,
         team,
         pieces_of(rows * inputs * _ROUNDING, rows, team),
@@ -89,7 +89,7 @@ def multiply_rounded(
     size_of_weights = groups * GROUP * outputs // 8 * (8 if bits == 8 else 4)
     pairs = -(-outputs // (PANELS * PANEL))
     pieces = pieces_of(size_of_weights * reads_worth(rows, _EVEN), pairs, team)
-    spread(_product_part, team, pieces, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
+    parallel_for(_gemm_part, team, pieces, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
 
 
 @serial_in_order
@@ -138,7 +138,7 @@ def _round_part(
 
 
 @serial_in_order
-def _product_part(
+def _gemm_part(
     piece: int, pieces: int, worker: int,
     weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int,
     outputs: int, bits: np.generic, kind: np.generic,

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -37,17 +37,17 @@ _MOST = 6 if cpu_has("avx512f") else 2
 """Rows of x in the largest tile whose sums fit in the registers."""
 
 
-def product_fits(dtype: torch.dtype, features: int, outputs: int) -> bool:
-    """True if `product` takes a weight [outputs, features] of this type: whole vectors of 64 bytes, and one tile."""
+def gemm_fits(dtype: torch.dtype, features: int, outputs: int) -> bool:
+    """True if `gemm` takes a weight [outputs, features] of this type: whole vectors of 64 bytes, and one tile."""
     return dtype in (torch.bfloat16, torch.float32) and features * dtype.itemsize % LINE == 0 and outputs >= COLUMNS
 
 
-def product_pays(dtype: torch.dtype, rows: int) -> bool:
-    """True if `product` is faster than torch's own, or is wanted for its results' independence of each other."""
+def gemm_pays(dtype: torch.dtype, rows: int) -> bool:
+    """True if `gemm` is faster than torch's own, or is wanted for its results' independence of each other."""
     return dtype == torch.float32 or PAIRS or rows <= _FEW
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out = x weight^T; x [..., features] and a contiguous weight [outputs, features] of one type, out float32.
 
     `out` [..., outputs] is contiguous.
@@ -62,11 +62,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 def _product(x: int, weight: int, out: int, rows: int, outputs: int, size: int, kind: np.generic, team: int) -> None:
     tiles = -(-outputs // COLUMNS)
     pieces = pieces_of(outputs * size * reads_worth(rows, _EVEN), -(-tiles * COLUMNS // _BLOCK), team)
-    spread(_product_part, team, pieces, (x, weight, out, rows, outputs, size, kind))
+    parallel_for(_gemm_part, team, pieces, (x, weight, out, rows, outputs, size, kind))
 
 
 @serial_in_order
-def _product_part(
+def _gemm_part(
     piece: int,
     pieces: int,
     worker: int,
@@ -119,7 +119,7 @@ def _make_tile(rows: int) -> Any:
 
     def typed(_: Any, x: Any, weight: Any, ahead: Any, size: Any, out: Any, out_size: Any, kind: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_tile(builder, rows, vectors.FORMS[kind], *arguments[:6])
+            _write_tile(builder, rows, vectors.ACCUMULATE[kind], *arguments[:6])
             return context.get_dummy_value()
 
         return numba.types.void(*[numba.types.int64] * 6, kind), generate
@@ -128,7 +128,7 @@ def _make_tile(rows: int) -> Any:
 
 
 def _write_tile(
-    builder: Any, rows: int, form: Any, x: Any, weight: Any, ahead: Any, size: Any, out: Any, out_size: Any
+    builder: Any, rows: int, accumulate: Any, x: Any, weight: Any, ahead: Any, size: Any, out: Any, out_size: Any
 ) -> None:
     zero = vectors.constant(FLOATS, 0.0)
     sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(COLUMNS)] for _ in range(rows)]
@@ -140,7 +140,7 @@ def _write_tile(
         for row in range(rows):
             values = load(builder, at(builder, x, size, row, offset), WORDS)
             for total, chosen in zip(sums[row], weights, strict=True):
-                builder.store(form(builder, values, chosen, builder.load(total)), total)
+                builder.store(accumulate(builder, values, chosen, builder.load(total)), total)
     for row in range(rows):
         four = vectors.sum_lanes(builder, [builder.load(total) for total in sums[row]])
         vectors.store(builder, four, at(builder, out, out_size, row, LONG(0)))

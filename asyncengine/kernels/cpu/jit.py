@@ -1,8 +1,8 @@
 """What every compiled kernel is made of: memory by address, bfloat16 as bits, and a split over threads.
 
 A kernel is three things: a `serial` function that does one of several pieces of the work, split by row or by head so
-that no result depends on the number of pieces; a small one that spreads the pieces over a team of threads
-(`calls.spread`, `team`); and a Python function that takes tensors and hands over addresses.
+that no result depends on the number of pieces; a small one that shares the pieces out among a team of threads
+(`calls.parallel_for`, `team`); and a Python function that takes tensors and hands over addresses.
 
 Kinds: numba has no bfloat16. A tensor's type travels as a zero of the type its memory is read as: `uint16` for
 bfloat16, `float32` for float32. `widen` and `narrow` go from there to float32 and back, rounding to nearest even;
@@ -65,7 +65,7 @@ def serial_in_order(function: Function) -> Function:
     return _compiled(function)
 
 
-def held(function: Any) -> Any:
+def with_gil(function: Any) -> Any:
     """A compiled function for calls of some microseconds: it keeps the interpreter's lock. Never with a team, whose
     helpers it would keep waiting for while the whole program stands still.
 
@@ -74,7 +74,7 @@ def held(function: Any) -> Any:
     options = {name: value for name, value in function.targetoptions.items() if name not in ("nopython", "nogil")}
     known = function.py_func
     copy = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
-    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-held"  # kept beside the other one
+    copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-gil"  # kept beside the other one
     compiled = numba.njit(**options)(copy)
     compiled._cache = KernelCache(copy)
     return compiled

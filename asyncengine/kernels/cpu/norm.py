@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
     kind_of,
@@ -68,7 +68,9 @@ def _norm_rows(
 def norm(
     x: int, weight: int, out: int, rows: int, width: int, epsilon: np.float32, kind: np.generic, team: int
 ) -> None:
-    spread(_norm_part, team, pieces_of(rows * width * _WORK, rows, team), (x, weight, out, rows, width, epsilon, kind))
+    parallel_for(
+        _norm_part, team, pieces_of(rows * width * _WORK, rows, team), (x, weight, out, rows, width, epsilon, kind)
+    )
 
 
 @serial_in_order
@@ -137,4 +139,6 @@ def add_norm(
 ) -> None:
     """`add_rms_norm` by address; `total` may be `residual`."""
     pieces = pieces_of(rows * width * _WORK, rows, team)
-    spread(_add_norm_part, team, pieces, (residual, branch, weight, total, out, rows, width, factor, epsilon, kind))
+    parallel_for(
+        _add_norm_part, team, pieces, (residual, branch, weight, total, out, rows, width, factor, epsilon, kind)
+    )

@@ -1,4 +1,4 @@
-"""x W^T with a weight in panels: thirty-two outputs side by side, read from memory once, in the order it lies there.
+"""x W^T with a packed weight: panels of thirty-two outputs, read from memory once, in the order they lie there.
 
 The innermost part, a tile, is up to twelve rows of x by one panel: all its sums stay in registers, a vector holds
 sixteen outputs, and each number (of bfloat16: pair) of x is spread over a vector (Goto and van de Geijn, "Anatomy of
@@ -23,15 +23,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
-    held,
     inline,
     kind_of,
     pointer,
     serial,
     serial_in_order,
+    with_gil,
 )
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -44,7 +44,7 @@ _STEPS = {torch.bfloat16: 2, torch.float32: 1}
 _SIZES = (1, 2, 3, 4, 6, 8, 12)
 """Rows of x in the tiles there are. Others are made of tiles that overlap."""
 _SLICE = 128 * WIDTH
-"""Outputs that are put in panels at once."""
+"""Outputs that are packed at once."""
 _AHEAD = 8192
 """Bytes that a panel is asked for before it is read, where no other panel is read meanwhile."""
 _BLOCK = 2**19
@@ -58,8 +58,8 @@ _NEAR = 2**18
 """Bytes of x up to which one panel at a time is done for all rows: both stay in that cache."""
 
 
-def panels_pay(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies such panels faster than oneDNN multiplies what it packs itself.
+def packing_pays(dtype: torch.dtype) -> bool:
+    """True if this CPU multiplies packed weights faster than oneDNN multiplies what it packs itself.
 
     Tiles need 24 registers of 64 bytes. Those of a matrix unit (AMX) are oneDNN's, and where pairs of bfloat16 have no
     instruction they would be widened.
@@ -69,13 +69,13 @@ def panels_pay(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and PAIRS and not cpu_has("amx-bf16"))
 
 
-def panels_fit(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """True if a weight [outputs, inputs] can be laid out in panels."""
+def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """True if a weight [outputs, inputs] can be packed."""
     return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
 
 
 def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a weight [outputs, inputs] that `panels_fit`, to be filled by `pack_rows`."""
+    """Memory for a weight [outputs, inputs] that `packing_fits`, to be filled by `pack_rows`."""
     step = _STEPS[dtype]
     return torch.empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype=dtype)
 
@@ -98,10 +98,10 @@ def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
         first, done = first + count, done + count
 
 
-def to_panels(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
-    """Weights [outputs, inputs], one below the other, in panels, in new memory.
+def pack_weight(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | None = None) -> torch.Tensor:
+    """Pack weights [outputs, inputs], one below the other, into panels, in new memory.
 
-    `read` is told of each part of them that is done with: what can be read again need not be held twice.
+    `read` is called with each part of them once it is packed: a caller that mapped a file need not hold it twice.
     """
     panels = empty_panels(sum(map(len, weights)), weights[0].shape[1], weights[0].dtype)
     done = 0
@@ -115,10 +115,11 @@ def to_panels(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] | N
     return panels
 
 
-def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
     """out = x W^T + bias; x [..., inputs], `out` [..., outputs] contiguous and float32 or of x's type.
 
-    `bias` is float32 [outputs]. Raises `ValueError` if x is of another type or width than the weight.
+    `panels` is the weight from `pack_weight`, `bias` float32 [outputs]. Raises `ValueError` if x is of another type or
+    width than the weight.
     """
     x = x.contiguous()
     inputs, outputs = x.shape[-1], out.shape[-1]
@@ -132,7 +133,7 @@ def product(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torc
     size = inputs * x.element_size()
     multiply(
         x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size,
-        outputs // WIDTH, *cut(rows), panel_block(rows, size), kind_of(x.dtype), kind_of(out.dtype),
+        outputs // WIDTH, *tiles_for(rows), panels_at_once(rows, size), kind_of(x.dtype), kind_of(out.dtype),
         out.element_size(), use_team(),
     )  # fmt: skip
 
@@ -146,7 +147,7 @@ def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> Non
 
 
 @functools.lru_cache(maxsize=4096)
-def cut(rows: int) -> tuple[int, int]:
+def tiles_for(rows: int) -> tuple[int, int]:
     """(rows of a tile, tiles) for so many rows of x: as few tiles as will do, then as small ones."""
     for tiles in itertools.count(-(-rows // _SIZES[-1])):
         for size in _SIZES:
@@ -156,7 +157,7 @@ def cut(rows: int) -> tuple[int, int]:
 
 
 @inline
-def panel_block(rows: int, size: int) -> int:
+def panels_at_once(rows: int, size: int) -> int:
     """Panels that are done for all rows of `size` bytes before the next."""
     return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
 
@@ -166,9 +167,9 @@ def multiply(
     x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
     kind: np.generic, out_kind: np.generic, out_size: int, team: int,
 ) -> None:  # fmt: skip
-    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`cut`)."""
+    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`tiles_for`)."""
     most = -(-count // block)
-    spread(
+    parallel_for(
         _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
         (x, panels, bias, out, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
     )  # fmt: skip
@@ -223,7 +224,7 @@ def _make_tile(rows: int) -> Any:
     def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
               out_size: Any, kind: Any, out_kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_tile(builder, rows, vectors.FORMS[kind], out_kind, *arguments[:9])
+            _write_tile(builder, rows, vectors.ACCUMULATE[kind], out_kind, *arguments[:9])
             return context.get_dummy_value()
 
         return numba.types.void(*[numba.types.int64] * 9, kind, out_kind), generate
@@ -232,7 +233,7 @@ def _make_tile(rows: int) -> Any:
 
 
 def _write_tile(
-    builder: Any, rows: int, form: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any,
+    builder: Any, rows: int, accumulate: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any,
     share: Any, bias: Any, out: Any, out_size: Any,
 ) -> None:  # fmt: skip
     zero = vectors.constant(FLOATS, 0.0)
@@ -250,7 +251,7 @@ def _write_tile(
             values = vectors.splat(builder, one)
             for vector in range(_VECTORS):
                 cell = sums[row, vector]
-                builder.store(form(builder, values, weights[vector], builder.load(cell)), cell)
+                builder.store(accumulate(builder, values, weights[vector], builder.load(cell)), cell)
     with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
         for vector in range(_VECTORS):
             added = load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS)
@@ -269,10 +270,10 @@ _tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, _SIZES
 @serial
 def _read_rows(ids: int, panels: int, out: int, count: int, steps: int, step: int, kind: np.generic, team: int) -> None:
     pieces = pieces_of(count * steps * LINE, count, team)
-    spread(_read_part, team, pieces, (ids, panels, out, count, steps, step, kind))
+    parallel_for(_read_part, team, pieces, (ids, panels, out, count, steps, step, kind))
 
 
-_read_few_rows = held(_read_rows)
+_read_few_rows = with_gil(_read_rows)
 
 
 @serial

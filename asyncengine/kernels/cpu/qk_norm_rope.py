@@ -31,13 +31,13 @@ def prepare_head(
     if norm != 0:
         scale = np.float32(1) / np.sqrt(square_sum(source, dim, kind) / np.float32(dim) + epsilon)
     if dim % LANES == 0 and rotary % (2 * LANES) == 0:
-        _turn_vectors(source, out, dim, norm, scale, cos, sin, rotary, kind)
+        _rotate_vectors(source, out, dim, norm, scale, cos, sin, rotary, kind)
     else:
-        _turn_numbers(source, out, dim, norm, scale, cos, sin, rotary, kind)
+        _rotate_numbers(source, out, dim, norm, scale, cos, sin, rotary, kind)
 
 
 @serial_in_order
-def _turn_numbers(
+def _rotate_numbers(
     source: int, out: int, dim: int, norm: int, scale: np.float32, cos: int, sin: int, rotary: int, kind: Any
 ) -> None:
     values, results = array(pointer(source, kind), (dim,)), array(pointer(out, kind), (dim,))
@@ -49,33 +49,34 @@ def _turn_numbers(
         for index in range(dim):
             results[index] = values[index]
     half = rotary // 2
-    turns, lifts = array(pointer(cos, kind), (rotary,)), array(pointer(sin, kind), (rotary,))
+    cosines, sines = array(pointer(cos, kind), (rotary,)), array(pointer(sin, kind), (rotary,))
     for index in range(half):
         first, second = widen(results[index]), widen(results[index + half])
-        turned, lifted = narrow(first * widen(turns[index]), kind), narrow(-second * widen(lifts[index]), kind)
-        results[index] = narrow(widen(turned) + widen(lifted), kind)
-        turned = narrow(second * widen(turns[index + half]), kind)
-        lifted = narrow(first * widen(lifts[index + half]), kind)
-        results[index + half] = narrow(widen(turned) + widen(lifted), kind)
+        cosine_part = narrow(first * widen(cosines[index]), kind)
+        sine_part = narrow(-second * widen(sines[index]), kind)
+        results[index] = narrow(widen(cosine_part) + widen(sine_part), kind)
+        cosine_part = narrow(second * widen(cosines[index + half]), kind)
+        sine_part = narrow(first * widen(sines[index + half]), kind)
+        results[index + half] = narrow(widen(cosine_part) + widen(sine_part), kind)
 
 
-def _turn(
+def _rotate(
     _: Any, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any, rotary: Any, kind: Any
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         normed = builder.icmp_signed("!=", arguments[3], LONG(0))
         with builder.if_else(normed) as (then, otherwise):
             with then:
-                _write_turn(builder, kind, True, *arguments[:8])
+                _write_rotation(builder, kind, True, *arguments[:8])
             with otherwise:
-                _write_turn(builder, kind, False, *arguments[:8])
+                _write_rotation(builder, kind, False, *arguments[:8])
         return context.get_dummy_value()
 
     whole = numba.types.int64
     return numba.types.void(whole, whole, whole, whole, numba.types.float32, whole, whole, whole, kind), generate
 
 
-def _write_turn(
+def _write_rotation(
     builder: Any, kind: Any, normed: bool, source: Any, out: Any, dim: Any, norm: Any, scale: Any, cos: Any, sin: Any,
     rotary: Any,
 ) -> None:  # fmt: skip
@@ -129,5 +130,5 @@ def _widened(builder: Any, halves: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(halves, WORDS), vectors.constant(WORDS, 16)), FLOATS)
 
 
-_turn_vectors: Any = intrinsic(_turn)
-"""What `_turn_numbers` does, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""
+_rotate_vectors: Any = intrinsic(_rotate)
+"""What `_rotate_numbers` does, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""

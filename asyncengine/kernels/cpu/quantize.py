@@ -1,4 +1,4 @@
-"""From weights to the whole numbers that `quantized` multiplies, and back for rows that are looked up.
+"""Rounding of weights to the whole numbers that `gemm_quantized` multiplies, and back for rows that are looked up.
 
 8 bits: each output has one scale, its largest weight over 127. 4 bits: every 64 inputs of an output have one, taken
 among a few as that with the least squared error; the largest weight becomes -8 at first, as in llama.cpp's q4_0.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, widen
 from asyncengine.kernels.cpu.quantized_tiles import GROUP, PANEL
 from asyncengine.kernels.cpu.team import use_team
@@ -41,16 +41,16 @@ def quantize_rows(weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Ten
     panel = first // PANEL
     to, its_scales = numbers[panel:].data_ptr(), scales[first if bits == 8 else panel :].data_ptr()
     if bits == 8:
-        _to_bytes(weight.data_ptr(), to, its_scales, outputs, inputs, kind, team)
+        _to_int8(weight.data_ptr(), to, its_scales, outputs, inputs, kind, team)
     else:
         shrink = torch.tensor(_SHRINK, dtype=torch.float32)
-        _to_halves(
+        _to_int4(
             weight.data_ptr(), to, its_scales, outputs, inputs, shrink.data_ptr(), len(_SHRINK), kind, team
         )  # fmt: skip
 
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, scales) as `quantized.product` takes them, of a bfloat16 or float32 weight [outputs, inputs]."""
+    """(weights, scales) as `gemm_quantized.gemm` takes them, of a bfloat16 or float32 weight [outputs, inputs]."""
     numbers, scales = empty(*weight.shape, bits)
     quantize_rows(weight, numbers, scales, bits, 0)
     return numbers, scales
@@ -65,13 +65,13 @@ def read_rows(ids: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, ou
 
 
 @serial
-def _to_bytes(weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, team: int) -> None:
+def _to_int8(weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, team: int) -> None:
     pieces = pieces_of(outputs * inputs * _WORK, -(-outputs // PANEL), team)
-    spread(_part_to_bytes, team, pieces, (weight, numbers, scales, outputs, inputs, kind))
+    parallel_for(_part_to_int8, team, pieces, (weight, numbers, scales, outputs, inputs, kind))
 
 
 @serial
-def _part_to_bytes(
+def _part_to_int8(
     piece: int,
     pieces: int,
     worker: int,
@@ -103,16 +103,16 @@ def _part_to_bytes(
 
 
 @serial
-def _to_halves(
+def _to_int4(
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int, choices: int, kind: np.generic,
     team: int,
 ) -> None:  # fmt: skip
     pieces = pieces_of(outputs * inputs * _WORK, -(-outputs // PANEL), team)
-    spread(_part_to_halves, team, pieces, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
+    parallel_for(_part_to_int4, team, pieces, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
 
 
 @serial
-def _part_to_halves(
+def _part_to_int4(
     piece: int, pieces: int, worker: int,
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,
     choices: int, kind: np.generic,
@@ -138,7 +138,7 @@ def _part_to_halves(
                 by_group[panel, group, lane] = scale
                 inverse = _inverse(widen(scale))
                 for index in range(GROUP):
-                    rounded[index] = np.uint8(_halved(kept[index] * inverse) + np.float32(8))
+                    rounded[index] = np.uint8(_nearest_int4(kept[index] * inverse) + np.float32(8))
                 for index in range(GROUP):
                     if index % 8 < 4:
                         line = group * GROUP // 8 + index // 8
@@ -146,7 +146,7 @@ def _part_to_halves(
 
 
 @inline
-def _halved(value: np.float32) -> np.float32:
+def _nearest_int4(value: np.float32) -> np.float32:
     """The nearest whole number of -8 .. 7."""
     return np.float32(min(max(np.rint(value), np.float32(-8)), np.float32(7)))
 
@@ -168,7 +168,7 @@ def _best_scale(values: np.ndarray, factors: np.ndarray) -> np.float32:
         inverse = _inverse(scale)
         error = np.float32(0)
         for index in range(GROUP):
-            missing = values[index] - _halved(values[index] * inverse) * scale
+            missing = values[index] - _nearest_int4(values[index] * inverse) * scale
             error += missing * missing
         if error < least:
             best, least = scale, error
@@ -179,7 +179,7 @@ def _best_scale(values: np.ndarray, factors: np.ndarray) -> np.float32:
 def _read_rows(
     ids: int, numbers: int, scales: int, out: int, count: int, inputs: int, lines: int, kind: np.generic, team: int
 ) -> None:
-    spread(
+    parallel_for(
         _read_part,
         team,
         pieces_of(count * lines * PANEL * 4, count, team),

@@ -1,4 +1,4 @@
-"""The tile of a product with weights in 8 or 4 bits, in LLVM's terms. What it multiplies: `quantized`."""
+"""The tile of a product with weights in 8 or 4 bits, in LLVM's terms. What it multiplies: `gemm_quantized`."""
 
 from __future__ import annotations
 

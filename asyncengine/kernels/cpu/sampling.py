@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import spread
-from asyncengine.kernels.cpu.jit import array, held, inline, pointer, serial
+from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.jit import array, inline, pointer, serial, with_gil
 from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
-from asyncengine.kernels.cpu.truncation import BLOCK, FAINT, end_of_nucleus, end_of_top
+from asyncengine.kernels.cpu.truncation import BLOCK, FAINT, top_k_threshold, top_p_threshold
 
 _LANES = 16
 _WORK = 8
@@ -29,7 +29,7 @@ _BLOCK_FLAG = 1 << 31
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 
 
-class Chooser:
+class SamplerKernel:
     """Chooses one token for each row. Holds working memory: one step at a time."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -68,7 +68,7 @@ def _choose(
     logits: int, params: int, keys: int, scratch: int, tokens: int, best: int, rows: int, vocab: int, width: int,
     team: int,
 ) -> None:  # fmt: skip
-    spread(
+    parallel_for(
         _choose_part,
         team,
         pieces_of(rows * vocab * _WORK, rows, team),
@@ -76,7 +76,7 @@ def _choose(
     )
 
 
-_choose_at_once = held(_choose)
+_choose_at_once = with_gil(_choose)
 
 
 @serial
@@ -110,13 +110,13 @@ def _choose_row(
         scaled[index] = values[index] / temperature
     for block in range(len(maxima)):
         maxima[block] /= temperature
-    most = largest / temperature
-    least = max(most + np.log(min_p), most - np.float32(FAINT))
+    maximum = largest / temperature
+    least = max(maximum + np.log(min_p), maximum - np.float32(FAINT))
     if keys[0] > 0:
-        least = max(least, end_of_top(scaled, maxima, kept, most, keys[0], top_p))
+        least = max(least, top_k_threshold(scaled, maxima, kept, maximum, keys[0], top_p))
     elif top_p < 1:
-        least = max(least, end_of_nucleus(scaled, maxima, kept, most, top_p))
-    return _draw(scaled, maxima, most, least, keys[1], keys[2], keys[3]), largest
+        least = max(least, top_p_threshold(scaled, maxima, kept, maximum, top_p))
+    return _draw(scaled, maxima, maximum, least, keys[1], keys[2], keys[3]), largest
 
 
 @serial
@@ -124,7 +124,7 @@ def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32])
     """Fills `maxima`; returns the largest, or NaN if there is one anywhere."""
     lanes = np.empty(_LANES, dtype=np.float32)
     unordered = 0
-    most = np.float32(-np.inf)
+    maximum = np.float32(-np.inf)
     for block in range(len(maxima)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
         lanes[:] = -np.inf
@@ -139,17 +139,17 @@ def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32])
             unordered += np.isnan(value)
             lanes[0] = value if value > lanes[0] else lanes[0]
         maxima[block] = lanes.max()
-        most = max(most, maxima[block])
-    return np.float32(np.nan) if unordered else most
+        maximum = max(maximum, maxima[block])
+    return np.float32(np.nan) if unordered else maximum
 
 
 @serial
-def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], most: Any) -> int:
+def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], maximum: Any) -> int:
     """The first place of the largest value."""
     for block in range(len(maxima)):
-        if maxima[block] == most:
+        if maxima[block] == maximum:
             for index in range(block * BLOCK, min((block + 1) * BLOCK, len(values))):
-                if values[index] == most:
+                if values[index] == maximum:
                     return index
     return 0
 
@@ -158,7 +158,7 @@ def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], most: An
 def _draw(
     scaled: NDArray[np.float32],
     maxima: NDArray[np.float32],
-    most: Any,
+    maximum: Any,
     least: Any,
     seed_low: int,
     seed_high: int,
@@ -172,7 +172,7 @@ def _draw(
     for block in range(len(maxima)):
         if maxima[block] < least:
             continue
-        total = _sum_kept(scaled[block * BLOCK : min((block + 1) * BLOCK, len(scaled))], most, least)
+        total = _sum_kept(scaled[block * BLOCK : min((block + 1) * BLOCK, len(scaled))], maximum, least)
         score = np.float32(np.log(total)) + _gumbel(np.uint32(block | _BLOCK_FLAG), inner, outer)
         if score > top:
             winner, top = block, score
@@ -186,10 +186,10 @@ def _draw(
 
 
 @serial
-def _sum_kept(values: NDArray[np.float32], most: Any, least: Any) -> Any:
+def _sum_kept(values: NDArray[np.float32], maximum: Any, least: Any) -> Any:
     total = np.float32(0)
     for index in range(len(values)):
-        total += exponential(values[index] - most) if values[index] >= least else np.float32(0)
+        total += exponential(values[index] - maximum) if values[index] >= least else np.float32(0)
     return total
 
 

@@ -129,7 +129,7 @@ class Team:
 
     @property
     def address(self) -> int:
-        """What `spread` takes; 0: the caller does it all."""
+        """What `parallel_for` takes; 0: the caller does it all."""
         return self._address if self.active > 1 else 0
 
     @property
@@ -149,7 +149,7 @@ _LOCAL = threading.local()
 
 
 def use_team() -> int:
-    """The team of this thread, as `spread` and `pieces` take it; 0 where there is none."""
+    """The team of this thread, as `parallel_for` and `pieces` take it; 0 where there is none."""
     team: Team | None = getattr(_LOCAL, "team", None)
     return 0 if team is None else team.address
 

@@ -215,7 +215,7 @@ def _add_widened(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return _add_floats(builder, high[0], high[1], _add_floats(builder, low[0], low[1], total))
 
 
-FORMS: dict[Any, Any] = {
+ACCUMULATE: dict[Any, Any] = {
     numba.types.float32: _add_floats,
     numba.types.uint16: _add_pairs,
     numba.types.int16: _add_widened,

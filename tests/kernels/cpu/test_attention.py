@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu.attention_softmax import soften, weigh
+from asyncengine.kernels.cpu.attention_softmax import softcap, softmax
 from asyncengine.kernels.cpu.attention_tiles import BLOCK, FLOOR
 from asyncengine.kernels.cpu.jit import serial_in_order
 
@@ -18,20 +18,20 @@ Floats = npt.NDArray[np.float32]
 
 
 @serial_in_order
-def weigh_block(scores: int, out: int, low: int, high: int, scale: Any, state: int, form: Any) -> None:
-    weigh(scores, out, low, high, scale, state, state + 4, state + 8, form)
+def softmax_block(scores: int, out: int, low: int, high: int, scale: Any, state: int, operand: Any) -> None:
+    softmax(scores, out, low, high, scale, state, state + 4, state + 8, operand)
 
 
 @serial_in_order
-def soften_block(scores: int, scale: Any, cap: Any) -> None:
-    soften(scores, scale, cap)
+def softcap_block(scores: int, scale: Any, cap: Any) -> None:
+    softcap(scores, scale, cap)
 
 
 def weights(scores: Floats, low: int = 0, high: int = BLOCK, state: Floats | None = None) -> tuple[Floats, Floats]:
     """The weights of a block, and maximum, sum and factor after it."""
     state = np.array([FLOOR, 0, 0], dtype=np.float32) if state is None else state
     out = np.empty(BLOCK, dtype=np.float32)
-    weigh_block(scores.ctypes.data, out.ctypes.data, low, high, np.float32(1), state.ctypes.data, np.float32(0))
+    softmax_block(scores.ctypes.data, out.ctypes.data, low, high, np.float32(1), state.ctypes.data, np.float32(0))
     return out, state
 
 
@@ -79,6 +79,6 @@ def test_soft_cap(cap: float) -> None:
     scores = np.linspace(-400, 400, BLOCK, dtype=np.float32)
     scores[:8] = [0, 1e-6, -1e-3, 0.1, 0.24 * cap, 0.26 * cap, -3 * cap, 1e30]
     found = scores.copy()
-    soften_block(found.ctypes.data, np.float32(0.5), np.float32(cap))
+    softcap_block(found.ctypes.data, np.float32(0.5), np.float32(cap))
     expected = cap * np.tanh(scores.astype(np.float64) * 0.5 / cap) * np.log2(np.e)
     np.testing.assert_allclose(found, expected, rtol=1e-6)

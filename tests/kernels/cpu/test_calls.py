@@ -9,7 +9,7 @@ from asyncengine.kernels.cpu import compiler_missing
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.kernels.cpu.calls import call, spread
+from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
 
 
@@ -22,7 +22,7 @@ def _fill(piece: int, pieces: int, worker: int, out: int, count: int, step: np.f
 
 @serial_in_order
 def _fill_in_pieces(out: int, count: int, step: np.float32, pieces: int) -> None:
-    spread(_fill, 0, pieces, (out, count, step))
+    parallel_for(_fill, 0, pieces, (out, count, step))
 
 
 @serial_in_order

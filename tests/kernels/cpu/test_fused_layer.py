@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import activation, gemm_quantized, norm, packed, quantize
-from asyncengine.kernels.cpu.fused_layer import Product, Span
+from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel, LinearWeights
 
 ATTENDED, WIDTH, BETWEEN, AFTER = 96, 512, 320, 224
 """Numbers of a row: of attention's result, the residual, the gated half, the next projection."""
@@ -25,21 +25,21 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def product(outputs: int, inputs: int, bits: int, dtype: torch.dtype, bias: bool) -> Product:
+def product(outputs: int, inputs: int, bits: int, dtype: torch.dtype, bias: bool) -> LinearWeights:
     weight = random(outputs, inputs, dtype=dtype) * inputs**-0.5
     added = random(outputs, dtype=torch.float32) if bias else None
     if bits == 0:
-        return Product(packed.to_panels(weight), None, added, inputs, outputs, 0)
-    return Product(*quantize.quantize(weight, bits), added, inputs, outputs, bits)
+        return LinearWeights(packed.pack_weight(weight), None, added, inputs, outputs, 0)
+    return LinearWeights(*quantize.quantize(weight, bits), added, inputs, outputs, bits)
 
 
-def multiply(x: torch.Tensor, by: Product) -> torch.Tensor:
+def multiply(x: torch.Tensor, by: LinearWeights) -> torch.Tensor:
     out = x.new_empty((x.shape[0], by.outputs))
     if by.bits == 0:
-        packed.product(x, by.weights, out, by.bias)
+        packed.gemm(x, by.weights, out, by.bias)
     else:
         assert by.scales is not None
-        gemm_quantized.product(x, by.weights, by.scales, by.bits, out, by.bias)
+        gemm_quantized.gemm(x, by.weights, by.scales, by.bits, out, by.bias)
     return out
 
 
@@ -51,9 +51,9 @@ class Parts:
         self.products = [product(*shape, bits, dtype, bias) for shape in shapes]
         self.norms = [random(WIDTH, dtype=torch.float32), random(WIDTH + 1, dtype=torch.float32)[:WIDTH].clone()]
         self.gate, self.factor = gate, factor
-        form = activation.form_of(gate)
+        form = activation.activation_id(gate)
         assert form is not None
-        self.span = Span(self.products, list(zip(self.norms, EPSILONS, strict=True)), form, factor)
+        self.span = FusedLayerKernel(self.products, list(zip(self.norms, EPSILONS, strict=True)), form, factor)
 
     def one_by_one(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, both, down, *after = self.products
@@ -97,6 +97,6 @@ def test_weights_are_held() -> None:
 
 
 def test_forms_of_activations() -> None:
-    assert [activation.form_of(gate) for gate in GATES] == [0, 1, 2]
-    assert activation.form_of(torch.nn.functional.silu) is None
-    assert activation.form_of(None) is None
+    assert [activation.activation_id(gate) for gate in GATES] == [0, 1, 2]
+    assert activation.activation_id(torch.nn.functional.silu) is None
+    assert activation.activation_id(None) is None

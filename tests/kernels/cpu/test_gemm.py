@@ -20,7 +20,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], weight.shape[0]))
-    gemm_rowmajor.product(x, weight, out)
+    gemm_rowmajor.gemm(x, weight, out)
     return out
 
 
@@ -73,8 +73,8 @@ def test_bfloat16_without_the_instruction_for_pairs() -> None:
 
 @pytest.mark.parametrize(("features", "outputs", "fits"), [(32, 4, True), (40, 4, False), (32, 3, False)])
 def test_what_the_plain_product_takes(features: int, outputs: int, fits: bool) -> None:
-    assert gemm_rowmajor.product_fits(torch.bfloat16, features, outputs) == fits
-    assert not gemm_rowmajor.product_fits(torch.float16, features, outputs)
+    assert gemm_rowmajor.gemm_fits(torch.bfloat16, features, outputs) == fits
+    assert not gemm_rowmajor.gemm_fits(torch.float16, features, outputs)
 
 
 # ---------------------------------------------------------------- weights in 8 and 4 bits
@@ -104,7 +104,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], weight.shape[0]))
-    gemm_quantized.product(x, *quantize.quantize(weight, bits), bits, out, bias)
+    gemm_quantized.gemm(x, *quantize.quantize(weight, bits), bits, out, bias)
     return out
 
 
@@ -146,7 +146,7 @@ def test_quantized_rows_at_1_to_33_do_not_depend_on_their_neighbours(bits: int) 
 def test_bias_and_type_of_the_result(bits: int) -> None:
     x, weight, bias = random(3, 64, dtype=torch.bfloat16), random(20, 64, dtype=torch.bfloat16), random(20)
     out = torch.empty((3, 20), dtype=torch.bfloat16)
-    gemm_quantized.product(x, *quantize.quantize(weight, bits), bits, out, bias)
+    gemm_quantized.gemm(x, *quantize.quantize(weight, bits), bits, out, bias)
     assert torch.equal(out, product(x, weight, bits, bias).bfloat16())
     assert torch.allclose(product(x, weight, bits, bias), product(x, weight, bits) + bias)
 

@@ -30,7 +30,7 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, result: torch.dtype = FLOAT, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     out = torch.full((*x.shape[:-1], weight.shape[0]), float("nan"), dtype=result)
-    packed.product(x, packed.to_panels(weight), out, bias)
+    packed.gemm(x, packed.pack_weight(weight), out, bias)
     return out
 
 
@@ -170,9 +170,9 @@ def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
 def test_nothing_else_is_written_or_read(rows: int, dtype: torch.dtype, result: torch.dtype) -> None:
     """At addresses that are aligned to nothing, between numbers that would show in the result."""
     x, weight, bias = random(rows, 34, dtype=dtype), random(96, 34, dtype=dtype), random(96)
-    given = [within(part, float("nan")) for part in (x, packed.to_panels(weight), bias)]
+    given = [within(part, float("nan")) for part in (x, packed.pack_weight(weight), bias)]
     memory, out = within(torch.zeros((rows, 96), dtype=result), 7.0)
-    packed.product(given[0][1], given[1][1], out, given[2][1])
+    packed.gemm(given[0][1], given[1][1], out, given[2][1])
     assert untouched(memory, 7.0)
     assert torch.equal(out, product(x, weight, result, bias))
     assert torch.equal(given[0][1], x)
@@ -201,12 +201,12 @@ def test_layout(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     """As the module documents it, whatever the weight's strides."""
     weight = random(outputs, inputs, dtype=dtype)
     step = 2 if dtype == HALF else 1
-    made = packed.to_panels(weight)
+    made = packed.pack_weight(weight)
     assert made.shape == (outputs // 32, inputs // step, 2, 16, step)
     assert made.is_contiguous()
     assert made.dtype == dtype
     assert torch.equal(made.permute(0, 2, 3, 1, 4).reshape(outputs, inputs), weight)
-    assert torch.equal(packed.to_panels(weight.T.contiguous().T), made)
+    assert torch.equal(packed.pack_weight(weight.T.contiguous().T), made)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
@@ -215,7 +215,7 @@ def test_several_weights_are_one(outputs: tuple[int, ...], dtype: torch.dtype) -
     """And every row of them is told of once when it was read, in parts that need not be held twice."""
     weights = [random(count, 6, dtype=dtype) for count in outputs]
     read: list[torch.Tensor] = []
-    assert torch.equal(packed.to_panels(*weights, read=read.append), packed.to_panels(torch.cat(weights)))
+    assert torch.equal(packed.pack_weight(*weights, read=read.append), packed.pack_weight(torch.cat(weights)))
     assert torch.equal(torch.cat(read), torch.cat(weights))
     assert max(map(len, read)) <= 2**12
     if all(count % 32 == 0 for count in outputs):
@@ -234,7 +234,7 @@ def read_back(dtype: torch.dtype) -> None:
     for outputs, inputs in SHAPES:
         weight = random(outputs, inputs, dtype=dtype)
         weight[3, 1] = float("inf")
-        made = packed.to_panels(weight)
+        made = packed.pack_weight(weight)
         every = torch.arange(outputs)
         for ids in (every, every.flip(0), torch.tensor([[31, 0, 16], [15, 0, outputs - 1]]), every[:0], every[3:4]):
             memory, out = within(torch.zeros((*ids.shape, inputs), dtype=dtype), 7.0)
@@ -251,7 +251,7 @@ def read_back(dtype: torch.dtype) -> None:
     ],
 )  # fmt: skip
 def test_what_fits(dtype: torch.dtype, outputs: int, inputs: int, fits: bool) -> None:
-    assert packed.panels_fit(dtype, outputs, inputs) == fits
+    assert packed.packing_fits(dtype, outputs, inputs) == fits
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
     monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
     monkeypatch.setattr(packed, "PAIRS", vectors.cpu_has("avx512bf16"))  # as it is found on such a machine
-    assert packed.panels_pay(FLOAT) == floats
-    assert packed.panels_pay(HALF) == halves
-    assert not packed.panels_pay(torch.float16)
+    assert packed.packing_pays(FLOAT) == floats
+    assert packed.packing_pays(HALF) == halves
+    assert not packed.packing_pays(torch.float16)
 
 
 # ---------------------------------------------------------------- tiles
@@ -281,7 +281,7 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
 def test_tiles_cover_every_row() -> None:
     """And no other; as few tiles as the sizes there are allow, and the smallest that do it."""
     for rows in range(1, 301):
-        tile, tiles = packed.cut(rows)
+        tile, tiles = packed.tiles_for(rows)
         covered = {min(turn * tile, rows - tile) + row for turn in range(tiles) for row in range(tile)}
         assert covered == set(range(rows))
         assert (tiles, tile) == min((-(-rows // size), size) for size in packed._SIZES if size <= rows)

@@ -14,7 +14,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
 from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
-from asyncengine.kernels.cpu.qk_norm_rope import _turn_numbers, _turn_vectors, prepare_head
+from asyncengine.kernels.cpu.qk_norm_rope import _rotate_numbers, _rotate_vectors, prepare_head
 
 SHAPES = [(64, 64), (64, 32), (48, 32), (16, 0), (128, 128), (96, 64)]
 """Dimensions, and those that are rotated: vectors do them."""
@@ -26,8 +26,8 @@ EPSILON = 1e-6
 def turn_in_both_ways(
     source: int, vectors: int, numbers: int, dim: int, norm: int, scale: Any, cos: int, sin: int, rotary: int, kind: Any
 ) -> None:
-    _turn_vectors(source, vectors, dim, norm, scale, cos, sin, rotary, kind)
-    _turn_numbers(source, numbers, dim, norm, scale, cos, sin, rotary, kind)
+    _rotate_vectors(source, vectors, dim, norm, scale, cos, sin, rotary, kind)
+    _rotate_numbers(source, numbers, dim, norm, scale, cos, sin, rotary, kind)
 
 
 def given(dim: int, rotary: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

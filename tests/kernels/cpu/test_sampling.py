@@ -11,10 +11,10 @@ import torch
 from support.teams import team_of
 
 from asyncengine.kernels.cpu import sampling
-from asyncengine.kernels.cpu.sampling import Chooser
+from asyncengine.kernels.cpu.sampling import SamplerKernel
 from asyncengine.sampling.noise import noise_keys
 from asyncengine.sampling.sampler import draw
-from asyncengine.sampling.top_p import smallest_kept
+from asyncengine.sampling.top_p import kept_threshold
 
 PARAMS: list[dict[str, Any]] = [
     {},
@@ -41,7 +41,7 @@ def columns(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float =
 def by_torch(logits: torch.Tensor, params: Any, keys: Any) -> list[int]:
     temperature, top_p, min_p = (torch.from_numpy(column.copy()) for column in params.T)
     scaled = logits.float() / temperature[:, None]
-    least = torch.maximum(scaled.amax(dim=-1) + torch.log(min_p), smallest_kept(scaled, keys[:, 0], top_p))
+    least = torch.maximum(scaled.amax(dim=-1) + torch.log(min_p), kept_threshold(scaled, keys[:, 0], top_p))
     noise = torch.from_numpy(noise_keys(*keys.T[1:]))
     tokens: list[int] = draw(scaled, least, noise).tolist()
     return tokens
@@ -55,7 +55,7 @@ def test_the_tokens_are_those_of_the_sampler_in_torch(fields: dict[str, Any], dt
     logits[::7, : vocab // 2] = float("-inf")
     fields = {**fields, "top_k": fields.get("top_k", 0) if fields.get("top_k", 0) < vocab else 0}
     params, keys = columns(60, **fields)
-    tokens, best = Chooser(vocab).choose(logits, params, keys)
+    tokens, best = SamplerKernel(vocab).choose(logits, params, keys)
     assert tokens.tolist() == by_torch(logits, params, keys)
     assert torch.equal(best, logits.float().amax(dim=-1))
 
@@ -64,7 +64,7 @@ def test_the_tokens_are_those_of_the_sampler_in_torch(fields: dict[str, Any], dt
 def test_greedy_rows_get_the_first_of_the_largest(dtype: torch.dtype) -> None:
     logits = torch.randn((33, 2000), generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[3, [700, 1400]] = 9.0
-    tokens, best = Chooser(2000).choose(logits, *columns(33, temperature=0.0))
+    tokens, best = SamplerKernel(2000).choose(logits, *columns(33, temperature=0.0))
     assert tokens[3] == 700
     assert torch.equal(logits.gather(1, tokens[:, None])[:, 0], logits.amax(dim=-1))
     assert torch.equal(best, logits.float().amax(dim=-1))
@@ -73,9 +73,9 @@ def test_greedy_rows_get_the_first_of_the_largest(dtype: torch.dtype) -> None:
 def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
     logits = torch.randn((6, 900), generator=torch.Generator().manual_seed(2))
     params, keys = columns(6, top_p=0.8)
-    alone, _ = Chooser(900).choose(logits, params, keys)
+    alone, _ = SamplerKernel(900).choose(logits, params, keys)
     logits[1, 899], logits[2], logits[4, 3] = float("nan"), float("-inf"), float("inf")
-    tokens, best = Chooser(900).choose(logits, params, keys)
+    tokens, best = SamplerKernel(900).choose(logits, params, keys)
     assert [math.isfinite(value) for value in best.tolist()] == [True, False, False, True, False, True]
     assert math.isnan(best[1])
     assert tokens[[1, 2, 4]].tolist() == [0, 0, 0]
@@ -85,7 +85,7 @@ def test_rows_without_a_token_say_so_and_harm_nobody() -> None:
 def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn((40, 3000), generator=torch.Generator().manual_seed(4))
     params, keys = columns(40, top_k=50, top_p=0.9)
-    chooser = Chooser(3000)
+    chooser = SamplerKernel(3000)
     together = chooser.choose(logits, params, keys)[0].tolist()
     alone = [int(chooser.choose(*(part[row : row + 1] for part in (logits, params, keys)))[0]) for row in range(40)]
     assert together == alone
@@ -98,14 +98,14 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(monkeypatch: pyte
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 600), float("-inf"))
     logits[:, [5, 599]] = torch.tensor([0.0, -2.0])
-    tokens, _ = Chooser(600).choose(logits, *columns(2000, temperature=3.0))
+    tokens, _ = SamplerKernel(600).choose(logits, *columns(2000, temperature=3.0))
     assert sorted(np.unique(tokens).tolist()) == [5, 599]
 
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.randn(1200, generator=torch.Generator().manual_seed(8)) * 2
     draws = 30_000
-    tokens, _ = Chooser(1200).choose(logits.expand(draws, -1).contiguous(), *columns(draws))
+    tokens, _ = SamplerKernel(1200).choose(logits.expand(draws, -1).contiguous(), *columns(draws))
     counts = torch.bincount(tokens, minlength=1200).double()
     shares = torch.softmax(logits.double(), dim=-1) * draws
     common = shares > 20

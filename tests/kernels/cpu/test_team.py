@@ -19,7 +19,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
 from asyncengine.kernels.cpu.atomics import load, store
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, pointer, serial_in_order
 from asyncengine.kernels.cpu.team import Account, Team, use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -34,7 +34,7 @@ def _count(piece: int, pieces: int, worker: int, out: int, workers: int) -> None
 @serial_in_order
 def _count_all(out: int, workers: int, pieces: int, loops: int, team: int) -> None:
     for _ in range(loops):
-        spread(_count, team, pieces, (out, workers))
+        parallel_for(_count, team, pieces, (out, workers))
 
 
 @serial_in_order
@@ -48,7 +48,7 @@ def _meet(piece: int, pieces: int, worker: int, words: int) -> None:
 
 @serial_in_order
 def _meet_all(words: int, pieces: int, team: int) -> None:
-    spread(_meet, team, pieces, (words,))
+    parallel_for(_meet, team, pieces, (words,))
 
 
 def run(pieces: int, loops: int) -> tuple[list[int], list[int]]:

@@ -39,6 +39,7 @@ class AttentionConfig:
     head_norm: NormConfig | None = None
     """Of queries and keys."""
     norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    """With "{}" where the checkpoint has one tensor for each head (StableLM)."""
     norm_scope: Literal["head", "each", "whole"] = "head"
     """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
     norm_after_rotation: bool = False
@@ -90,20 +91,38 @@ class Attention:
         """
         config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        if config.clip is not None or (config.rotary is not None and style != "halves"):
+        if config.rotary is not None and style != "halves":
             return None
-        if self.norms is None:
-            return MergedHeads(*counts)
+        if self.norms is None or self._norms_apart:
+            return None if config.norm_after_rotation else MergedHeads(*counts)
         query, key = self.norms
-        if config.norm_after_rotation or config.norm_scope != "head" or not (query.fusable and key.fusable):
-            return None
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon)
+
+    @property
+    def _norms_apart(self) -> bool:
+        """True for norms of heads that compiled attention does not have in it."""
+        if self.norms is None:
+            return False
+        config = self.config
+        fusable = all(norm.fusable for norm in self.norms)
+        return config.norm_after_rotation or config.norm_scope != "head" or not fusable
+
+    @property
+    def only_merged(self) -> bool:
+        """True if compiled attention does all that happens between the two projections."""
+        return self.config.clip is None and not self._norms_apart
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
         """`angles` of this layer's rotation, `merged` as `merged_heads` says it, where the backend takes that."""
         qkv = self.qkv(x, step.adapters)
+        if self.config.clip is not None:
+            qkv.clamp_(-self.config.clip, self.config.clip)
+        if angles.query_scale is not None:
+            qkv[:, : self.query_size] *= angles.query_scale[:, None]  # rotation is linear
         attend_merged = None if merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
+            if self._norms_apart:
+                self._norm_in_place(qkv)
             return self.out(attend_merged(self.index, qkv, merged, angles.cos, angles.sin), step.adapters)
         query, key, value = self.prepare(qkv, angles)
         step.backend.write(self.index, key, value)
@@ -113,20 +132,31 @@ class Attention:
     def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
         config = self.config
-        if config.clip is not None:
-            qkv = qkv.clamp(-config.clip, config.clip)
         query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
-        if self.norms is not None and config.norm_scope == "whole":
-            query, key = self.norms[0](query), self.norms[1](key)
+        if not config.norm_after_rotation:
+            query, key = self._normed(query, key)
         query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))
-        apart = self.norms if config.norm_scope != "whole" else None
-        if apart is not None and not config.norm_after_rotation:
-            query, key = apart[0](query), apart[1](key)
         if config.rotary is not None:
             query, key = self._rotated(query, key, angles)
-        if apart is not None and config.norm_after_rotation:
-            query, key = apart[0](query), apart[1](key)
+        if config.norm_after_rotation:
+            query, key = self._normed(query, key)
         return query, key, value
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
+        if self.norms is None:
+            return query, key
+        if self.config.norm_scope == "whole":
+            return self.norms[0](query), self.norms[1](key)
+        dim = self.config.head_dim
+        apart = (part.reshape(len(part), -1, dim) for part in (query, key))
+        normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
+        return normed[0].view(query.shape), normed[1].view(key.shape)
+
+    def _norm_in_place(self, qkv: torch.Tensor) -> None:
+        query, key, _ = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        for part, normed in zip((query, key), self._normed(query, key), strict=True):
+            part.copy_(normed)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         if angles.style == "halves":

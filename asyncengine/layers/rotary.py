@@ -32,6 +32,9 @@ class RotaryConfig:
     """What cosines and sines are multiplied by (YaRN)."""
     style: Literal["halves", "interleaved"] = "halves"
     """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
+    query_growth: tuple[float, int] | None = None
+    """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Ministral 3, as in Llama 4). Not
+    together with norms of heads."""
 
     @property
     def dim(self) -> int:
@@ -47,6 +50,8 @@ class Angles(NamedTuple):
     sin: torch.Tensor
     style: str
     """As in `RotaryConfig`."""
+    query_scale: torch.Tensor | None = None
+    """[T], what queries are multiplied by; None: nothing."""
 
 
 class Rotary:
@@ -70,6 +75,14 @@ class Rotary:
                 self._copy_rows = copy_rows
 
     def __call__(self, positions: torch.Tensor) -> Angles:
+        angles = self._angles(positions)
+        growth = self.config.query_growth
+        if growth is None or (self._tables is not None and positions.numpy().max(initial=0) < growth[1]):
+            return angles
+        scale = 1 + growth[0] * torch.log(1 + (positions // growth[1]).float())
+        return angles._replace(query_scale=scale.to(self._dtype))
+
+    def _angles(self, positions: torch.Tensor) -> Angles:
         tables, style = self._tables, self.config.style
         if tables is None or positions.numpy().max(initial=0) >= self._length:
             return Angles(*self._compute(positions), style)

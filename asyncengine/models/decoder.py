@@ -173,7 +173,7 @@ class Decoder:
         angles = [rotary(step.positions) for rotary in self.rotary]
         chosen = [layer.config.attention.rotary for layer in self.layers]
         by_layer = [self._unrotated if own is None else angles[own] for own in chosen]
-        if self.fused is not None and rows is None and self.fused.serves(len(ids), step):
+        if self.fused is not None and rows is None and self.fused.serves(len(ids), step, by_layer):
             return self.fused(h, step, by_layer)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)

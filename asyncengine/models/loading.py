@@ -89,10 +89,10 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        read = decoder_config_of(hf_config.model_type) if config.fuse else None
-        if read is not None:
+        with _typed(checkpoint.folder):
+            described = decoder_config_of(hf_config, max_model_len) if config.fuse else None
+        if described is not None:
             with _typed(checkpoint.folder):
-                described = read(hf_config.get_text_config(), max_model_len)
                 model, fused, nbytes = _load_decoder(
                     described, checkpoint, config, dtype, device, bits, max_model_len, bar
                 )

@@ -1,0 +1,217 @@
+"""Families that are written down against transformers' own modules: logits, greedy tokens, and errors of bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from support.checkpoints import Checkpoint
+from support.drive import Driver, Job, prompts
+from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, make_model
+
+from asyncengine.config import EngineConfig
+from asyncengine.layers.step import StepContext
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.loading import load_model
+from asyncengine.runner.building import build_runner
+from asyncengine.sampling_params import SamplingParams
+
+WANT = 64
+LENGTHS = [40, 9, 23]
+PAGE = 4
+SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
+
+
+def changed(name: str, **fields: Any) -> Callable[[], Any]:
+    """The tiny model of that family with other options."""
+
+    def make() -> Any:
+        config = FAMILIES[name]()
+        return type(config)(**{**config.to_dict(), **fields})
+
+    return make
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
+
+
+EACH = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
+LONG = {"short_factor": EACH, "long_factor": [3 * factor for factor in EACH]}
+FULL = ["full_attention"] * 3
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "llama with biases": changed("llama", attention_bias=True, mlp_bias=True),
+    "llama, gelu": changed("llama", hidden_act="gelu"),
+    "llama, squared relu": changed("llama", hidden_act="relu2", tie_word_embeddings=True),
+    "llama, linear": changed("llama", rope_parameters=rope("linear", factor=4.0)),
+    "llama, dynamic": changed("llama", rope_parameters=rope("dynamic", factor=4.0)),
+    "llama, yarn": changed(
+        "llama", rope_parameters=rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4.0)
+    ),
+    "phi3, partial": changed(
+        "phi3", sliding_window=None, tie_word_embeddings=True, rope_parameters=rope("default", partial_rotary_factor=0.5)
+    ),
+    "phi3, longrope": changed(
+        "phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=32, sliding_window=None
+    ),
+    "phi3, longrope within": changed("phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=256),
+    "granite with biases": changed("granite", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "granitehybrid without positions": changed("granitehybrid", position_embedding_type=None),
+    "olmo with biases": changed("olmo", attention_bias=True, clip_qkv=None, tie_word_embeddings=True),
+    "olmo2 with biases": changed("olmo2", attention_bias=True),
+    "olmo3, yarn": changed(
+        "olmo3",
+        rope_parameters={
+            "full_attention": rope("yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2),
+            "sliding_attention": rope("default"),
+        },
+    ),
+    "smollm3 with windows": changed(
+        "smollm3", use_sliding_window=True, sliding_window=WINDOW, layer_types=None, attention_bias=True, mlp_bias=True
+    ),
+    "stablelm, parallel": changed("stablelm", use_parallel_residual=True, use_qkv_bias=True),
+    "stablelm, norms of heads": changed("stablelm", qk_layernorm=True, rope_parameters=rope("default", partial_rotary_factor=1.0)),
+    "stablelm, partial norms": changed("stablelm", qk_layernorm=True, tie_word_embeddings=True),
+    "glm4 without biases": changed("glm4", attention_bias=False, tie_word_embeddings=True),
+    "glm, all rotated": changed("glm", rope_parameters=rope("default", partial_rotary_factor=1.0)),
+    "exaone4 without windows": changed("exaone4", sliding_window=None, layer_types=FULL, tie_word_embeddings=True),
+    "starcoder2 without biases": changed("starcoder2", use_bias=False, sliding_window=None, hidden_act="relu"),
+    "hunyuan, alpha": changed("hunyuan", attention_bias=True, rope_parameters=rope("dynamic", alpha=50.0, factor=1.0)),
+    "seedoss with biases": changed("seedoss", attention_bias=False, attention_out_bias=True, mlp_bias=True),
+    "ministral3 with a window": changed("ministral3", sliding_window=WINDOW),
+}  # fmt: skip
+"""Options that change the forward: the families' own tiny models have some already."""
+OWN = (
+    "llama", "phi3", "granite", "granitehybrid", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "glm", "glm4",
+    "exaone4", "starcoder2", "hunyuan", "seedoss", "ministral3",
+)  # fmt: skip
+LIMITED = {"phi3, longrope within": 256}
+"""Longest sequences, where a checkpoint could do more."""
+
+
+@pytest.fixture(autouse=True)
+def variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in VARIANTS.items():
+        monkeypatch.setitem(FAMILIES, name, make)
+
+
+class Recording:
+    """A model whose logits are kept."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.logits: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.forward(ids, step, rows)
+        self.logits.append(logits.float().clone())
+        return logits
+
+
+def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
+    """A runner over the family's decoder."""
+    config = EngineConfig(
+        page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
+        max_model_len=LIMITED.get(name), num_threads=1,
+    )  # fmt: skip
+    loaded = load_model(str(checkpoint(name, seed=seed, heavy=True)), config)
+    assert isinstance(loaded.model, Decoder)
+    recording = Recording(loaded.model)
+    loaded.model = recording  # type: ignore[assignment]
+    return build_runner(loaded, config), recording
+
+
+@torch.inference_mode()
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers' own, [tokens, vocabulary]."""
+    model.set_attn_implementation("eager")
+    found: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+    return found
+
+
+def from_cache(driver: Driver, leader: Job, job: Job, pages: int) -> None:
+    """`job` shares the first pages of `leader`, whose tokens it begins with."""
+    driver.admit(job)
+    job.pages, job.computed = leader.pages[:pages], pages * PAGE
+
+
+@pytest.mark.parametrize("name", [*OWN, *VARIANTS])
+def test_equals_transformers_in_float32(name: str, checkpoint: Checkpoint) -> None:
+    """Logits of prompts and of what is generated; a token is transformers' greedy one if it has the largest of its
+    logits after the same tokens. Then the same tokens in every batch, chunk and after preemption."""
+    runner, recording = open_runner(name, checkpoint)
+    model = make_model(name, heavy=True)
+    driver = Driver(runner)
+    texts, expected = prompts(LENGTHS, VOCAB), []
+    for text in texts:
+        recording.logits.clear()
+        job = driver.job(text, WANT, SCORED)
+        (output,) = driver.run([job])
+        wanted = logits_of(model, [*text, *output[:-1]])
+        found = torch.cat(recording.logits)
+        assert found.shape == wanted.shape
+        assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+        assert output == wanted[len(text) - 1 :].argmax(-1).tolist()
+        expected.append(output)
+    assert len({token for output in expected for token in output}) > 4
+
+    def jobs() -> list[Job]:
+        return [driver.job(text, WANT) for text in texts]
+
+    for chunk in (None, 1, 7, 16):
+        assert driver.run(jobs(), chunk) == expected, f"chunk {chunk}"
+    assert driver.run(jobs(), 16, preempt_every=9) == expected
+    runner.close()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_prefix_from_the_cache(name: str, checkpoint: Checkpoint) -> None:
+    """Keys and values that another request has computed are as good as a request's own."""
+    runner, _ = open_runner(name, checkpoint)
+    driver = Driver(runner)
+    (text,) = prompts([40], VOCAB)
+    leader, alone = driver.job(text, 4), driver.job([*text[:30], *text[:5]], 12)
+    driver.admit(alone)
+    while not alone.done:
+        driver.advance([alone])
+    driver.admit(leader)
+    driver.advance([leader])
+    follower = driver.job([*text[:30], *text[:5]], 12)
+    from_cache(driver, leader, follower, 7)
+    while not follower.done:
+        driver.advance([follower, *([] if leader.done else [leader])])
+    assert follower.output == alone.output
+    runner.close()
+
+
+SEEDS = (0, 1, 2)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: Checkpoint) -> None:
+    """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
+    ours, theirs = [], []
+    for seed in SEEDS:
+        runner, recording = open_runner(name, checkpoint, seed, "bfloat16")
+        driver = Driver(runner)
+        model = make_model(name, seed, torch.bfloat16, heavy=True)
+        texts = prompts([90, 70], VOCAB, seed + 5)
+        for text in texts:
+            recording.logits.clear()
+            driver.run([driver.job(text, 1, SCORED)])
+            rounded = logits_of(model, text)
+            exact = logits_of(model.float(), text)
+            model.to(torch.bfloat16)
+            (found,) = recording.logits
+            ours.append((found - exact).norm(dim=-1))
+            theirs.append((rounded - exact).norm(dim=-1))
+        runner.close()
+    ratio = float(torch.cat(ours).median() / torch.cat(theirs).median())
+    print(f"RATIO {name} {ratio:.3f}")
+    assert 0 < ratio <= 1.0, f"{ratio:.2f} times the error of transformers"

@@ -12,7 +12,7 @@ from asyncengine.attention.base import LayerSpec, MergedHeads
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.rotary import Angles, rotate
+from asyncengine.layers.rotary import Angles, RotaryConfig, rotate
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -75,6 +75,7 @@ class Attention:
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, softcap=config.softcap,
         )  # fmt: skip
+        self._dtype = options.dtype
         self._rotate_by_kernel = options.kernels.rotate
 
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
@@ -84,14 +85,14 @@ class Attention:
             return Norm(options, config.head_norm, path, heads * config.head_dim)
         return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
 
-    def merged_heads(self, style: str) -> MergedHeads | None:
+    def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
         """How compiled attention prepares the merged projection; None: it cannot.
 
-        `style` is that of the layer's rotation.
+        `rotary` is the layer's rotation. Compiled attention takes cosines in the model's type.
         """
         config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        if config.rotary is not None and style != "halves":
+        if rotary is not None and (rotary.style != "halves" or (rotary.exact and self._dtype != torch.float32)):
             return None
         if self.norms is None or self._norms_apart:
             return None if config.norm_after_rotation else MergedHeads(*counts)

@@ -32,6 +32,8 @@ class RotaryConfig:
     """What cosines and sines are multiplied by (YaRN)."""
     style: Literal["halves", "interleaved"] = "halves"
     """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
+    exact: bool = False
+    """Cosines and sines are float32 in a model of any type, and what is rotated is rounded once (OLMo 2)."""
     query_growth: tuple[float, int] | None = None
     """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Ministral 3, as in Llama 4). Not
     together with norms of heads."""
@@ -62,7 +64,7 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self._dtype = dtype
+        self._dtype = torch.float32 if config.exact else dtype
         self._frequencies = torch.tensor(np.array(config.frequencies, dtype=np.float32), device=device)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = min(length, _TABLE)
@@ -117,4 +119,5 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
         out = turned * cos
         out[..., :half].addcmul_(turned[..., half:], sin[..., :half], value=-1)
         out[..., half:].addcmul_(turned[..., :half], sin[..., half:])
+        out = out.to(x.dtype)
     return out if rest.shape[-1] == 0 else torch.cat((out, rest), dim=-1)

@@ -89,7 +89,7 @@ class DecoderLayer:
         self.attention = Attention(options, config.attention, prefix, width, index)
         self.mlp = MLP(options, config.mlp, prefix, width)
         rotary = config.attention.rotary
-        self.merged = self.attention.merged_heads("halves" if rotary is None else model.rotary[rotary].style)
+        self.merged = self.attention.merged_heads(None if rotary is None else model.rotary[rotary])
 
     def __call__(
         self,

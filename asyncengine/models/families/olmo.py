@@ -6,6 +6,7 @@ OLMo over all heads at once, EXAONE each head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
@@ -29,10 +30,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     norm = NormConfig(epsilon=config.rms_norm_eps)
     rotated = ["full_attention", "sliding_attention"]
     """Kinds of layers that have frequencies of their own."""
-    if family != "olmo3":
-        rotary = (rotary_of(config, length),)
-    else:
-        rotary = tuple(rotary_of(config, length, kind) for kind in rotated)
+    own_kinds = rotated if family == "olmo3" else [None]
+    rotary = tuple(replace(rotary_of(config, length, kind), exact=family != "exaone4") for kind in own_kinds)
 
     def attention(index: int) -> dict[str, Any]:
         place: int | None = rotated.index(kinds[index]) if family == "olmo3" else 0

@@ -115,12 +115,13 @@ class Recording:
 
 
 def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
-    """A runner over the family's decoder."""
+    """A runner over the family's decoder, whose file is of that type: norms keep theirs in float32."""
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
         max_model_len=LIMITED.get(name), num_threads=1,
     )  # fmt: skip
-    loaded = load_model(str(checkpoint(name, seed=seed, heavy=True)), config)
+    kind = getattr(torch, dtype)
+    loaded = load_model(str(checkpoint(name, seed=seed, heavy=True, dtype=kind)), config)
     assert isinstance(loaded.model, Decoder)
     recording = Recording(loaded.model)
     loaded.model = recording  # type: ignore[assignment]

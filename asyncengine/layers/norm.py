@@ -75,7 +75,10 @@ class Norm:
         """What it takes from a checkpoint, by name."""
         if "{}" in self.path:
             for head, weight in enumerate(self.weight):
-                yield f"{self.path.format(head)}.weight", TensorSlot.into(weight, self._folded, 1.0 - self.config.offset)
+                yield (
+                    f"{self.path.format(head)}.weight",
+                    TensorSlot.into(weight, self._folded, 1.0 - self.config.offset),
+                )
         elif self.config.weight:
             yield f"{self.path}.weight", TensorSlot.into(self.weight, self._folded, 1.0 - self.config.offset)
         if self.bias is not None:

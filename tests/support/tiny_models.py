@@ -189,7 +189,11 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, hea
 
 
 def make_checkpoint(
-    name: str, folder: Path, sharded: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32,
+    name: str,
+    folder: Path,
+    sharded: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     heavy: bool = False,
 ) -> Path:
     """Write a random checkpoint of the family into `folder` (made if needed); several small shards if `sharded`."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from support.checkpoints import Checkpoint
 from support.drive import Driver, Job, prompts
-from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, make_model
+from support.tiny_models import FAMILIES, VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import Decoder
+from asyncengine.models.families import decoder_config_of
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
@@ -114,8 +115,8 @@ class Recording:
         return logits
 
 
-def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
-    """A runner over the family's decoder, whose file is of that type: norms keep theirs in float32."""
+def open_model(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, EngineConfig]:
+    """The family's decoder, from a file of that type: norms keep theirs in float32."""
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
         max_model_len=LIMITED.get(name), num_threads=1,
@@ -123,9 +124,13 @@ def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "
     kind = getattr(torch, dtype)
     loaded = load_model(str(checkpoint(name, seed=seed, heavy=True, dtype=kind)), config)
     assert isinstance(loaded.model, Decoder)
-    recording = Recording(loaded.model)
-    loaded.model = recording  # type: ignore[assignment]
-    return build_runner(loaded, config), recording
+    loaded.model = Recording(loaded.model)  # type: ignore[assignment]
+    return loaded, config
+
+
+def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
+    loaded, config = open_model(name, checkpoint, seed, dtype)
+    return build_runner(loaded, config), loaded.model
 
 
 @torch.inference_mode()
@@ -214,5 +219,65 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: C
             theirs.append((rounded - exact).norm(dim=-1))
         runner.close()
     ratio = float(torch.cat(ours).median() / torch.cat(theirs).median())
-    print(f"RATIO {name} {ratio:.3f}")
     assert 0 < ratio <= 1.0, f"{ratio:.2f} times the error of transformers"
+
+
+@pytest.mark.parametrize("name", ["phi3", "starcoder2", "stablelm, norms of heads"])
+def test_adapters_on_everything_equal_peft(name: str, checkpoint: Checkpoint) -> None:
+    """Matrices that the checkpoint keeps as one, those with biases, and those whose heads are normalised."""
+    peft = pytest.importorskip("peft")
+    from support.lora_driver import AdapterDriver
+    from support.lora_reference import Reference, Weights
+
+    from asyncengine.lora.layers.slots import install_lora
+
+    loaded, config = open_model(name, checkpoint)
+    lora = install_lora(loaded.model, 2, 4)
+    base = make_model(name, heavy=True)
+    table = base.get_input_embeddings()
+    targets = [path for path, part in base.named_modules() if isinstance(part, torch.nn.Linear) or part is table]
+    assert sorted(lora.modules) == sorted(targets)
+    plain = logits_of(base, prompts([40], VOCAB)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights
+        wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets), "a")
+    generator = torch.Generator().manual_seed(3)
+    layers = [(path, part) for path, part in wrapped.base_model.model.named_modules() if hasattr(part, "lora_A")]
+    factors = {path: Reference.draw(part, path, "a", part.base_layer is table, generator) for path, part in layers}
+    lora.write(1, Weights(factors))
+    runner = build_runner(loaded, config, lora=lora)
+    driver = AdapterDriver(runner, lora)
+    (text,) = prompts([40], VOCAB)
+    for slot, wanted in ((1, logits_of(wrapped.base_model.model.eval(), text)), (0, plain)):
+        loaded.model.logits.clear()
+        driver.run([driver.with_adapter(text, slot, 1, SCORED)])
+        (found,) = loaded.model.logits
+        assert float((found - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+    assert float((wanted - logits_of(wrapped.base_model.model, text)).abs().max()) > 0.1
+    runner.close()
+
+
+def test_options_that_are_not_written_down_run_through_transformers(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said in one line, and never computed as if they were not there."""
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(FAMILIES, "granitehybrid, experts", changed("granitehybrid", **more))
+    monkeypatch.setitem(FAMILIES, "llama, quick gelu", changed("llama", hidden_act="quick_gelu"))
+    for name, what in (("granitehybrid, experts", "experts"), ("llama, quick gelu", "quick_gelu")):
+        caplog.clear()
+        config = EngineConfig(page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", show_progress=False)
+        loaded = load_model(str(checkpoint(name)), config)
+        assert not isinstance(loaded.model, Decoder)
+        assert [what in record.message for record in caplog.records if "through transformers" in record.message] == [
+            True
+        ]
+
+
+def test_code_from_a_folder_is_not_taken_for_transformers_own(checkpoint: Checkpoint) -> None:
+    """Its configuration may call itself "phi3" and mean something else."""
+    own = FAMILIES["phi3"]()
+    assert decoder_config_of(own, 64) is not None
+    assert (
+        decoder_config_of(type("Phi3Config", (type(own),), {"__module__": "folder.configuration_phi3"})(), 64) is None
+    )

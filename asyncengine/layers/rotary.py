@@ -35,7 +35,7 @@ class RotaryConfig:
     exact: bool = False
     """Cosines and sines are float32 in a model of any type, and what is rotated is rounded once (OLMo 2)."""
     query_growth: tuple[float, int] | None = None
-    """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Ministral 3, as in Llama 4). Not
+    """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Llama 4, Ministral 3); not
     together with norms of heads."""
 
     @property

@@ -1,7 +1,7 @@
 """Which families are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
-`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others, and
-options of these that are not written down, run through `models.fallback`.
+`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others
+run through `models.fallback`, and so do options of these that are not written down.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Llama (Touvron et al. 2023) and what differs by a bias, a norm of heads, a window or layers without rotation: Mistral,
-Ministral 3, Qwen 2 and 3, SmolLM 3, Seed-OSS, Hunyuan dense."""
+"""Llama (Touvron et al. 2023) and what differs by a bias, a norm of heads, a window or where it rotates.
+
+Mistral, Ministral 3, Qwen 2 and 3, SmolLM 3, Seed-OSS, Hunyuan dense.
+"""
 
 from __future__ import annotations
 

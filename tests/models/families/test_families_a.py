@@ -13,6 +13,9 @@ from support.drive import Driver, Job, prompts
 from support.tiny_models import FAMILIES, VOCAB, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.layers.kernels import layer_kernels
+from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
@@ -20,6 +23,7 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
 
+CPU = torch.device("cpu")
 WANT = 64
 LENGTHS = [40, 9, 23]
 PAGE = 4
@@ -42,6 +46,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 EACH = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
 LONG = {"short_factor": EACH, "long_factor": [3 * factor for factor in EACH]}
+HALF, ALL = (rope("default", partial_rotary_factor=part) for part in (0.5, 1.0))
 FULL = ["full_attention"] * 3
 VARIANTS: dict[str, Callable[[], Any]] = {
     "llama with biases": changed("llama", attention_bias=True, mlp_bias=True),
@@ -52,13 +57,13 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "llama, yarn": changed(
         "llama", rope_parameters=rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4.0)
     ),
-    "phi3, partial": changed(
-        "phi3", sliding_window=None, tie_word_embeddings=True, rope_parameters=rope("default", partial_rotary_factor=0.5)
-    ),
+    "phi3, partial": changed("phi3", sliding_window=None, tie_word_embeddings=True, rope_parameters=HALF),
     "phi3, longrope": changed(
         "phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=32, sliding_window=None
     ),
-    "phi3, longrope within": changed("phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=256),
+    "phi3, longrope within": changed(
+        "phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=256
+    ),
     "granite with biases": changed("granite", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "granitehybrid without positions": changed("granitehybrid", position_embedding_type=None),
     "olmo with biases": changed("olmo", attention_bias=True, clip_qkv=None, tie_word_embeddings=True),
@@ -74,10 +79,10 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         "smollm3", use_sliding_window=True, sliding_window=WINDOW, layer_types=None, attention_bias=True, mlp_bias=True
     ),
     "stablelm, parallel": changed("stablelm", use_parallel_residual=True, use_qkv_bias=True),
-    "stablelm, norms of heads": changed("stablelm", qk_layernorm=True, rope_parameters=rope("default", partial_rotary_factor=1.0)),
+    "stablelm, norms of heads": changed("stablelm", qk_layernorm=True, rope_parameters=ALL),
     "stablelm, partial norms": changed("stablelm", qk_layernorm=True, tie_word_embeddings=True),
     "glm4 without biases": changed("glm4", attention_bias=False, tie_word_embeddings=True),
-    "glm, all rotated": changed("glm", rope_parameters=rope("default", partial_rotary_factor=1.0)),
+    "glm, all rotated": changed("glm", rope_parameters=ALL),
     "exaone4 without windows": changed("exaone4", sliding_window=None, layer_types=FULL, tie_word_embeddings=True),
     "starcoder2 without biases": changed("starcoder2", use_bias=False, sliding_window=None, hidden_act="relu"),
     "hunyuan, alpha": changed("hunyuan", attention_bias=True, rope_parameters=rope("dynamic", alpha=50.0, factor=1.0)),
@@ -196,6 +201,8 @@ def test_prefix_from_the_cache(name: str, checkpoint: Checkpoint) -> None:
     runner.close()
 
 
+COMMONEST = ("llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3")
+"""Families with an RMS norm before each branch, a gated feed-forward part, and nothing after."""
 SEEDS = (0, 1, 2)
 
 
@@ -269,15 +276,30 @@ def test_options_that_are_not_written_down_run_through_transformers(
         config = EngineConfig(page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", show_progress=False)
         loaded = load_model(str(checkpoint(name)), config)
         assert not isinstance(loaded.model, Decoder)
-        assert [what in record.message for record in caplog.records if "through transformers" in record.message] == [
-            True
-        ]
+        lines = [record.message for record in caplog.records if "through transformers" in record.message]
+        assert [what in line for line in lines] == [True]
 
 
 def test_code_from_a_folder_is_not_taken_for_transformers_own(checkpoint: Checkpoint) -> None:
     """Its configuration may call itself "phi3" and mean something else."""
     own = FAMILIES["phi3"]()
     assert decoder_config_of(own, 64) is not None
-    assert (
-        decoder_config_of(type("Phi3Config", (type(own),), {"__module__": "folder.configuration_phi3"})(), 64) is None
-    )
+    other = type("Phi3Config", (type(own),), {"__module__": "folder.configuration_phi3"})
+    assert decoder_config_of(other(), 64) is None
+
+
+@pytest.mark.skipif(compiler_missing(torch.float32, CPU) is not None, reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*OWN, "stablelm, norms of heads"])
+def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with all before it in one call; and all layers of a short step in one."""
+    from asyncengine.kernels.cpu import packed
+
+    monkeypatch.setattr(packed, "panels_pay", lambda dtype: True)
+    described = decoder_config_of(changed(name, hidden_size=64, intermediate_size=64)(), 64)
+    assert described is not None
+    decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)
+    rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
+    merged = name not in ("glm", "glm4", "hunyuan") and not rotates_exactly
+    assert [layer.merged is not None for layer in decoder.layers] == [merged] * 3
+    assert decoder.compiled == (name in COMMONEST)

@@ -74,11 +74,8 @@ class Norm:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
         if "{}" in self.path:
-            for head, weight in enumerate(self.weight):
-                yield (
-                    f"{self.path.format(head)}.weight",
-                    TensorSlot.into(weight, self._folded, 1.0 - self.config.offset),
-                )
+            for head, row in enumerate(self.weight):
+                yield f"{self.path.format(head)}.weight", TensorSlot.into(row, self._folded, 1.0 - self.config.offset)
         elif self.config.weight:
             yield f"{self.path}.weight", TensorSlot.into(self.weight, self._folded, 1.0 - self.config.offset)
         if self.bias is not None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint
 from support.drive import Driver, Job, prompts
-from support.tiny_models import FAMILIES, VOCAB, WINDOW, make_model
+from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
@@ -57,7 +57,9 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "llama, yarn": changed(
         "llama", rope_parameters=rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4.0)
     ),
-    "phi3, partial": changed("phi3", sliding_window=None, tie_word_embeddings=True, rope_parameters=HALF),
+    "phi3, partial": changed(
+        "phi3", hidden_size=WHOLE, sliding_window=None, tie_word_embeddings=True, rope_parameters=HALF
+    ),
     "phi3, longrope": changed(
         "phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=32, sliding_window=None
     ),

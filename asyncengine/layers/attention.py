@@ -56,9 +56,8 @@ class Attention:
         self.index = index
         dim = config.head_dim
         self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        sizes = [self.query_size, self.kv_size, self.kv_size]
-        if len(config.qkv) == 1:
-            sizes = [sum(sizes)]
+        self._sizes = [self.query_size, self.kv_size, self.kv_size]
+        sizes = [sum(self._sizes)] if len(config.qkv) == 1 else self._sizes
         parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
         self.qkv = Linear(options, parts, width, bias=config.qkv_bias, transposed=config.transposed)
         self.out = Linear(
@@ -133,7 +132,7 @@ class Attention:
     def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
         config = self.config
-        query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        query, key, value = torch.split(qkv, self._sizes, dim=-1)
         if not config.norm_after_rotation:
             query, key = self._normed(query, key)
         query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))
@@ -155,7 +154,7 @@ class Attention:
         return normed[0].view(query.shape), normed[1].view(key.shape)
 
     def _norm_in_place(self, qkv: torch.Tensor) -> None:
-        query, key, _ = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        query, key, _ = torch.split(qkv, self._sizes, dim=-1)
         for part, normed in zip((query, key), self._normed(query, key), strict=True):
             part.copy_(normed)
 

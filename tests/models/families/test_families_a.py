@@ -67,6 +67,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         "phi3", rope_parameters=rope("longrope", **LONG), original_max_position_embeddings=256
     ),
     "granite with biases": changed("granite", attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "granite, uneven": changed("granite", embedding_multiplier=1.003, residual_multiplier=0.22, logits_scaling=3.7),
     "granitehybrid without positions": changed("granitehybrid", position_embedding_type=None),
     "olmo with biases": changed("olmo", attention_bias=True, clip_qkv=None, tie_word_embeddings=True),
     "olmo2 with biases": changed("olmo2", attention_bias=True),
@@ -208,7 +209,7 @@ COMMONEST = ("llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", 
 SEEDS = (0, 1, 2)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [*OWN, "granite, uneven"])
 def test_bfloat16_is_as_near_to_float32_as_transformers(name: str, checkpoint: Checkpoint) -> None:
     """Greedy tokens cannot say, near ties go either way: the error of a token's logits, its median over tokens."""
     ours, theirs = [], []

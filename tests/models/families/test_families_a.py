@@ -123,11 +123,13 @@ class Recording:
         return logits
 
 
-def open_model(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, EngineConfig]:
+def open_model(
+    name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32", **fields: Any
+) -> tuple[Any, EngineConfig]:
     """The family's decoder, from a file of that type: norms keep theirs in float32."""
     config = EngineConfig(
         page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", dtype=dtype, show_progress=False,
-        max_model_len=LIMITED.get(name), num_threads=1,
+        max_model_len=LIMITED.get(name), num_threads=1, **fields,
     )  # fmt: skip
     kind = getattr(torch, dtype)
     loaded = load_model(str(checkpoint(name, seed=seed, heavy=True, dtype=kind)), config)
@@ -136,8 +138,8 @@ def open_model(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "f
     return loaded, config
 
 
-def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "float32") -> tuple[Any, Recording]:
-    loaded, config = open_model(name, checkpoint, seed, dtype)
+def open_runner(name: str, checkpoint: Checkpoint, *args: Any, **fields: Any) -> tuple[Any, Recording]:
+    loaded, config = open_model(name, checkpoint, *args, **fields)
     return build_runner(loaded, config), loaded.model
 
 
@@ -201,6 +203,17 @@ def test_prefix_from_the_cache(name: str, checkpoint: Checkpoint) -> None:
     while not follower.done:
         driver.advance([follower, *([] if leader.done else [leader])])
     assert follower.output == alone.output
+    runner.close()
+
+
+@pytest.mark.parametrize("name", [*OWN, "phi3, partial", "stablelm, norms of heads"])
+def test_attention_in_steps_of_its_own_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
+    """Norms of heads, rotation, writing and attending one after the other, as on GPUs and without a compiler."""
+    runner, recording = open_runner(name, checkpoint, attention_backend="torch")
+    driver, (text,) = Driver(runner), prompts([40], VOCAB)
+    driver.run([driver.job(text, 1, SCORED)])
+    wanted = logits_of(make_model(name, heavy=True), text)
+    assert float((recording.logits[-1] - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
     runner.close()
 
 

@@ -70,6 +70,9 @@ class Attention:
                 self._norm(options, prefix + name, heads)
                 for name, heads in zip(config.norm_names, (config.num_heads, config.num_kv_heads), strict=True)
             )  # type: ignore[assignment]
+        fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
+        self._norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
+        """Norms of heads that compiled attention does not have in it."""
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, softcap=config.softcap,
@@ -99,15 +102,6 @@ class Attention:
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon)
 
     @property
-    def _norms_apart(self) -> bool:
-        """True for norms of heads that compiled attention does not have in it."""
-        if self.norms is None:
-            return False
-        config = self.config
-        fusable = all(norm.fusable for norm in self.norms)
-        return config.norm_after_rotation or config.norm_scope != "head" or not fusable
-
-    @property
     def only_merged(self) -> bool:
         """True if compiled attention does all that happens between the two projections."""
         return self.config.clip is None and not self._norms_apart
@@ -135,7 +129,7 @@ class Attention:
         query, key, value = torch.split(qkv, self._sizes, dim=-1)
         if not config.norm_after_rotation:
             query, key = self._normed(query, key)
-        query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))
+        query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
         if config.rotary is not None:
             query, key = self._rotated(query, key, angles)
         if config.norm_after_rotation:
@@ -151,7 +145,7 @@ class Attention:
         dim = self.config.head_dim
         apart = (part.reshape(len(part), -1, dim) for part in (query, key))
         normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
-        return normed[0].view(query.shape), normed[1].view(key.shape)
+        return normed[0].reshape(query.shape), normed[1].reshape(key.shape)
 
     def _norm_in_place(self, qkv: torch.Tensor) -> None:
         query, key, _ = torch.split(qkv, self._sizes, dim=-1)

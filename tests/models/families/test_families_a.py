@@ -92,7 +92,9 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "seedoss with biases": changed("seedoss", attention_bias=False, attention_out_bias=True, mlp_bias=True),
     "ministral3 with a window": changed("ministral3", sliding_window=WINDOW),
 }  # fmt: skip
-"""Options that change the forward: the families' own tiny models have some already."""
+"""Options that change the forward: the families' own tiny models have some already. With longrope, transformers changes
+the frequencies while a sequence grows, and leaves cached keys as they are; its forward over all tokens, as here, knows
+one set, as the decoder does."""
 OWN = (
     "llama", "phi3", "granite", "granitehybrid", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "glm", "glm4",
     "exaone4", "starcoder2", "hunyuan", "seedoss", "ministral3",

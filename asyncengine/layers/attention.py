@@ -12,7 +12,7 @@ from asyncengine.attention.base import LayerSpec, MergedHeads
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.rotary import Angles, rotate
+from asyncengine.layers.rotary import Angles, RotaryConfig, rotate
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -39,6 +39,7 @@ class AttentionConfig:
     head_norm: NormConfig | None = None
     """Of queries and keys."""
     norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    """With "{}" where the checkpoint has one tensor for each head (StableLM)."""
     norm_scope: Literal["head", "each", "whole"] = "head"
     """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
     norm_after_rotation: bool = False
@@ -55,9 +56,8 @@ class Attention:
         self.index = index
         dim = config.head_dim
         self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
-        sizes = [self.query_size, self.kv_size, self.kv_size]
-        if len(config.qkv) == 1:
-            sizes = [sum(sizes)]
+        self._sizes = [self.query_size, self.kv_size, self.kv_size]
+        sizes = [sum(self._sizes)] if len(config.qkv) == 1 else self._sizes
         parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
         self.qkv = Linear(options, parts, width, bias=config.qkv_bias, transposed=config.transposed)
         self.out = Linear(
@@ -70,10 +70,14 @@ class Attention:
                 self._norm(options, prefix + name, heads)
                 for name, heads in zip(config.norm_names, (config.num_heads, config.num_kv_heads), strict=True)
             )  # type: ignore[assignment]
+        fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
+        self._norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
+        """Norms of heads that compiled attention does not have in it."""
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, softcap=config.softcap,
         )  # fmt: skip
+        self._dtype = options.dtype
         self._rotate_by_kernel = options.kernels.rotate
 
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
@@ -83,27 +87,36 @@ class Attention:
             return Norm(options, config.head_norm, path, heads * config.head_dim)
         return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
 
-    def merged_heads(self, style: str) -> MergedHeads | None:
+    def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
         """How compiled attention prepares the merged projection; None: it cannot.
 
-        `style` is that of the layer's rotation.
+        `rotary` is the layer's rotation. Compiled attention takes cosines in the model's type.
         """
         config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
-        if config.clip is not None or (config.rotary is not None and style != "halves"):
+        if rotary is not None and (rotary.style != "halves" or (rotary.exact and self._dtype != torch.float32)):
             return None
-        if self.norms is None:
-            return MergedHeads(*counts)
+        if self.norms is None or self._norms_apart:
+            return None if config.norm_after_rotation else MergedHeads(*counts)
         query, key = self.norms
-        if config.norm_after_rotation or config.norm_scope != "head" or not (query.fusable and key.fusable):
-            return None
         return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon)
+
+    @property
+    def only_merged(self) -> bool:
+        """True if compiled attention does all that happens between the two projections."""
+        return self.config.clip is None and not self._norms_apart
 
     def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
         """`angles` of this layer's rotation, `merged` as `merged_heads` says it, where the backend takes that."""
         qkv = self.qkv(x, step.adapters)
+        if self.config.clip is not None:
+            qkv.clamp_(-self.config.clip, self.config.clip)
+        if angles.query_scale is not None:
+            qkv[:, : self.query_size] *= angles.query_scale[:, None]  # rotation is linear
         attend_merged = None if merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
+            if self._norms_apart:
+                self._norm_in_place(qkv)
             return self.out(attend_merged(self.index, qkv, merged, angles.cos, angles.sin), step.adapters)
         query, key, value = self.prepare(qkv, angles)
         step.backend.write(self.index, key, value)
@@ -113,20 +126,31 @@ class Attention:
     def prepare(self, qkv: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, heads, dim], keys and values [T, kv heads, dim] of the merged projection [T, all]."""
         config = self.config
-        if config.clip is not None:
-            qkv = qkv.clamp(-config.clip, config.clip)
-        query, key, value = qkv.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
-        if self.norms is not None and config.norm_scope == "whole":
-            query, key = self.norms[0](query), self.norms[1](key)
-        query, key, value = (part.unflatten(-1, (-1, config.head_dim)) for part in (query, key, value))
-        apart = self.norms if config.norm_scope != "whole" else None
-        if apart is not None and not config.norm_after_rotation:
-            query, key = apart[0](query), apart[1](key)
+        query, key, value = torch.split(qkv, self._sizes, dim=-1)
+        if not config.norm_after_rotation:
+            query, key = self._normed(query, key)
+        query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
         if config.rotary is not None:
             query, key = self._rotated(query, key, angles)
-        if apart is not None and config.norm_after_rotation:
-            query, key = apart[0](query), apart[1](key)
+        if config.norm_after_rotation:
+            query, key = self._normed(query, key)
         return query, key, value
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys [T, all heads' dims] or [T, heads, dim], in the same shapes."""
+        if self.norms is None:
+            return query, key
+        if self.config.norm_scope == "whole":
+            return self.norms[0](query), self.norms[1](key)
+        dim = self.config.head_dim
+        apart = (part.reshape(len(part), -1, dim) for part in (query, key))
+        normed = [norm(part) for norm, part in zip(self.norms, apart, strict=True)]
+        return normed[0].reshape(query.shape), normed[1].reshape(key.shape)
+
+    def _norm_in_place(self, qkv: torch.Tensor) -> None:
+        query, key, _ = torch.split(qkv, self._sizes, dim=-1)
+        for part, normed in zip((query, key), self._normed(query, key), strict=True):
+            part.copy_(normed)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         if angles.style == "halves":

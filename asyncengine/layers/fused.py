@@ -33,9 +33,11 @@ class FusedLayers:
         self._chain = chain
         self._scratch = scratch
 
-    def serves(self, tokens: int, step: StepContext) -> bool:
+    def serves(self, tokens: int, step: StepContext, angles: Sequence[Angles]) -> bool:
         """True if a step of so many tokens, all of them wanted, can be run here."""
-        return tokens <= MOST_TOKENS and step.adapters is None and hasattr(step.backend, "place")
+        if tokens > MOST_TOKENS or step.adapters is not None or not hasattr(step.backend, "place"):
+            return False
+        return all(own.query_scale is None for own in angles)
 
     def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
         """[T, width] of embedded tokens `h` [T, width], which are overwritten; `angles` are those of each layer."""
@@ -91,7 +93,9 @@ def _common(layer: DecoderLayer) -> bool:
         return False
     if before is None or middle is None or not (before.fusable and middle.fusable):
         return False
-    return layer.merged is not None and config.mlp.gated and _form(layer) is not None
+    if layer.merged is None or not layer.attention.only_merged:
+        return False
+    return config.mlp.gated and _form(layer) is not None
 
 
 def _form(layer: DecoderLayer) -> Any:

@@ -29,7 +29,8 @@ class NormConfig:
 class Norm:
     """x / rms(x) * weight, or layer normalisation, over the last dimension; rounded once, to x's dtype.
 
-    `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere).
+    `heads`: the weight is [heads, width], one row for each head of x [T, heads, width] (Cohere); with "{}" in the path,
+    the checkpoint has a tensor [width] for each (StableLM).
     """
 
     def __init__(self, options: LayerOptions, config: NormConfig, path: str, width: int, heads: int = 0) -> None:
@@ -72,7 +73,10 @@ class Norm:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        if self.config.weight:
+        if "{}" in self.path:
+            for head, row in enumerate(self.weight):
+                yield f"{self.path.format(head)}.weight", TensorSlot.into(row, self._folded, 1.0 - self.config.offset)
+        elif self.config.weight:
             yield f"{self.path}.weight", TensorSlot.into(self.weight, self._folded, 1.0 - self.config.offset)
         if self.bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)

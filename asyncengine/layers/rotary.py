@@ -32,6 +32,11 @@ class RotaryConfig:
     """What cosines and sines are multiplied by (YaRN)."""
     style: Literal["halves", "interleaved"] = "halves"
     """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
+    exact: bool = False
+    """Cosines and sines are float32 in a model of any type, and what is rotated is rounded once (OLMo 2)."""
+    query_growth: tuple[float, int] | None = None
+    """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Llama 4, Ministral 3); not
+    together with norms of heads."""
 
     @property
     def dim(self) -> int:
@@ -47,6 +52,8 @@ class Angles(NamedTuple):
     sin: torch.Tensor
     style: str
     """As in `RotaryConfig`."""
+    query_scale: torch.Tensor | None = None
+    """[T], what queries are multiplied by; None: nothing."""
 
 
 class Rotary:
@@ -57,7 +64,7 @@ class Rotary:
 
     def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
-        self._dtype = dtype
+        self._dtype = torch.float32 if config.exact else dtype
         self._frequencies = torch.tensor(np.array(config.frequencies, dtype=np.float32), device=device)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = min(length, _TABLE)
@@ -70,6 +77,14 @@ class Rotary:
                 self._copy_rows = copy_rows
 
     def __call__(self, positions: torch.Tensor) -> Angles:
+        angles = self._angles(positions)
+        growth = self.config.query_growth
+        if growth is None or (self._tables is not None and positions.numpy().max(initial=0) < growth[1]):
+            return angles
+        scale = 1 + growth[0] * torch.log(1 + (positions // growth[1]).float())
+        return angles._replace(query_scale=scale.to(self._dtype))
+
+    def _angles(self, positions: torch.Tensor) -> Angles:
         tables, style = self._tables, self.config.style
         if tables is None or positions.numpy().max(initial=0) >= self._length:
             return Angles(*self._compute(positions), style)
@@ -104,4 +119,5 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
         out = turned * cos
         out[..., :half].addcmul_(turned[..., half:], sin[..., :half], value=-1)
         out[..., half:].addcmul_(turned[..., :half], sin[..., half:])
+        out = out.to(x.dtype)
     return out if rest.shape[-1] == 0 else torch.cat((out, rest), dim=-1)

@@ -89,7 +89,7 @@ class DecoderLayer:
         self.attention = Attention(options, config.attention, prefix, width, index)
         self.mlp = MLP(options, config.mlp, prefix, width)
         rotary = config.attention.rotary
-        self.merged = self.attention.merged_heads("halves" if rotary is None else model.rotary[rotary].style)
+        self.merged = self.attention.merged_heads(None if rotary is None else model.rotary[rotary])
 
     def __call__(
         self,
@@ -173,7 +173,7 @@ class Decoder:
         angles = [rotary(step.positions) for rotary in self.rotary]
         chosen = [layer.config.attention.rotary for layer in self.layers]
         by_layer = [self._unrotated if own is None else angles[own] for own in chosen]
-        if self.fused is not None and rows is None and self.fused.serves(len(ids), step):
+        if self.fused is not None and rows is None and self.fused.serves(len(ids), step, by_layer):
             return self.fused(h, step, by_layer)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)

@@ -77,18 +77,17 @@ def load_model(
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         with _typed(checkpoint.folder):
             hf_config = load_config(checkpoint, config)
-            read = decoder_config_of(hf_config) if config.fuse else None
-            check_config(hf_config, checkpoint, native=read is not None)
             max_model_len = _max_model_len(hf_config, config)
+            described = decoder_config_of(hf_config, max_model_len) if config.fuse else None
+            check_config(hf_config, checkpoint, native=described is not None)
             dtype = _resolve_dtype(config, hf_config, checkpoint)
         defaults = _generation_defaults(checkpoint)
         device = resolve_device(config.device)
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        if read is not None:
+        if described is not None:
             with _typed(checkpoint.folder):
-                described = read(hf_config.get_text_config(), max_model_len)
                 model, fused, nbytes = _load_decoder(
                     described, checkpoint, config, dtype, device, bits, max_model_len, bar
                 )

@@ -83,7 +83,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             logits_scaling=1.5,
         )
     ),
+    "olmo": lambda: hf.OlmoConfig(**_common(hidden_size=WHOLE, clip_qkv=1.0)),
     "olmo2": lambda: hf.Olmo2Config(**_common()),
+    "olmo3": lambda: hf.Olmo3Config(**_common(sliding_window=WINDOW, layer_types=_alternating())),
+    "exaone4": lambda: hf.Exaone4Config(**_common(sliding_window=WINDOW, layer_types=_alternating())),
+    "glm": lambda: hf.GlmConfig(**_common(head_dim=16)),
+    "glm4": lambda: hf.Glm4Config(**_common(head_dim=16)),
+    "hunyuan": lambda: hf.HunYuanDenseV1Config(**_common(head_dim=16)),
+    "ministral3": lambda: hf.Ministral3Config(
+        **_common(
+            hidden_size=WHOLE,
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        )
+    ),
+    "seedoss": lambda: hf.SeedOssConfig(**_common(hidden_size=WHOLE, head_dim=16)),
+    "starcoder2": lambda: hf.Starcoder2Config(**_common(sliding_window=WINDOW)),
     "qwen3moe": lambda: hf.Qwen3MoeConfig(
         **_common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
     ),
@@ -133,8 +156,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of the family with every parameter drawn anew, norms near one, sinks and biases not zero."""
+def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, heavy: bool = False) -> Any:
+    """A random model of the family with every parameter drawn anew, norms near one, sinks and biases not zero.
+
+    `heavy`: some weights are several times as large as the others, as trained ones are; clamps and bounds show.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -145,6 +171,8 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if heavy:
+                noise *= 1 + 4 * (torch.rand(parameter.shape, generator=generator) < 0.02)
             if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):
                 parameter.add_(0.2 * noise)
             elif parameter.dim() == 1 or "bias" in key:
@@ -162,12 +190,17 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 def make_checkpoint(
-    name: str, folder: Path, sharded: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32
+    name: str,
+    folder: Path,
+    sharded: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    heavy: bool = False,
 ) -> Path:
     """Write a random checkpoint of the family into `folder` (made if needed); several small shards if `sharded`."""
     from transformers.utils import logging
 
-    model = make_model(name, seed, dtype)
+    model = make_model(name, seed, dtype, heavy)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")

@@ -1,16 +1,20 @@
 """Which families are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
-`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others run
-through `models.fallback`.
+`NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others
+run through `models.fallback`, and so do options of these that are not written down.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from asyncengine.errors import UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
+
+logger = logging.getLogger("asyncengine")
 
 DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 """(transformers' config object, longest sequence) -> what the decoder is built of. Raises `UnsupportedModel` for an
@@ -24,15 +28,36 @@ NATIVE: Mapping[str, str] = {
     "qwen2": "llama",
     "qwen3": "llama",
     "nemotron": "nemotron",
+    "smollm3": "llama",
+    "seed_oss": "llama",
+    "hunyuan_v1_dense": "llama",
+    "phi3": "phi",
+    "glm": "phi",
+    "glm4": "phi",
+    "granite": "granite",
+    "granitemoehybrid": "granite",
+    "olmo": "olmo",
+    "olmo2": "olmo",
+    "olmo3": "olmo",
+    "exaone4": "olmo",
+    "stablelm": "stablelm",
+    "starcoder2": "stablelm",
 }
 """model_type -> the file in this folder with its `decoder_config`."""
 
 
-def decoder_config_of(config: Any) -> DecoderConfigOf | None:
-    """How the configuration of this family is read; None: it runs through transformers, as does every model that
-    brings its own code."""
+def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
+    """What the decoder is built of, of transformers' config object, for sequences of up to `length` tokens.
+
+    None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
+    own (`trust_remote_code`).
+    """
     file = NATIVE.get(config.model_type)
     if file is None or not type(config).__module__.startswith("transformers."):
         return None
-    found: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
-    return found
+    read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
+    try:
+        return read(config.get_text_config(), length)
+    except UnsupportedModel as error:
+        logger.warning("%s: it runs through transformers, more slowly", error)
+        return None

@@ -20,6 +20,8 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on the length of a sequence."""
+_PARTIAL = ("phi3", "glm", "glm4", "stablelm")
+"""Families whose heads may be rotated in part; transformers' modules of the others do not look at that setting."""
 
 
 def activation(config: Any, name: str | None = None) -> str:
@@ -35,6 +37,12 @@ def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig:
+    """The first `dim` dimensions of a head, without any scaling: as every family computes it, in float32."""
+    frequencies = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    return RotaryConfig(tuple(frequencies.tolist()), 1.0, style)
+
+
 def rotary_of(
     config: Any, length: int, layer_type: str | None = None, *, head_dim: int | None = None, style: Any = "halves"
 ) -> RotaryConfig:
@@ -47,10 +55,9 @@ def rotary_of(
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        dim = int((head_dim or head_dim_of(config)) * parameters.get("partial_rotary_factor", 1.0))
-        # as every family computes it
-        frequencies = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-        return RotaryConfig(tuple(frequencies.tolist()), 1.0, style)
+        rotated = parameters.get("partial_rotary_factor", 1.0) if config.model_type in _PARTIAL else 1.0
+        dim = int((head_dim or head_dim_of(config)) * rotated)
+        return default_rotary(parameters["rope_theta"], dim, style)
     if kind not in ROPE_INIT_FUNCTIONS:
         raise UnsupportedModel(f"family {config.model_type!r} with rope_type {kind!r} is not written down")
     arguments: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}

@@ -1,34 +1,59 @@
-"""Llama (Touvron et al. 2023) and what differs by a bias, a norm of heads or a window: Mistral, Qwen 2 and 3."""
+"""Llama (Touvron et al. 2023) and what differs by a bias, a norm of heads, a window or where it rotates.
+
+Mistral, Ministral 3, Qwen 2 and 3, SmolLM 3, Seed-OSS, Hunyuan dense.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.rotary import RotaryConfig
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import llama_like, windows_of
+from asyncengine.models.families.common import default_rotary, head_dim_of, llama_like, rotary_of, windows_of
 
 _QKV_BIAS = ("qwen2",)
-_HEAD_NORMS = ("qwen3",)
+_HEAD_NORMS = {
+    "qwen3": ("self_attn.q_norm", "self_attn.k_norm"),
+    "hunyuan_v1_dense": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
+}
 _WINDOW_EVERYWHERE = ("mistral", "ministral3")
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `LlamaForCausalLM`, `MistralForCausalLM`, `Ministral3ForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`."""
+    """Of `LlamaForCausalLM`, `MistralForCausalLM`, `MinistralForCausalLM`, `Ministral3ForCausalLM`,
+    `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`."""
     family = config.model_type
     windows = windows_of(config)
     if family in _WINDOW_EVERYWHERE:
         windows = [config.sliding_window] * config.num_hidden_layers
     bias = bool(getattr(config, "attention_bias", False))
     norm = NormConfig(epsilon=config.rms_norm_eps)
+    rotates = config.no_rope_layers if family == "smollm3" else [1] * config.num_hidden_layers
 
     def attention(index: int) -> dict[str, Any]:
-        return {
+        own = {
+            "rotary": 0 if rotates[index] else None,
             "window": windows[index],
             "qkv_bias": bias or family in _QKV_BIAS,
-            "out_bias": bias,
-            "head_norm": norm if family in _HEAD_NORMS else None,
+            "out_bias": config.attention_out_bias if family == "seed_oss" else bias,
+            "norm_after_rotation": family == "hunyuan_v1_dense",
         }
+        return {**own, "head_norm": norm, "norm_names": _HEAD_NORMS[family]} if family in _HEAD_NORMS else own
 
-    mlp = {"bias": bool(getattr(config, "mlp_bias", False))}
-    return llama_like(config, length, attention=attention, mlp=mlp, norm=norm)
+    mlp = {"bias": family != "hunyuan_v1_dense" and bool(getattr(config, "mlp_bias", False))}
+    rotary = _rotary(config, length)
+    return llama_like(config, length, attention=attention, mlp=mlp, norm=norm, rotary=(rotary,))
+
+
+def _rotary(config: Any, length: int) -> RotaryConfig:
+    parameters = dict(config.rope_parameters)
+    if config.model_type == "ministral3":
+        period = int(parameters["original_max_position_embeddings"])
+        return replace(rotary_of(config, length), query_growth=(float(parameters["llama_4_scaling_beta"]), period))
+    if config.model_type == "hunyuan_v1_dense" and parameters["rope_type"] == "dynamic" and parameters.get("alpha"):
+        # Hunyuan calls it dynamic, but the base is stretched by the same for all lengths
+        dim = head_dim_of(config)
+        return default_rotary(parameters["rope_theta"] * parameters["alpha"] ** (dim / (dim - 2)), dim)
+    return rotary_of(config, length)

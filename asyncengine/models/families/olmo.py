@@ -1,0 +1,45 @@
+"""OLMo 1 (Groeneveld et al. 2024), 2 (OLMo et al. 2025) and 3, and EXAONE 4 (LG AI Research 2025).
+
+OLMo 1 normalises without weights. The others normalise what a branch gives, not what it takes, and queries and keys:
+OLMo over all heads at once, EXAONE each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from asyncengine.layers.norm import NormConfig
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import layer_types_of, llama_like, rotary_of, windows_of
+
+_AFTER = {
+    "before_attention": None, "after_attention": "post_attention_layernorm", "before_mlp": None,
+    "after_mlp": "post_feedforward_layernorm",
+}  # fmt: skip
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`, `Exaone4ForCausalLM`."""
+    family, kinds, windows = config.model_type, layer_types_of(config), windows_of(config)
+    bias = family != "exaone4" and bool(config.attention_bias)
+    if family == "olmo":
+        norm = NormConfig("layer", 1e-5, weight=False)
+        own = {"qkv_bias": bias, "out_bias": bias, "clip": config.clip_qkv}
+        return llama_like(config, length, attention=lambda index: own, norm=norm)
+    norm = NormConfig(epsilon=config.rms_norm_eps)
+    rotated = ["full_attention", "sliding_attention"]
+    """Kinds of layers that have frequencies of their own."""
+    own_kinds = rotated if family == "olmo3" else [None]
+    rotary = tuple(replace(rotary_of(config, length, kind), exact=family != "exaone4") for kind in own_kinds)
+
+    def attention(index: int) -> dict[str, Any]:
+        place: int | None = rotated.index(kinds[index]) if family == "olmo3" else 0
+        if family == "exaone4" and config.sliding_window is not None and kinds[index] != "sliding_attention":
+            place = None  # of layers with and without windows, only the former rotate
+        return {
+            "rotary": place, "window": windows[index], "qkv_bias": bias, "out_bias": bias, "head_norm": norm,
+            "norm_scope": "head" if family == "exaone4" else "whole",
+        }  # fmt: skip
+
+    return llama_like(config, length, attention=attention, layer=_AFTER, norm=norm, rotary=rotary)

@@ -41,9 +41,11 @@ class Embedding:
         else:
             assert self._table is not None
             out = functional.embedding(ids, self._table)
-        if adapters is not None:
+        if self.scale != 1.0:
+            out.mul_(self.scale)
+        if adapters is not None:  # their factors have the scale in them already
             adapters.add(self.path, ids, out)
-        return out if self.scale == 1.0 else out.mul_(self.scale)
+        return out
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

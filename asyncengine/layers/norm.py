@@ -51,6 +51,8 @@ class Norm:
         if self._by_kernel:
             return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
         wide = x.float()
+        if config.kind == "layer" and self.weight.dim() == 1:
+            return functional.layer_norm(wide, (self.width,), self.weight, self.bias, config.epsilon).to(x.dtype)
         if config.kind == "layer":
             wide = functional.layer_norm(wide, (self.width,), None, None, config.epsilon)
         else:

@@ -6,6 +6,7 @@ by name (`weights`). Every other family runs through transformers' modules (`fal
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from asyncengine.models.rotary import freeze_rotary
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
 from asyncengine.models.weights import assign, fill_randomly, load_weights
 from asyncengine.sampling_params import SamplingParams
+
+logger = logging.getLogger("asyncengine")
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
@@ -89,10 +92,9 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
-        read = decoder_config_of(hf_config.model_type) if config.fuse else None
-        if read is not None:
+        described = _described(hf_config, checkpoint, max_model_len) if config.fuse else None
+        if described is not None:
             with _typed(checkpoint.folder):
-                described = read(hf_config.get_text_config(), max_model_len)
                 model, fused, nbytes = _load_decoder(
                     described, checkpoint, config, dtype, device, bits, max_model_len, bar
                 )
@@ -115,6 +117,19 @@ def load_model(
         weights_bytes=nbytes,
         fused=fused,
     )
+
+
+def _described(hf_config: Any, checkpoint: Checkpoint, max_model_len: int) -> DecoderConfig | None:
+    """What the decoder is built of; None: the family, or one of its options, is not written down."""
+    read = decoder_config_of(hf_config.model_type)
+    if read is None:
+        return None
+    try:
+        with _typed(checkpoint.folder):
+            return read(hf_config.get_text_config(), max_model_len)
+    except UnsupportedModel as error:
+        logger.warning("%s: it runs through transformers, unfused where need be", error)
+        return None
 
 
 def _load_decoder(

@@ -60,6 +60,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: hf.Qwen2Config(**_common(hidden_size=WHOLE, num_key_value_heads=4)),
     "qwen3": lambda: hf.Qwen3Config(**_common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
     "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
+    "gemma": lambda: hf.GemmaConfig(**_common(hidden_size=WHOLE, head_dim=16)),
     "gemma2": lambda: hf.Gemma2Config(
         **_common(
             head_dim=16,
@@ -72,6 +73,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
         **_common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **_common(
+            num_hidden_layers=6,
+            head_dim=16,
+            global_head_dim=32,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB,
+            final_logit_softcapping=30.0,
+        )
     ),
     "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
     "granite": lambda: hf.GraniteConfig(
@@ -112,6 +127,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
+    "cohere2": lambda: hf.Cohere2Config(
+        **_common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())
+    ),
+    "apertus": lambda: hf.ApertusConfig(**_common()),
     "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
     "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
     "opt": lambda: hf.OPTConfig(
@@ -142,6 +161,9 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     if name.startswith("gemma"):
         tied = 0.02  # this family scales its embeddings up
     with torch.no_grad():
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):

@@ -14,9 +14,18 @@ from asyncengine.models.decoder import DecoderConfig
 
 DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 """(transformers' config object, longest sequence) -> what the decoder is built of. Raises `UnsupportedModel` for an
-option of the family that is not written down."""
+option of the family that is not written down: such a model runs through transformers."""
 
 NATIVE: Mapping[str, str] = {
+    "apertus": "apertus",
+    "cohere": "cohere",
+    "cohere2": "cohere",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gemma4_text": "gemma4",
+    "gpt2": "gpt2",
+    "opt": "opt",
     "llama": "llama",
     "mistral": "llama",
     "ministral": "llama",

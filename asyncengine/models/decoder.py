@@ -129,7 +129,7 @@ class DecoderLayer:
         if self.after_attention is not None:
             branch = self.after_attention(branch)
         if self.config.parallel:
-            residual = residual + branch
+            residual = residual.float() + branch  # two sums, rounded once
             if rows is not None:
                 residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         else:
@@ -139,6 +139,9 @@ class DecoderLayer:
                 residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         adapters = step.adapters if rows is None else step.row_adapters
         branch = self.mlp(x, adapters)
+        if self.config.parallel:
+            residual = (residual + branch).to(x.dtype)
+            return residual, residual if following is None else following(residual)
         if self.config.post_norm:
             _, x = add_and_norm(residual, branch, self.scale, self.after_mlp)
             return x, x

@@ -20,7 +20,7 @@ WHOLE = 64
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _common(**changes: Any) -> dict[str, Any]:
+def common(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -42,9 +42,9 @@ def _alternating(layers: int = 3) -> list[str]:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaConfig(**_common()),
+    "llama": lambda: hf.LlamaConfig(**common()),
     "llama3.1-rope": lambda: hf.LlamaConfig(
-        **_common(
+        **common(
             hidden_size=WHOLE,
             tie_word_embeddings=True,
             rope_parameters={
@@ -57,25 +57,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             },
         )
     ),
-    "qwen2": lambda: hf.Qwen2Config(**_common(hidden_size=WHOLE, num_key_value_heads=4)),
-    "qwen3": lambda: hf.Qwen3Config(**_common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
-    "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
-    "gemma": lambda: hf.GemmaConfig(**_common(hidden_size=WHOLE, head_dim=16)),
+    "qwen2": lambda: hf.Qwen2Config(**common(hidden_size=WHOLE, num_key_value_heads=4)),
+    "qwen3": lambda: hf.Qwen3Config(**common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
+    "mistral": lambda: hf.MistralConfig(**common(sliding_window=WINDOW, head_dim=12)),
+    "gemma": lambda: hf.GemmaConfig(**common(hidden_size=WHOLE, head_dim=16)),
     "gemma2": lambda: hf.Gemma2Config(
-        **_common(
+        **common(
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=_alternating(),
             query_pre_attn_scalar=24,
             attn_logit_softcapping=5.0,
-            final_logit_softcapping=30.0,
+            final_logit_softcapping=0.5,
         )
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **_common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
+        **common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
     ),
     "gemma4": lambda: hf.Gemma4TextConfig(
-        **_common(
+        **common(
             num_hidden_layers=6,
             head_dim=16,
             global_head_dim=32,
@@ -85,12 +85,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             use_double_wide_mlp=True,
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=VOCAB,
-            final_logit_softcapping=30.0,
+            final_logit_softcapping=0.5,
         )
     ),
-    "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
+    "phi3": lambda: hf.Phi3Config(**common(sliding_window=WINDOW)),
     "granite": lambda: hf.GraniteConfig(
-        **_common(
+        **common(
             hidden_size=WHOLE,
             attention_multiplier=0.2,
             embedding_multiplier=2.0,
@@ -98,13 +98,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             logits_scaling=1.5,
         )
     ),
-    "olmo2": lambda: hf.Olmo2Config(**_common()),
+    "olmo2": lambda: hf.Olmo2Config(**common()),
     "qwen3moe": lambda: hf.Qwen3MoeConfig(
-        **_common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        **common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
     ),
-    "mixtral": lambda: hf.MixtralConfig(**_common(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": lambda: hf.MixtralConfig(**common(num_local_experts=4, num_experts_per_tok=2)),
     "gpt-oss": lambda: hf.GptOssConfig(
-        **_common(
+        **common(
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=_alternating(),
@@ -113,9 +113,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             rope_parameters=_ROPE,
         )
     ),
-    "hunyuanmoe": lambda: hf.HunYuanMoEV1Config(**_common(head_dim=12, num_experts=4, moe_topk=2)),
+    "hunyuanmoe": lambda: hf.HunYuanMoEV1Config(**common(head_dim=12, num_experts=4, moe_topk=2)),
     "granitehybrid": lambda: hf.GraniteMoeHybridConfig(  # Granite 4 as it is without a recurrent layer
-        **_common(
+        **common(
             hidden_size=64,
             layer_types=["attention"] * 3,
             num_local_experts=0,
@@ -126,17 +126,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             logits_scaling=1.5,
         )
     ),
-    "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
+    "cohere": lambda: hf.CohereConfig(**common(logit_scale=0.5)),
     "cohere2": lambda: hf.Cohere2Config(
-        **_common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())
+        **common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())
     ),
-    "apertus": lambda: hf.ApertusConfig(**_common()),
-    "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
-    "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
+    "apertus": lambda: hf.ApertusConfig(**common()),
+    "smollm3": lambda: hf.SmolLM3Config(**common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
+    "stablelm": lambda: hf.StableLmConfig(**common(hidden_size=64)),
     "opt": lambda: hf.OPTConfig(
         vocab_size=VOCAB,
         hidden_size=48,
         word_embed_proj_dim=48,
+        ffn_dim=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "opt-350m": lambda: hf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        word_embed_proj_dim=32,
+        do_layer_norm_before=False,
         ffn_dim=80,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -168,16 +181,18 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             noise = torch.randn(parameter.shape, generator=generator)
             if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):
                 parameter.add_(0.2 * noise)
+                if name.startswith("gemma4") and ("q_norm" in key or "k_norm" in key):
+                    parameter.mul_(0.4)  # its scores are not scaled
             elif parameter.dim() == 1 or "bias" in key:
                 parameter.copy_(
-                    (0.1 if name == "gpt2" else 0.3) * noise
+                    (0.1 if name.startswith("gpt2") else 0.3) * noise
                 )  # GPT-2 has so many that they drown the tokens
             elif "wpe" in key or "embed_positions" in key:
                 parameter.copy_(noise)
             elif "embed" in key or "wte" in key:
                 parameter.copy_(noise * tied)  # else a tied output just repeats its input
             else:
-                inputs = parameter.shape[0] if name == "gpt2" else parameter.shape[-1]  # GPT-2 stores the transpose
+                inputs = parameter.shape[0] if name.startswith("gpt2") else parameter.shape[-1]  # GPT-2 stores the transpose
                 parameter.copy_(noise * 1.6 / inputs**0.5)
     return model.to(dtype)
 

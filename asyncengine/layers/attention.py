@@ -145,7 +145,7 @@ class Attention:
 
     def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
         """[T, heads, dim] of a layer that has nothing else."""
-        query = projected.unflatten(-1, (-1, self.config.head_dim))
+        query = projected.view(len(projected), -1, self.config.head_dim)
         if self.norms is not None:
             query = self.norms[0](query)
         return query if self.config.rotary is None else rotate(query, angles)
@@ -154,7 +154,7 @@ class Attention:
         """The projection followed by values as they are written: normed, and those of the keys where it has none."""
         value = qkv[:, -self.kv_size :]
         if self.value_norm is not None:
-            value = self.value_norm(value.unflatten(-1, (-1, self.config.head_dim))).flatten(1)
+            value = self.value_norm(value.view(len(value), -1, self.config.head_dim)).flatten(1)
         return torch.cat((qkv[:, : self.query_size + self.kv_size], value), dim=-1)
 
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,5 +169,6 @@ class Attention:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        for part in (self.qkv, self.out, *(self.norms or ())):
+        parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
+        for part in parts:
             yield from part.slots()

@@ -48,8 +48,10 @@ class LayerInputs:
 
     def __call__(self, ids: torch.Tensor, h: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """Of int64 ids [T] and their embeddings h [T, width]."""
-        projected = (self.projection(h, adapters) * self._scale).unflatten(-1, self._shape)
-        return (self.norm(projected) + self.table(ids).unflatten(-1, self._shape)) * 2.0**-0.5
+        shape = (len(ids), *self._shape)
+        projected = self.norm((self.projection(h, adapters) * self._scale).view(shape))
+        both: torch.Tensor = projected + self.table(ids).view(shape)
+        return both * 2.0**-0.5
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

@@ -27,7 +27,8 @@ class XIELU:
         (up, down), (beta, epsilon) = functional.softplus(self._slopes), self._constants
         wide = x.float()
         below = (torch.expm1(torch.minimum(wide, epsilon)) - wide) * (down + beta)
-        return (torch.where(wide > 0, up * wide * wide, below) + beta * wide).to(x.dtype)
+        out: torch.Tensor = torch.where(wide > 0, up * wide * wide, below) + beta * wide
+        return out.to(x.dtype)
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

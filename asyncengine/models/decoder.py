@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.fused import FusedLayers, fused_layers
@@ -87,9 +88,7 @@ class DecoderConfig:
 class DecoderLayer:
     """Attention and feed-forward around a residual stream."""
 
-    def __init__(
-        self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int, pool: int
-    ) -> None:
+    def __init__(self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int, pool: int) -> None:
         """`pool`: the place of the keys and values that it attends to in the attention backend."""
         prefix = model.layer.format(index)
         width, norm = model.width, model.norm
@@ -167,7 +166,8 @@ class DecoderLayer:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
         inputs = [] if self.inputs is None else self.inputs.linears()
-        for part in (self.attention, self.mlp, *self.norms(), *inputs):
+        parts: list[Attention | MLP | Norm | Linear] = [self.attention, self.mlp, *self.norms(), *inputs]
+        for part in parts:
             yield from part.slots()
         if self.scalar is not None:
             yield self.scalar_path, TensorSlot.into(self.scalar, initial=1.0)
@@ -211,7 +211,9 @@ class Decoder:
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
-        self.specs = [layer.attention.spec for layer in self.layers if layer.config.attention.keys_of is None]
+        self.specs: Sequence[LayerSpec] = [
+            layer.attention.spec for layer in self.layers if layer.config.attention.keys_of is None
+        ]
         self.fused: FusedLayers | None = fused_layers(self.layers, self.norm, options, config.residual_scale)
         """Short steps in one call, where there are kernels for all of a layer."""
 
@@ -255,7 +257,7 @@ class Decoder:
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
         outer = (self.embedding, self.positions, self.inputs, *self.projections)
-        parts: Sequence = (*outer, *self.layers, self.norm, self.head)
+        parts: Sequence[Any] = (*outer, *self.layers, self.norm, self.head)
         return {name: slot for part in parts if part is not None for name, slot in part.slots()}
 
     @property

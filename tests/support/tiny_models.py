@@ -127,9 +127,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "cohere": lambda: hf.CohereConfig(**common(logit_scale=0.5)),
-    "cohere2": lambda: hf.Cohere2Config(
-        **common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())
-    ),
+    "cohere2": lambda: hf.Cohere2Config(**common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())),
     "apertus": lambda: hf.ApertusConfig(**common()),
     "smollm3": lambda: hf.SmolLM3Config(**common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
     "stablelm": lambda: hf.StableLmConfig(**common(hidden_size=64)),
@@ -192,7 +190,7 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
             elif "embed" in key or "wte" in key:
                 parameter.copy_(noise * tied)  # else a tied output just repeats its input
             else:
-                inputs = parameter.shape[0] if name.startswith("gpt2") else parameter.shape[-1]  # GPT-2 stores the transpose
+                inputs = parameter.shape[0 if name.startswith("gpt2") else -1]  # GPT-2 stores the transpose
                 parameter.copy_(noise * 1.6 / inputs**0.5)
     return model.to(dtype)
 

@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI Initiative 2025): Llama with norms of heads and a plain feed-forward part of a learned activation."""
+"""Apertus (Swiss AI Initiative 2025): Llama with norms of heads, a plain feed-forward part and a learned activation."""
 
 from __future__ import annotations
 

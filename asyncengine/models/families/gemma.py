@@ -6,13 +6,21 @@ and other rotary frequencies where there is a window.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import activation, head_dim_of, layer_types_of, llama_like, rotary_of, windows_of
+from asyncengine.models.families.common import (
+    activation,
+    head_dim_of,
+    layer_types_of,
+    llama_like,
+    rotary_of,
+    windows_of,
+)
 
-SANDWICH = {
+SANDWICH: Mapping[str, Any] = {
     "after_attention": "post_attention_layernorm",
     "before_mlp": "pre_feedforward_layernorm",
     "after_mlp": "post_feedforward_layernorm",
@@ -26,7 +34,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
     windows = windows_of(config)
     kinds = layer_types_of(config)
-    by_kind = sorted(set(kinds)) if family == "gemma3_text" else [None]
+    by_kind: list[str | None] = [*sorted(set(kinds))] if family == "gemma3_text" else [None]
 
     def attention(index: int) -> dict[str, Any]:
         fields: dict[str, Any] = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias}
@@ -43,7 +51,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         length,
         attention=attention,
         mlp={"activation": activation(config, config.hidden_act if family == "gemma" else config.hidden_activation)},
-        layer=None if family == "gemma" else SANDWICH,
+        layer={} if family == "gemma" else dict(SANDWICH),
         norm=norm,
         rotary=tuple(rotary_of(config, length, kind, head_dim=head_dim_of(config)) for kind in by_kind),
         embedding_scale=config.hidden_size**0.5,

@@ -65,5 +65,5 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         layer_inputs=LayerInputConfig(config.vocab_size_per_layer_input, width, act) if width else None,
         tied=bool(config.tie_word_embeddings),
         logit_softcap=config.final_logit_softcapping,
-        ignored=(rf"(model\.)?layers\.({unused})\.self_attn\.([kv]_proj|[kv]_norm)\..*",),
+        ignored=(rf"(.*\.)?layers\.({unused})\.self_attn\.([kv]_proj|[kv]_norm)\..*",),
     )

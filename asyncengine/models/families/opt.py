@@ -1,4 +1,4 @@
-"""OPT (Zhang et al. 2022): learned positions from row 2 on, layer norms, ReLU; the 350M model is another in two ways."""
+"""OPT (Zhang et al. 2022): learned positions, layer norms, ReLU; the 350M model differs in two ways."""
 
 from __future__ import annotations
 

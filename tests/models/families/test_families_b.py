@@ -97,6 +97,20 @@ OPTIONS: Mapping[str, Callable[[], Any]] = {
         tie_word_embeddings=False,
     ),
 }
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+MULTIMODAL: Mapping[str, Callable[[], Any]] = {
+    "gemma3-images": lambda: hf.Gemma3Config(
+        text_config=FAMILIES["gemma3"](),
+        vision_config=VISION | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        image_token_id=5,
+    ),
+    "gemma4-images": lambda: hf.Gemma4Config(
+        text_config=set_all(FAMILIES["gemma4"](), {"use_bidirectional_attention": "vision"}),
+        vision_config=VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+        **dict.fromkeys(("image_token_id", "audio_token_id", "video_token_id"), VOCAB - 1),
+    ),
+}
 NEUTRAL = [
     ("gemma2", {"attn_logit_softcapping": 1e4}),
     ("gemma2", {"final_logit_softcapping": 1e4}),
@@ -115,7 +129,8 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     model = make_model(name, seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.dim() == 2 and min(parameter.shape) > 5 and "embed" not in key and "wte" not in key and "wpe" not in key:
+            table = any(part in key for part in ("embed", "wte", "wpe"))
+            if parameter.dim() == 2 and min(parameter.shape) > 5 and not table:
                 parameter[3].mul_(4.0)
                 parameter[:, 5].mul_(3.0)
     return model.to(dtype).eval()
@@ -124,7 +139,7 @@ def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def options() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, config in OPTIONS.items():
+        for name, config in (*OPTIONS.items(), *MULTIMODAL.items()):
             patch.setitem(FAMILIES, name, config)
         yield
 
@@ -155,7 +170,7 @@ def recorded_logits(loaded: LoadedModel, runner: ModelRunner, tokens: list[int],
     return torch.cat(seen).float()
 
 
-@pytest.mark.parametrize("name", [*NATIVE, *OPTIONS])
+@pytest.mark.parametrize("name", [*NATIVE, *OPTIONS, *MULTIMODAL])
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model = make(name)
     model.save_pretrained(tmp_path)
@@ -239,13 +254,22 @@ def test_quantized(name: str, bits: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert float((found - expected).norm() / expected.norm()) < (0.1 if bits == "int8" else 0.6)
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model."), ("gemma2", "model.")])
-def test_names_without_the_common_prefix(name: str, prefix: str, tmp_path: Path) -> None:
-    """And with GPT-2's masks, which were once saved beside the weights."""
+@pytest.mark.parametrize(
+    ("name", "prefix", "other"),
+    [
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.", ""),
+        ("gemma2", "model.", ""),
+        ("gemma3-images", "model.language_model.", "language_model.model."),
+    ],
+)
+def test_other_names_in_the_checkpoint(name: str, prefix: str, other: str, tmp_path: Path) -> None:
+    """Without what all begin with, and as they once were; GPT-2's masks were once saved beside the weights."""
     model = make(name)
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors = {key.removeprefix(prefix): tensor for key, tensor in load_file(file).items()}
+    stored = load_file(file)
+    tensors = {key.replace(prefix, other, 1) if key.startswith(prefix) else key: stored[key] for key in stored}
     if name == "gpt2":
         tensors |= {"h.0.attn.bias": torch.ones(1, 1, 512, 512, dtype=torch.uint8)}
         tensors |= {"h.1.attn.masked_bias": torch.tensor(-1e4)}
@@ -283,23 +307,22 @@ def test_places_are_the_paths_of_modules() -> None:
     from asyncengine.layers.options import LayerOptions
     from asyncengine.models.families import decoder_config_of
 
-    for name in [*NATIVE, *OPTIONS]:
+    for name in [*NATIVE, *OPTIONS, *MULTIMODAL]:
         config = FAMILIES[name]()
         read = decoder_config_of(config.model_type)
         assert read is not None
         options = LayerOptions(torch.float32, torch.device("meta"), TorchKernels())
-        decoder = Decoder(read(config, 64), options, 1)
+        decoder = Decoder(read(config.get_text_config(), 64), options, 1)
         with torch.device("meta"):
             model = hf.AutoModelForCausalLM.from_config(config)
         kinds = (nn.Linear, hf.pytorch_utils.Conv1D)
+        apart = ("model.vision", "model.multi", "model.embed_vision")
         paths = {path for path, part in model.named_modules() if isinstance(part, kinds)}
         paths |= {path for path, part in model.named_modules() if part is model.get_input_embeddings()}
+        paths = {path for path in paths if not path.startswith(apart)}
         assert {path for place in decoder.places() for path, _ in place.parts} == paths
-        assert set(decoder.slots()) | {f"{decoder.config.head}.weight"} == {
-            *(key for key, _ in model.named_parameters()),
-            *(key for key in model.state_dict()),
-            f"{decoder.config.head}.weight",
-        }
+        keys = {key for key in model.state_dict() if not key.startswith(apart)}
+        assert {*decoder.slots(), "lm_head.weight"} == {*keys, "lm_head.weight"}
 
 
 @pytest.mark.parametrize(

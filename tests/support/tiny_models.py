@@ -20,7 +20,7 @@ WHOLE = 64
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def common(**changes: Any) -> dict[str, Any]:
+def _common(**changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -42,9 +42,9 @@ def _alternating(layers: int = 3) -> list[str]:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaConfig(**common()),
+    "llama": lambda: hf.LlamaConfig(**_common()),
     "llama3.1-rope": lambda: hf.LlamaConfig(
-        **common(
+        **_common(
             hidden_size=WHOLE,
             tie_word_embeddings=True,
             rope_parameters={
@@ -57,12 +57,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             },
         )
     ),
-    "qwen2": lambda: hf.Qwen2Config(**common(hidden_size=WHOLE, num_key_value_heads=4)),
-    "qwen3": lambda: hf.Qwen3Config(**common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
-    "mistral": lambda: hf.MistralConfig(**common(sliding_window=WINDOW, head_dim=12)),
-    "gemma": lambda: hf.GemmaConfig(**common(hidden_size=WHOLE, head_dim=16)),
+    "qwen2": lambda: hf.Qwen2Config(**_common(hidden_size=WHOLE, num_key_value_heads=4)),
+    "qwen3": lambda: hf.Qwen3Config(**_common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
+    "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
+    "gemma": lambda: hf.GemmaConfig(**_common(hidden_size=WHOLE, head_dim=16)),
     "gemma2": lambda: hf.Gemma2Config(
-        **common(
+        **_common(
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=_alternating(),
@@ -72,10 +72,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
+        **_common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
     ),
     "gemma4": lambda: hf.Gemma4TextConfig(
-        **common(
+        **_common(
             num_hidden_layers=6,
             head_dim=16,
             global_head_dim=32,
@@ -88,9 +88,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             final_logit_softcapping=0.5,
         )
     ),
-    "phi3": lambda: hf.Phi3Config(**common(sliding_window=WINDOW)),
+    "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
     "granite": lambda: hf.GraniteConfig(
-        **common(
+        **_common(
             hidden_size=WHOLE,
             attention_multiplier=0.2,
             embedding_multiplier=2.0,
@@ -98,13 +98,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             logits_scaling=1.5,
         )
     ),
-    "olmo2": lambda: hf.Olmo2Config(**common()),
+    "olmo2": lambda: hf.Olmo2Config(**_common()),
     "qwen3moe": lambda: hf.Qwen3MoeConfig(
-        **common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        **_common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
     ),
-    "mixtral": lambda: hf.MixtralConfig(**common(num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": lambda: hf.MixtralConfig(**_common(num_local_experts=4, num_experts_per_tok=2)),
     "gpt-oss": lambda: hf.GptOssConfig(
-        **common(
+        **_common(
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=_alternating(),
@@ -113,9 +113,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             rope_parameters=_ROPE,
         )
     ),
-    "hunyuanmoe": lambda: hf.HunYuanMoEV1Config(**common(head_dim=12, num_experts=4, moe_topk=2)),
+    "hunyuanmoe": lambda: hf.HunYuanMoEV1Config(**_common(head_dim=12, num_experts=4, moe_topk=2)),
     "granitehybrid": lambda: hf.GraniteMoeHybridConfig(  # Granite 4 as it is without a recurrent layer
-        **common(
+        **_common(
             hidden_size=64,
             layer_types=["attention"] * 3,
             num_local_experts=0,
@@ -126,11 +126,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             logits_scaling=1.5,
         )
     ),
-    "cohere": lambda: hf.CohereConfig(**common(logit_scale=0.5)),
-    "cohere2": lambda: hf.Cohere2Config(**common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())),
-    "apertus": lambda: hf.ApertusConfig(**common()),
-    "smollm3": lambda: hf.SmolLM3Config(**common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
-    "stablelm": lambda: hf.StableLmConfig(**common(hidden_size=64)),
+    "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
+    "cohere2": lambda: hf.Cohere2Config(**_common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())),
+    "apertus": lambda: hf.ApertusConfig(**_common()),
+    "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
+    "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
     "opt": lambda: hf.OPTConfig(
         vocab_size=VOCAB,
         hidden_size=48,

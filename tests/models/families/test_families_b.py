@@ -11,7 +11,8 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from support.drive import Driver, greedy_reference, prompts
-from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, common, make_model
+from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, make_model
+from support.tiny_models import _common as common
 from torch import nn
 
 from asyncengine.config import EngineConfig

@@ -31,7 +31,9 @@ class AttentionConfig:
     """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
     softcap: float | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """One name: the checkpoint has them in one matrix."""
+    """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
+    keys_of: int | None = None
+    """An earlier layer whose keys and values this one attends to: it has queries only (Gemma 4)."""
     out: str = "self_attn.o_proj"
     qkv_bias: bool = False
     out_bias: bool = False
@@ -42,6 +44,8 @@ class AttentionConfig:
     """With "{}" where the checkpoint has one tensor for each head (StableLM)."""
     norm_scope: Literal["head", "each", "whole"] = "head"
     """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
+    value_norm: NormConfig | None = None
+    """Of values, over a head's dimensions (Gemma 4)."""
     norm_after_rotation: bool = False
     """Hunyuan."""
     clip: float | None = None
@@ -49,30 +53,38 @@ class AttentionConfig:
 
 
 class Attention:
-    """x [T, width] -> [T, width]. `index` is the layer's place in the attention backend."""
+    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
 
     def __init__(self, options: LayerOptions, config: AttentionConfig, prefix: str, width: int, index: int) -> None:
         self.config = config
         self.index = index
-        dim = config.head_dim
+        dim, shares = config.head_dim, config.keys_of is not None
         self.query_size, self.kv_size = config.num_heads * dim, config.num_kv_heads * dim
         self._sizes = [self.query_size, self.kv_size, self.kv_size]
-        sizes = [sum(self._sizes)] if len(config.qkv) == 1 else self._sizes
+        sizes = self._sizes[: len(config.qkv)]
+        if len(config.qkv) == 1 and not shares:
+            sizes = [sum(self._sizes)]
         parts = [Part(prefix + name, size) for name, size in zip(config.qkv, sizes, strict=True)]
         self.qkv = Linear(options, parts, width, bias=config.qkv_bias, transposed=config.transposed)
         self.out = Linear(
             options, [Part(prefix + config.out, width)], self.query_size, bias=config.out_bias,
             transposed=config.transposed,
         )  # fmt: skip
-        self.norms: tuple[Norm, Norm] | None = None
+        self.norms: tuple[Norm, ...] | None = None
         if config.head_norm is not None:
+            counts = (config.num_heads,) if shares else (config.num_heads, config.num_kv_heads)
             self.norms = tuple(
                 self._norm(options, prefix + name, heads)
-                for name, heads in zip(config.norm_names, (config.num_heads, config.num_kv_heads), strict=True)
-            )  # type: ignore[assignment]
+                for name, heads in zip(config.norm_names, counts, strict=False)
+            )
         fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
         self._norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
         """Norms of heads that compiled attention does not have in it."""
+        self.value_norm: Norm | None = None
+        if config.value_norm is not None and not shares:
+            self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
+        self.makes_values = self.value_norm is not None or len(config.qkv) == 2
+        """Values are not what the projection gives."""
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
             scale=config.scale, window=config.window, softcap=config.softcap,
@@ -94,6 +106,8 @@ class Attention:
         """
         config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        if config.keys_of is not None:
+            return None
         if rotary is not None and (rotary.style != "halves" or (rotary.exact and self._dtype != torch.float32)):
             return None
         if self.norms is None or self._norms_apart:
@@ -113,6 +127,11 @@ class Attention:
             qkv.clamp_(-self.config.clip, self.config.clip)
         if angles.query_scale is not None:
             qkv[:, : self.query_size] *= angles.query_scale[:, None]  # rotation is linear
+        if self.config.keys_of is not None:
+            attended = step.backend.attend(self.index, self._query(qkv, angles))
+            return self.out(attended.flatten(1), step.adapters)
+        if self.makes_values:
+            qkv = self._with_values(qkv)
         attend_merged = None if merged is None else getattr(step.backend, "attend_merged", None)
         if attend_merged is not None:
             if self._norms_apart:
@@ -152,6 +171,20 @@ class Attention:
         for part, normed in zip((query, key), self._normed(query, key), strict=True):
             part.copy_(normed)
 
+    def _query(self, projected: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """[T, heads, dim] of a layer that has nothing else."""
+        query = projected.view(len(projected), -1, self.config.head_dim)
+        if self.norms is not None:
+            query = self.norms[0](query)
+        return query if self.config.rotary is None else rotate(query, angles)
+
+    def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The projection followed by values as they are written: normed, and those of the keys where it has none."""
+        value = qkv[:, -self.kv_size :]
+        if self.value_norm is not None:
+            value = self.value_norm(value.view(len(value), -1, self.config.head_dim)).flatten(1)
+        return torch.cat((qkv[:, : self.query_size + self.kv_size], value), dim=-1)
+
     def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         if angles.style == "halves":
             rotated = self._rotate_by_kernel(query, key, angles.cos, angles.sin)
@@ -164,5 +197,6 @@ class Attention:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        for part in (self.qkv, self.out, *(self.norms or ())):
+        parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
+        for part in parts:
             yield from part.slots()

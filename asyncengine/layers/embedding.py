@@ -43,7 +43,7 @@ class Embedding:
             out = functional.embedding(ids, self._table)
         if self.scale != 1.0:
             out.mul_(self.scale)
-        if adapters is not None:  # their factors have the scale in them
+        if adapters is not None:  # their factors have the scale in them already
             adapters.add(self.path, ids, out)
         return out
 

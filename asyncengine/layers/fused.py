@@ -87,9 +87,11 @@ def fused_layers(
 
 
 def _common(layer: DecoderLayer) -> bool:
-    config = layer.config
+    config, attention = layer.config, layer.attention
     before, middle = layer.before_attention, layer.before_mlp
-    if config.parallel or config.after_attention is not None or config.after_mlp is not None:
+    if config.parallel or config.post_norm or config.after_attention is not None or config.after_mlp is not None:
+        return False
+    if layer.inputs is not None or layer.scalar is not None or attention.makes_values:
         return False
     if before is None or middle is None or not (before.fusable and middle.fusable):
         return False

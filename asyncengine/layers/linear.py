@@ -55,7 +55,7 @@ class Linear:
 
     def _loader(self, first: int) -> Callable[[torch.Tensor], None]:
         def load(tensor: torch.Tensor) -> None:
-            self.weight.load(first, tensor.T if self.transposed else tensor)
+            self.weight.load(first, tensor.T.contiguous() if self.transposed else tensor)
 
         return load
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.layers.kernels import ACTIVATIONS
+from asyncengine.layers.kernels import ACTIVATIONS, Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.xielu import XIELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class MLPConfig:
     width: int
     """Of what is between the two products."""
     activation: str
-    """A name in `ACTIVATIONS`."""
+    """A name in `ACTIVATIONS`, or "xielu", which has weights of its own."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up; one name with `gated`: the checkpoint has them in one matrix."""
     down: str = "mlp.down_proj"
@@ -41,7 +42,8 @@ class MLP:
         self.down = Linear(
             options, [Part(prefix + config.down, width)], config.width, bias=config.bias, transposed=config.transposed
         )
-        self._activation = ACTIVATIONS[config.activation]
+        self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
+        self._activation: Activation = self.xielu or ACTIVATIONS[config.activation]
         self.gated = options.kernels.gated(config.activation) if config.gated else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
@@ -63,3 +65,5 @@ class MLP:
         """What it takes from a checkpoint, by name."""
         for linear in self.linears():
             yield from linear.slots()
+        if self.xielu is not None:
+            yield from self.xielu.slots()

@@ -51,20 +51,26 @@ class Norm:
         config = self.config
         if self._by_kernel:
             return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
-        wide = x.float()
+        return self._normed(x.float()).to(x.dtype)
+
+    def _normed(self, wide: torch.Tensor) -> torch.Tensor:
+        """In float32, without a kernel of ours."""
+        config = self.config
+        if config.kind == "layer" and self.weight.dim() == 1:
+            return functional.layer_norm(wide, (self.width,), self.weight, self.bias, config.epsilon)
         if config.kind == "layer":
             wide = functional.layer_norm(wide, (self.width,), None, None, config.epsilon)
         else:
             wide = functional.rms_norm(wide, (self.width,), None, config.epsilon)
         wide = wide * self.weight
-        return (wide if self.bias is None else wide + self.bias).to(x.dtype)
+        return wide if self.bias is None else wide + self.bias
 
     def add(self, residual: torch.Tensor, branch: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual + branch * scale, its norm)."""
         if self._by_kernel:
             return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
-        total = residual + (branch if scale == 1.0 else branch * scale)
-        return total, self(total)
+        total = torch.add(residual.float(), branch, alpha=scale)
+        return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
     @property
     def fusable(self) -> bool:

@@ -56,7 +56,7 @@ def check_config(hf_config: Any, checkpoint: Checkpoint, *, native: bool) -> Non
     for kind in getattr(text_config, "layer_types", None) or ():
         if kind not in _ATTENTION_LAYERS:
             raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which keep no plain KV cache")
-    if getattr(text_config, "use_bidirectional_attention", None):
+    if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # no images here
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
 
 

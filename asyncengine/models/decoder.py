@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.fused import FusedLayers, fused_layers
-from asyncengine.layers.linear import Linear
+from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
+from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
 from asyncengine.layers.norm import Norm, NormConfig, add_and_norm
 from asyncengine.layers.options import LayerOptions
@@ -39,6 +42,10 @@ class LayerConfig:
     after_mlp: str | None = None
     parallel: bool = False
     """Attention and MLP read the same input, and both are added to it (Cohere)."""
+    post_norm: bool = False
+    """`before_mlp` and `after_mlp` normalise the stream itself, after each sum (OPT 350M)."""
+    scalar: str | None = None
+    """A number of the checkpoint that the layer's result is multiplied by (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,19 @@ class DecoderConfig:
     norm: NormConfig
     rotary: tuple[RotaryConfig, ...] = ()
     max_positions: int = 2048
-    """Positions of the learned embedding, if there is one."""
+    """Of the learned embedding, if there is one."""
     embedding: str = "model.embed_tokens"
     embedding_scale: float = 1.0
     positions: str | None = None
     """Learned position embeddings (GPT-2, OPT)."""
     position_offset: int = 0
     """Rows of that table before the one of position 0 (OPT)."""
+    embedding_width: int | None = None
+    """Of embeddings and of what the output layer reads, if not `width`: two matrices go between (OPT 350M)."""
+    project_in: str = ""
+    project_out: str = ""
+    layer_inputs: LayerInputConfig | None = None
+    """Further embeddings that each layer adds (Gemma 4)."""
     layer: str = "model.layers.{}."
     final_norm: str | None = "model.norm"
     head: str = "lm_head"
@@ -75,7 +88,8 @@ class DecoderConfig:
 class DecoderLayer:
     """Attention and feed-forward around a residual stream."""
 
-    def __init__(self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int) -> None:
+    def __init__(self, options: LayerOptions, model: DecoderConfig, config: LayerConfig, index: int, pool: int) -> None:
+        """`pool`: the place of the keys and values that it attends to in the attention backend."""
         prefix = model.layer.format(index)
         width, norm = model.width, model.norm
         self.config = config
@@ -86,8 +100,12 @@ class DecoderLayer:
 
         self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
         self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
-        self.attention = Attention(options, config.attention, prefix, width, index)
+        self.attention = Attention(options, config.attention, prefix, width, pool)
         self.mlp = MLP(options, config.mlp, prefix, width)
+        inputs = model.layer_inputs
+        self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
+        self.scalar_path = f"{prefix}{config.scalar}"
+        self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
         rotary = config.attention.rotary
         self.merged = self.attention.merged_heads(None if rotary is None else model.rotary[rotary])
 
@@ -99,39 +117,60 @@ class DecoderLayer:
         angles: Angles,
         following: Norm | None,
         rows: torch.Tensor | None = None,
+        vectors: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(residual stream after this layer, its norm by `following`), of the stream [T, width] and its norm x.
 
         `rows`: those of the result that are wanted, int64; None: all. The feed-forward part computes no others.
+        `vectors`: this layer's of `LayerInputs`, [T, width of a vector].
         """
         branch = self.attention(x, step, angles, self.merged)
         if self.after_attention is not None:
             branch = self.after_attention(branch)
-        adapters = step.adapters
         if self.config.parallel:
-            residual = residual + branch
+            residual = residual.float() + branch  # two sums, rounded once
             if rows is not None:
                 residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         else:
             residual, x = add_and_norm(residual, branch, self.scale, self.before_mlp)
+            residual = x if self.config.post_norm else residual
             if rows is not None:
                 residual, x = residual.index_select(0, rows), x.index_select(0, rows)
-        branch = self.mlp(x, adapters if rows is None else step.row_adapters)
+        adapters = step.adapters if rows is None else step.row_adapters
+        branch = self.mlp(x, adapters)
+        if self.config.parallel:
+            residual = (residual + branch).to(x.dtype)
+            return residual, residual if following is None else following(residual)
+        if self.config.post_norm:
+            _, x = add_and_norm(residual, branch, self.scale, self.after_mlp)
+            return x, x
         if self.after_mlp is not None:
             branch = self.after_mlp(branch)
-        return add_and_norm(residual, branch, self.scale, following)
+        if self.inputs is not None and vectors is not None:
+            residual, _ = add_and_norm(residual, branch, self.scale, None)
+            branch = self.inputs(residual, vectors if rows is None else vectors.index_select(0, rows), adapters)
+        if self.scalar is None:
+            return add_and_norm(residual, branch, self.scale, following)
+        residual = add_and_norm(residual, branch, self.scale, None)[0] * self.scalar
+        return residual, residual if following is None else following(residual)
 
     def norms(self) -> list[Norm]:
-        every = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
+        every += [] if self.inputs is None else [self.inputs.norm]
         return [norm for norm in every if norm is not None]
 
     def linears(self) -> list[Linear]:
-        return [*self.attention.linears(), *self.mlp.linears()]
+        more = [] if self.inputs is None else self.inputs.linears()
+        return [*self.attention.linears(), *self.mlp.linears(), *more]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        for part in (self.attention, self.mlp, *self.norms()):
+        inputs = [] if self.inputs is None else self.inputs.linears()
+        parts: list[Attention | MLP | Norm | Linear] = [self.attention, self.mlp, *self.norms(), *inputs]
+        for part in parts:
             yield from part.slots()
+        if self.scalar is not None:
+            yield self.scalar_path, TensorSlot.into(self.scalar, initial=1.0)
 
 
 class Decoder:
@@ -141,22 +180,40 @@ class Decoder:
         self.config, self.options = config, options
         self.dtype, self.device = options.dtype, options.device
         self.vocab_size = self.input_vocab_size = config.vocab_size
+        outer = config.embedding_width or config.width
         self.head = LMHead(
-            options, config.head, config.vocab_size, config.width, bias=config.head_bias,
+            options, config.head, config.vocab_size, outer, bias=config.head_bias,
             tied=config.embedding if config.tied else None,
         )  # fmt: skip
         self.embedding = Embedding(
-            options, config.embedding, config.vocab_size, config.width, config.embedding_scale,
+            options, config.embedding, config.vocab_size, outer, config.embedding_scale,
             self.head if config.tied else None,
         )  # fmt: skip
+        self.projections: list[Linear] = []
+        """From embeddings to the layers and back, where their widths differ."""
+        if outer != config.width:
+            self.projections = [
+                Linear(options, [Part(config.project_in, config.width)], outer),
+                Linear(options, [Part(config.project_out, outer)], config.width),
+            ]
+        self.inputs: LayerInputs | None = None
+        if config.layer_inputs is not None:
+            self.inputs = LayerInputs(options, config.layer_inputs, config.norm, len(config.layers), config.width)
+            self.input_vocab_size = min(config.vocab_size, config.layer_inputs.vocab_size)
         self.positions: Embedding | None = None
         if config.positions is not None:
-            self.positions = Embedding(options, config.positions, config.max_positions, config.width)
-        self.layers = [DecoderLayer(options, config, layer, index) for index, layer in enumerate(config.layers)]
+            rows = config.max_positions + config.position_offset
+            self.positions = Embedding(options, config.positions, rows, config.width)
+        pools = _pools(config.layers)
+        self.layers = [
+            DecoderLayer(options, config, layer, index, pools[index]) for index, layer in enumerate(config.layers)
+        ]
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
-        self.specs = [layer.attention.spec for layer in self.layers]
+        self.specs: Sequence[LayerSpec] = [
+            layer.attention.spec for layer in self.layers if layer.config.attention.keys_of is None
+        ]
         self.fused: FusedLayers | None = fused_layers(self.layers, self.norm, options, config.residual_scale)
         """Short steps in one call, where there are kernels for all of a layer."""
 
@@ -168,6 +225,9 @@ class Decoder:
     def hidden_states(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None) -> torch.Tensor:
         """[T, width] after the final norm, of int64 ids [T]; of `rows` only, if given (int64, ascending)."""
         h = self.embedding(ids, step.adapters)
+        vectors = None if self.inputs is None else self.inputs(ids, h, step.adapters)
+        if self.projections:
+            h = self.projections[0](h, step.adapters)
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
         angles = [rotary(step.positions) for rotary in self.rotary]
@@ -180,7 +240,10 @@ class Decoder:
         for place, layer in enumerate(self.layers):
             last = place + 1 == len(self.layers)
             following = self.norm if last else self.layers[place + 1].before_attention
-            h, x = layer(h, x, step, by_layer[place], following, rows if last else None)
+            own = None if vectors is None else vectors[:, place]
+            h, x = layer(h, x, step, by_layer[place], following, rows if last else None, own)
+        if self.projections:
+            x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -193,13 +256,14 @@ class Decoder:
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""
-        parts: Sequence = (self.embedding, self.positions, *self.layers, self.norm, self.head)
+        outer = (self.embedding, self.positions, self.inputs, *self.projections)
+        parts: Sequence[Any] = (*outer, *self.layers, self.norm, self.head)
         return {name: slot for part in parts if part is not None for name, slot in part.slots()}
 
     @property
     def nbytes(self) -> int:
         """Of all weights."""
-        parts = [self.embedding, self.positions, self.norm, self.head]
+        parts: list[Any] = [self.embedding, self.positions, self.inputs, *self.projections, self.norm, self.head]
         for layer in self.layers:
             parts += [*layer.linears(), *layer.norms(), *(layer.attention.norms or ())]
         return sum(part.nbytes for part in parts if part is not None)
@@ -221,12 +285,21 @@ class Decoder:
         """Where adapters may act, in the model's order."""
         table, head = self.embedding, self.head
         found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale)]
-        for layer in self.layers:
-            found += [
-                Place(linear.inputs, linear.parts, "conv1d" if linear.transposed else "linear")
-                for linear in layer.linears()
-            ]
+        linears = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]
+        for linear in (*linears, *(linear for layer in self.layers for linear in layer.linears())):
+            found.append(Place(linear.inputs, linear.parts, "conv1d" if linear.transposed else "linear"))
         return [*found, Place(head.inputs, head.parts, head=True)]
 
     def unbind(self) -> None:
         """Nothing of a step is kept."""
+
+
+def _pools(layers: Sequence[LayerConfig]) -> list[int]:
+    """For each layer, the place of the keys and values that it attends to in the attention backend."""
+    places: list[int] = []
+    taken = 0
+    for layer in layers:
+        source = layer.attention.keys_of
+        places.append(taken if source is None else places[source])
+        taken += source is None
+    return places

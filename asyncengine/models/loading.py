@@ -155,8 +155,6 @@ def _load_module(
     from asyncengine.models.fallback.rotary import freeze_rotary
 
     family = hf_config.model_type
-    if config.fuse:
-        logger.warning("family %r is not written down here: it runs through transformers' modules, slower", family)
     bar.stage("reading weights")
     with _typed(checkpoint.folder):
         module = _make_module(checkpoint, hf_config, config, dtype, device)

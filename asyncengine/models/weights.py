@@ -37,7 +37,8 @@ def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Seq
     found: dict[str, str] = {}
     prefixes = sorted({name.split(".")[0] + "." for name in slots})
     for name, stored in checkpoint.tensors.items():
-        slot = next((known for known in (name, *(prefix + name for prefix in prefixes)) if known in slots), None)
+        spellings = (name, *(prefix + name for prefix in prefixes), _new_name(name))
+        slot = next((known for known in spellings if known in slots), None)
         if slot is None:
             if not any(re.fullmatch(pattern, name) for pattern in ignored):
                 raise ModelNotFound(f"{checkpoint.folder} has a tensor that this family does not have: {name}")
@@ -49,6 +50,14 @@ def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Seq
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ModelNotFound(f"{checkpoint.folder} lacks the tensor {missing[0]}{more}")
     return found
+
+
+def _new_name(name: str) -> str:
+    """What transformers calls today what it called `name` in multimodal checkpoints before its release 4.52."""
+    for old, new in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> None:

@@ -60,6 +60,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: hf.Qwen2Config(**_common(hidden_size=WHOLE, num_key_value_heads=4)),
     "qwen3": lambda: hf.Qwen3Config(**_common(hidden_size=WHOLE, head_dim=16, tie_word_embeddings=True)),
     "mistral": lambda: hf.MistralConfig(**_common(sliding_window=WINDOW, head_dim=12)),
+    "gemma": lambda: hf.GemmaConfig(**_common(hidden_size=WHOLE, head_dim=16)),
     "gemma2": lambda: hf.Gemma2Config(
         **_common(
             head_dim=16,
@@ -67,11 +68,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             layer_types=_alternating(),
             query_pre_attn_scalar=24,
             attn_logit_softcapping=5.0,
-            final_logit_softcapping=30.0,
+            final_logit_softcapping=0.5,
         )
     ),
     "gemma3": lambda: hf.Gemma3TextConfig(
         **_common(head_dim=16, sliding_window=WINDOW, layer_types=_alternating(), query_pre_attn_scalar=24)
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **_common(
+            num_hidden_layers=6,
+            head_dim=16,
+            global_head_dim=32,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB,
+            final_logit_softcapping=0.5,
+        )
     ),
     "phi3": lambda: hf.Phi3Config(**_common(sliding_window=WINDOW)),
     "granite": lambda: hf.GraniteConfig(
@@ -135,6 +150,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         )
     ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
+    "cohere2": lambda: hf.Cohere2Config(**_common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())),
+    "apertus": lambda: hf.ApertusConfig(**_common()),
     "smollm3": lambda: hf.SmolLM3Config(**_common(hidden_size=WHOLE, no_rope_layers=[1, 0, 1])),
     "nemotron": lambda: hf.NemotronConfig(**_common(head_dim=16, attention_bias=True, mlp_bias=True)),
     "stablelm": lambda: hf.StableLmConfig(**_common(hidden_size=64)),
@@ -142,6 +159,19 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         vocab_size=VOCAB,
         hidden_size=48,
         word_embed_proj_dim=48,
+        ffn_dim=80,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    ),
+    "opt-350m": lambda: hf.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        word_embed_proj_dim=32,
+        do_layer_norm_before=False,
         ffn_dim=80,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -169,22 +199,27 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, hea
     if name.startswith("gemma"):
         tied = 0.02  # this family scales its embeddings up
     with torch.no_grad():
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if heavy:
                 noise *= 1 + 4 * (torch.rand(parameter.shape, generator=generator) < 0.02)
             if (parameter.dim() == 1 and "norm" in key and "weight" in key) or ("ln_" in key and "weight" in key):
                 parameter.add_(0.2 * noise)
+                if name.startswith("gemma4") and ("q_norm" in key or "k_norm" in key):
+                    parameter.mul_(0.4)  # its scores are not scaled
             elif parameter.dim() == 1 or "bias" in key:
                 parameter.copy_(
-                    (0.1 if name == "gpt2" else 0.3) * noise
+                    (0.1 if name.startswith("gpt2") else 0.3) * noise
                 )  # GPT-2 has so many that they drown the tokens
             elif "wpe" in key or "embed_positions" in key:
                 parameter.copy_(noise)
             elif "embed" in key or "wte" in key:
                 parameter.copy_(noise * tied)  # else a tied output just repeats its input
             else:
-                inputs = parameter.shape[0] if name == "gpt2" else parameter.shape[-1]  # GPT-2 stores the transpose
+                inputs = parameter.shape[0 if name.startswith("gpt2") else -1]  # GPT-2 stores the transpose
                 parameter.copy_(noise * 1.6 / inputs**0.5)
     return model.to(dtype)
 

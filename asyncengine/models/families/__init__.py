@@ -13,14 +13,24 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import text_part
 
 logger = logging.getLogger("asyncengine")
 
 DecoderConfigOf = Callable[[Any, int], DecoderConfig]
 """(transformers' config object, longest sequence) -> what the decoder is built of. Raises `UnsupportedModel` for an
-option of the family that is not written down."""
+option of the family that is not written down: such a model runs through transformers."""
 
 NATIVE: Mapping[str, str] = {
+    "apertus": "apertus",
+    "cohere": "cohere",
+    "cohere2": "cohere",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gemma4_text": "gemma4",
+    "gpt2": "gpt2",
+    "opt": "opt",
     "llama": "llama",
     "mistral": "llama",
     "ministral": "llama",
@@ -46,18 +56,25 @@ NATIVE: Mapping[str, str] = {
 """model_type -> the file in this folder with its `decoder_config`."""
 
 
+MULTIMODAL: Mapping[str, str] = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+"""model_type of a model that reads images as well -> that of its text model, the part that runs here."""
+
+
 def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     """What the decoder is built of, of transformers' config object, for sequences of up to `length` tokens.
 
     None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
     own (`trust_remote_code`).
     """
-    file = NATIVE.get(config.model_type)
+    text = MULTIMODAL.get(config.model_type)
+    file = NATIVE.get(text or config.model_type)
     if file is None or not type(config).__module__.startswith("transformers."):
+        logger.warning("family %r is not written down here: it runs through transformers, slower", config.model_type)
         return None
     read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
     try:
-        return read(config.get_text_config(), length)
+        own = config.get_text_config()
+        return read(own, length) if text is None else text_part(read, own, length)
     except UnsupportedModel as error:
-        logger.warning("%s: it runs through transformers, more slowly", error)
+        logger.warning("%s: it runs through transformers, slower", error)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,28 @@ def windows_of(config: Any) -> list[int | None]:
     """The sliding window of each layer."""
     window = getattr(config, "sliding_window", None)
     return [window if kind == "sliding_attention" else None for kind in layer_types_of(config)]
+
+
+def text_part(read: Callable[[Any, int], DecoderConfig], config: Any, length: int) -> DecoderConfig:
+    """The decoder that `read` makes of `config`, as it lies inside a model that reads images and sounds as well."""
+    made = read(config, length)
+
+    def inside(name: str) -> str:
+        return name.replace("model.", "model.language_model.", 1)
+
+    inputs = made.layer_inputs
+    if inputs is not None:
+        inputs = replace(
+            inputs, table=inside(inputs.table), projection=inside(inputs.projection), norm=inside(inputs.norm)
+        )
+    return replace(
+        made,
+        embedding=inside(made.embedding),
+        layer=inside(made.layer),
+        final_norm=None if made.final_norm is None else inside(made.final_norm),
+        layer_inputs=inputs,
+        ignored=(*made.ignored, r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_(vision|audio))\..*"),
+    )
 
 
 def llama_like(

@@ -18,7 +18,7 @@ from asyncengine.lora.layers.masked import MaskedStack
 
 pytest.importorskip("peft")
 
-FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "qwen3moe"]
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "qwen3moe", "gemma4", "opt-350m"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -54,7 +54,7 @@ def test_every_linear_and_the_embedding_can_be_changed(
         assert modules[path][:2] == (weights.a.shape[1], weights.b.shape[0])
         assert (modules[path].kind == "embedding") == weights.embedding
         assert (modules[path].kind == "conv1d") == (family == "gpt2" and "h." in path)
-        assert (modules[path].scale != 1) == (family in ("gemma2", "gemma3") and weights.embedding)
+        assert (modules[path].scale != 1) == (family.startswith("gemma") and weights.embedding)
     layers = driver.lora.layer_linears()
     assert layers == [path for path in modules if path != "lm_head" and modules[path].kind != "embedding"]
 

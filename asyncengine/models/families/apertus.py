@@ -1,0 +1,24 @@
+"""Apertus (Swiss AI Initiative 2025): Llama with norms of heads, a plain feed-forward part and a learned activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.layers.norm import NormConfig
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import activation, llama_like
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `ApertusForCausalLM`."""
+    norm = NormConfig(epsilon=config.rms_norm_eps)
+    fields = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
+    act = "xielu" if config.hidden_act == "xielu" else activation(config)
+    return llama_like(
+        config,
+        length,
+        attention=lambda index: fields,
+        mlp={"activation": act, "up": ("mlp.up_proj",), "gated": False},
+        layer={"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"},
+        norm=norm,
+    )

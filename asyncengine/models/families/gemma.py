@@ -1,0 +1,59 @@
+"""Gemma 1, 2 and 3 (Gemma Team 2024, 2025): norms of 1 + weight, embeddings times the root of their width.
+
+Gemma 2 brings norms around both branches, windows and soft caps; Gemma 3 norms of heads in place of the caps on scores,
+and other rotary frequencies where there is a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncengine.layers.norm import NormConfig
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import (
+    activation,
+    head_dim_of,
+    layer_types_of,
+    llama_like,
+    rotary_of,
+    windows_of,
+)
+
+SANDWICH: Mapping[str, Any] = {
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+}
+"""Norms before and after both branches, fields of `LayerConfig`."""
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`."""
+    family = config.model_type
+    norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
+    windows = windows_of(config)
+    kinds = layer_types_of(config)
+    by_kind: list[str | None] = [*sorted(set(kinds))] if family == "gemma3_text" else [None]
+
+    def attention(index: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias}
+        if family != "gemma":
+            fields |= {"window": windows[index], "scale": config.query_pre_attn_scalar**-0.5}
+        if family == "gemma2":
+            fields["softcap"] = config.attn_logit_softcapping
+        if family == "gemma3_text":
+            fields |= {"head_norm": norm, "rotary": by_kind.index(kinds[index])}
+        return fields
+
+    return llama_like(
+        config,
+        length,
+        attention=attention,
+        mlp={"activation": activation(config, config.hidden_act if family == "gemma" else config.hidden_activation)},
+        layer={} if family == "gemma" else dict(SANDWICH),
+        norm=norm,
+        rotary=tuple(rotary_of(config, length, kind, head_dim=head_dim_of(config)) for kind in by_kind),
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
+    )

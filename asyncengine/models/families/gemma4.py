@@ -1,0 +1,69 @@
+"""Gemma 4's text model: further embeddings at every layer, layers that use the keys and values of others, norms of
+values, and heads of another size where there is no window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.errors import UnsupportedModel
+from asyncengine.layers.attention import AttentionConfig
+from asyncengine.layers.layer_inputs import LayerInputConfig
+from asyncengine.layers.mlp import MLPConfig
+from asyncengine.layers.norm import NormConfig
+from asyncengine.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.models.families.common import activation, rotary_of, windows_of
+from asyncengine.models.families.gemma import SANDWICH
+
+_Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `Gemma4ForCausalLM` without experts."""
+    if config.enable_moe_block:
+        raise UnsupportedModel("family 'gemma4_text' with experts is not written down")
+    norm = NormConfig(epsilon=config.rms_norm_eps)
+    values = NormConfig(epsilon=config.rms_norm_eps, weight=False)
+    kinds, windows = config.layer_types, windows_of(config)
+    by_kind = sorted(set(kinds))
+    count = len(kinds)
+    first_shared = count - config.num_kv_shared_layers
+    act = activation(config, config.hidden_activation)
+    width = config.hidden_size_per_layer_input
+
+    def layer(index: int) -> LayerConfig:
+        own, kind = config.per_layer_config[index], kinds[index]
+        shared = index >= first_shared
+        keys_are_values = config.attention_k_eq_v and kind != "sliding_attention"
+        attention = AttentionConfig(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=own.num_key_value_heads,
+            head_dim=own.head_dim,
+            scale=1.0,
+            rotary=by_kind.index(kind),
+            window=windows[index],
+            qkv=(_Q,) if shared else (_Q, _K) if keys_are_values else (_Q, _K, _V),
+            keys_of=first_shared - 1 - kinds[:first_shared][::-1].index(kind) if shared else None,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            head_norm=norm,
+            value_norm=values,
+        )
+        doubled = 2 if shared and config.use_double_wide_mlp else 1
+        mlp = MLPConfig(config.intermediate_size * doubled, act)
+        return LayerConfig(attention, mlp, scalar="layer_scalar", **SANDWICH)
+
+    unused = "|".join(str(index) for index in range(first_shared, count))
+    return DecoderConfig(
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        layers=tuple(layer(index) for index in range(count)),
+        norm=norm,
+        rotary=tuple(
+            rotary_of(config, length, kind, head_dim=config.per_layer_config[kind].head_dim) for kind in by_kind
+        ),
+        embedding_scale=config.hidden_size**0.5,
+        layer_inputs=LayerInputConfig(config.vocab_size_per_layer_input, width, act) if width else None,
+        tied=bool(config.tie_word_embeddings),
+        logit_softcap=config.final_logit_softcapping,
+        ignored=(rf"(.*\.)?layers\.({unused})\.self_attn\.([kv]_proj|[kv]_norm)\..*",),
+    )

@@ -21,7 +21,7 @@ from asyncengine.grammar.tracker import Lost, Tracker
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.ways import UNREACHABLE
 
-COUNTED = 24
+COUNTED = 4
 """Tokens of one repetition from which on counting is worth it: shorter ones are found as soon by searching."""
 AHEAD = 64
 """Tokens of a way that are checked by the library."""
@@ -44,7 +44,7 @@ class Counted:
             prices = Prices(shape, vocabulary)
         except Unmodelled:
             return None
-        return cls(shape, prices) if COUNTED <= prices.counts and prices.cost(shape) < UNREACHABLE else None
+        return cls(shape, prices) if prices.counts >= COUNTED and prices.cost(shape) < UNREACHABLE else None
 
     def tokens(self) -> list[int]:
         """Of the cheapest output."""
@@ -157,7 +157,7 @@ class CountedClosing:
                 self._source.spoil()
                 self._trusted = True
                 return True
-        return agreed
+        return bool(agreed)
 
     def _search(self, at_most: int) -> ByteClosing:
         """From now on look for ways."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncengine.grammar.shapes import Either, Letters, Named, Opaque, Sequence_, Shape, Times, Unmodelled
+from asyncengine.grammar.shapes import Chain, Either, Letters, Named, Opaque, Shape, Times, inside_out
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.ways import UNREACHABLE, Way
 
@@ -21,6 +21,8 @@ ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Repetitions of a body that are tried as one unit."""
 MAX_UNITS, MAX_PAIRED = 16, 4
 """Alternatives of a body that are tried as units, and of those in pairs."""
+MAX_BLANK = 4
+"""Bytes of a text that may be left out and is said where that is cheaper."""
 MAX_SHAPES = 100_000
 
 
@@ -65,13 +67,13 @@ class Prices:
         self._vocabulary = vocabulary
         self._spelled: dict[bytes, list[int] | None] = {}
         self._of: dict[Shape, Price] = {}
-        order = _inside_out(root)
+        order = inside_out(root, MAX_SHAPES)
         for shape in order:
             self._of[shape] = Price()
-        while any([self._improve(shape) for shape in order]):  # more than once only where shapes contain themselves
+        while sum(self._improve(shape) for shape in order):  # more than once only where shapes contain themselves
             pass
         for shape in order:
-            if isinstance(shape, Sequence_):
+            if isinstance(shape, Chain):
                 self._of[shape].runs = self._runs(shape)
                 self._of[shape].suffixes = self._suffixes(shape, self._of[shape].runs)
         self.opaque = any(isinstance(shape, Opaque) for shape in order)
@@ -82,7 +84,7 @@ class Prices:
     def cost(self, shape: Shape) -> int:
         return self._of[shape].cost
 
-    def suffix(self, shape: Sequence_, begin: int) -> int:
+    def suffix(self, shape: Chain, begin: int) -> int:
         """From item `begin` on."""
         return self._of[shape].suffixes[begin]
 
@@ -93,7 +95,14 @@ class Prices:
         unit = self._of[shape].unit
         if unit is None:
             return min(UNREACHABLE, count * self._of[shape.body].cost)
-        return count // unit.rounds * len(unit.tokens) + len(unit.fewer[count % unit.rounds])
+        whole, rest = self._split(shape, unit, count)
+        return whole * len(unit.tokens) + len(unit.fewer[rest])
+
+    def _split(self, shape: Times, unit: Unit, count: int) -> tuple[int, int]:
+        """Units and single rounds for `count` rounds; or for some more, where that is cheaper and allowed."""
+        whole, rest = divmod(count, unit.rounds)
+        more = shape.most is None or count + unit.rounds - rest <= shape.most - shape.least + count
+        return (whole + 1, 0) if more and len(unit.fewer[rest]) >= len(unit.tokens) else (whole, rest)
 
     # ---------------------------------------------------------------- the tokens
 
@@ -102,14 +111,14 @@ class Prices:
         price = self._of[shape]
         if price.text is not None:
             yield from self._spell(price.text) or ()
-        elif isinstance(shape, Sequence_):
+        elif isinstance(shape, Chain):
             yield from self.suffix_tokens(shape, 0)
         elif isinstance(shape, Times):
             yield from self.times_tokens(shape, shape.least)
         elif price.chosen is not None:
             yield from self.tokens(price.chosen)
 
-    def suffix_tokens(self, shape: Sequence_, begin: int) -> Iterator[int]:
+    def suffix_tokens(self, shape: Chain, begin: int) -> Iterator[int]:
         for run in self._of[shape].runs:
             if run.end <= begin:
                 continue
@@ -125,9 +134,10 @@ class Prices:
             for _ in range(count):
                 yield from self.tokens(shape.body)
         elif count > 0:
-            for _ in range(count // unit.rounds):
+            whole, rest = self._split(shape, unit, count)
+            for _ in range(whole):
                 yield from unit.tokens
-            yield from unit.fewer[count % unit.rounds]
+            yield from unit.fewer[rest]
 
     # ---------------------------------------------------------------- pricing
 
@@ -139,15 +149,16 @@ class Prices:
             text = self._letter(shape)
         elif isinstance(shape, (Either, Named)):
             options = shape.items if isinstance(shape, Either) else (shape.target,)
-            best = min(options, key=lambda option: self._key(option), default=None)
+            best = min(options, key=self._key, default=None)
             if best is not None:
                 cost, text = self._of[best].cost, self._of[best].text
                 if cost < price.cost:
                     price.chosen = best
-        elif isinstance(shape, Sequence_):
+        elif isinstance(shape, Chain):
             texts = [self._of[item].text for item in shape.items]
-            if all(part is not None for part in texts) and sum(map(len, texts)) <= SHORT:  # type: ignore[arg-type]
-                text = b"".join(texts)  # type: ignore[arg-type]
+            said = [part for part in texts if part is not None]
+            if len(said) == len(texts) and sum(map(len, said)) <= SHORT:
+                text = self._with_blanks(shape, said)
             elif all(self._of[item].cost < UNREACHABLE for item in shape.items):
                 cost = self._suffixes(shape, self._runs(shape))[0]
         elif isinstance(shape, Times):
@@ -159,6 +170,19 @@ class Prices:
             return False
         price.cost, price.text = cost, text
         return True
+
+    def _with_blanks(self, shape: Chain, texts: list[bytes]) -> bytes:
+        """`texts` together; with what may be left out (a blank between JSON's tokens) where that takes fewer tokens."""
+        best = b"".join(texts)
+        if len(best) > SHORT // 4:
+            return best
+        for index, item in enumerate(shape.items):
+            more = self._of[item.body].text if isinstance(item, Times) and not texts[index] and item.most != 0 else None
+            if more and len(more) <= MAX_BLANK:
+                tried = b"".join([*texts[:index], more, *texts[index + 1 :]])
+                if len(self._spell(tried) or tried) < len(self._spell(best) or best):
+                    best, texts = tried, [*texts[:index], more, *texts[index + 1 :]]
+        return best
 
     def _key(self, shape: Shape | None) -> tuple[int, int]:
         price = self._of[shape]  # type: ignore[index]
@@ -182,22 +206,22 @@ class Prices:
         pairs = [[one, two] for one in texts[:MAX_PAIRED] for two in texts[:MAX_PAIRED] if one != two]
         found = [unit for said in ([text] for text in texts) if (unit := self._unit(said)) is not None]
         found += [unit for said in pairs if (unit := self._unit(said)) is not None]
-        found += [unit for unit in self._dense(shape.body) if unit is not None]
+        found += self._dense(shape.body)
         if found:
             price.unit = min(found, key=lambda unit: (len(unit.tokens) / unit.rounds, unit.rounds))
         cost = self.times(shape, shape.least)
-        body = self._of[shape.body].text
-        if shape.least == 1:
-            return self._of[shape.body].cost, body
-        return cost, None
+        if cost > SHORT or price.unit is None:
+            return cost, None
+        token_bytes = self._vocabulary.token_bytes
+        text = b"".join(token_bytes[token] for token in self.times_tokens(shape, shape.least))
+        return cost, text if len(text) <= SHORT else None
 
     def _units(self, body: Shape) -> list[bytes]:
         """Short texts of one round."""
         while isinstance(body, Named) and body.target is not None:
             body = body.target
         found = [self._of[item].text for item in body.items] if isinstance(body, Either) else [self._of[body].text]
-        short = [text for text in found if text and len(text) <= SHORT // 8]
-        return short[:MAX_UNITS]
+        return [text for text in found if text and len(text) <= SHORT // 8][:MAX_UNITS]
 
     def _unit(self, texts: list[bytes]) -> Unit | None:
         """`texts`, each a round, in turn as often as it is cheapest by the round."""
@@ -217,21 +241,21 @@ class Prices:
         tokens = [self._spell(b"".join(whole[:count])) or [] for count in range(best[1] + 1)]
         return Unit(best[1], tokens[-1], tokens[:-1])
 
-    def _dense(self, body: Shape) -> Iterator[Unit | None]:
-        """The token with the most letters of a set."""
+    def _dense(self, body: Shape) -> Iterator[Unit]:
+        """The token with the most letters of a set, and the fewest tokens for less than that."""
         while isinstance(body, Named) and body.target is not None:
             body = body.target
         for shape in body.items if isinstance(body, Either) else (body,):
             if isinstance(shape, Letters):
-                mask = shape.mask
+                best: dict[int, int] = {}
                 for data, token in self._vocabulary.by_length:
-                    if all(mask >> byte & 1 and byte < 128 for byte in data):
-                        fewer = [self._spell(data[:count]) for count in range(len(data))]
-                        if all(part is not None for part in fewer):
-                            yield Unit(len(data), [token], [part or [] for part in fewer])
-                        break
+                    if len(data) not in best and all(byte < 128 and shape.mask >> byte & 1 for byte in data):
+                        best[len(data)] = token
+                letter = self._letter(shape)
+                if best and letter is not None and (single := self._spell(letter)):
+                    yield _coins({1: single[0], **best})
 
-    def _suffixes(self, shape: Sequence_, runs: list[Run]) -> list[int]:
+    def _suffixes(self, shape: Chain, runs: list[Run]) -> list[int]:
         """What each item and those after it cost."""
         found = [0] * (len(shape.items) + 1)
         for run in reversed(runs):
@@ -244,7 +268,7 @@ class Prices:
                 place += len(self._of[shape.items[index]].text or b"")
         return found
 
-    def _runs(self, shape: Sequence_) -> list[Run]:
+    def _runs(self, shape: Chain) -> list[Run]:
         runs: list[Run] = []
         for index, item in enumerate(shape.items):
             text, last = self._of[item].text, runs[-1] if runs else None
@@ -266,34 +290,11 @@ class Prices:
         return self._spelled[text]
 
 
-def _inside_out(root: Shape) -> list[Shape]:
-    """Every shape once, what it contains before it where it does not contain itself. Raises `Unmodelled`."""
-    seen: dict[Shape, bool] = {root: True}
-    order: list[Shape] = []
-    stack: list[tuple[Shape, Iterator[Shape]]] = [(root, iter(_parts(root)))]
-    while stack:
-        shape, parts = stack[-1]
-        for part in parts:
-            if part not in seen:
-                seen[part] = True
-                stack.append((part, iter(_parts(part))))
-                break
-        else:
-            stack.pop()
-            order.append(shape)
-        if len(seen) > MAX_SHAPES:
-            raise Unmodelled
-    return order
-
-
-def _parts(shape: Shape) -> tuple[Shape, ...]:
-    if isinstance(shape, (Sequence_, Either)):
-        return shape.items
-    if isinstance(shape, Times):
-        return (shape.body,)
-    if isinstance(shape, Named):
-        return () if shape.target is None else (shape.target,)
-    if isinstance(shape, Letters):
-        return tuple(tail for _, _, tail in shape.tails)
-    assert isinstance(shape, Opaque)
-    return ()
+def _coins(tokens: dict[int, int]) -> Unit:
+    """`tokens` by how many letters they have; those with the most, and the fewest for each count below."""
+    most = max(tokens)
+    fewest: list[list[int]] = [[]]
+    for count in range(1, most):
+        size = min((size for size in tokens if size <= count), key=lambda size: len(fewest[count - size]))
+        fewest.append([tokens[size], *fewest[count - size]])
+    return Unit(most, [tokens[most]], fewest)

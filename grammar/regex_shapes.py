@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 from asyncengine.grammar.samples import sre
 from asyncengine.grammar.shapes import (
     MAX_CODE,
+    Chain,
     Either,
     Ranges,
-    Sequence_,
     Shape,
     Times,
     Unmodelled,
@@ -25,7 +26,6 @@ from asyncengine.grammar.shapes import (
 _PLAIN_FLAGS = re.UNICODE.value | re.DOTALL.value
 _NEWLINE = [(10, 10)]
 _CATEGORIES: dict[str, Ranges] = {
-    "DIGIT": [(48, 57)],
     "WORD": [(48, 57), (65, 90), (95, 95), (97, 122)],
     "SPACE": [(9, 13), (32, 32)],
 }
@@ -93,11 +93,11 @@ class _Reader:
             before, items = [], items[1:]
         if items and _anchor(items[-1], "AT_END", "AT_END_STRING"):
             after, items = [], items[:-1]
-        return Sequence_([*before, self._sequence(items), *after])
+        return Chain([*before, self._sequence(items), *after])
 
     def _sequence(self, items: Any) -> Shape:
         found = [self._one(str(operator), argument) for operator, argument in items]
-        return found[0] if len(found) == 1 else Sequence_(found)
+        return found[0] if len(found) == 1 else Chain(found)
 
     def _one(self, operator: str, argument: Any) -> Shape:
         match operator:
@@ -121,6 +121,12 @@ class _Reader:
         raise Unmodelled
 
 
+@functools.cache
+def digits() -> Ranges:
+    """Decimal digits of all scripts."""
+    return union((code, code) for code in range(MAX_CODE + 1) if chr(code).isdecimal())
+
+
 def _anchor(item: Any, *names: str) -> bool:
     return str(item[0]) == "AT" and str(item[1]) in names
 
@@ -137,6 +143,9 @@ def _set(items: Any) -> Ranges:
                 found.append(tuple(argument))
             case "CATEGORY":
                 _, _, name = str(argument).partition("CATEGORY_")
+                if name in ("DIGIT", "NOT_DIGIT"):
+                    found += digits() if name == "DIGIT" else complement(digits())
+                    continue
                 known = _CATEGORIES.get(name.removeprefix("NOT_"))
                 if known is None:
                     raise Unmodelled
@@ -147,4 +156,3 @@ def _set(items: Any) -> Ranges:
     if not negated:
         return union(found)
     return meet(complement(found), _ASCII) if ascii_only else complement(found)
-

@@ -17,10 +17,10 @@ from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
 from asyncengine.grammar.rules import Repeat, Rules, Symbol
 from asyncengine.grammar.schema_rules import NUMBER, schema_grammar
 from asyncengine.grammar.shapes import (
+    Chain,
     Either,
     Named,
     Opaque,
-    Sequence_,
     Shape,
     Times,
     Unmodelled,
@@ -67,7 +67,7 @@ class _Reader:
             if isinstance(shape, Named) and shape.target is None:
                 known = len(self._shapes)
                 alternatives = rules.alternatives[name]
-                shape.target = Either([Sequence_([self._symbol(s) for s in symbols]) for symbols in alternatives])
+                shape.target = Either([Chain([self._symbol(s) for s in symbols]) for symbols in alternatives])
                 pending += list(self._shapes)[known:]
 
     def _symbol(self, symbol: Symbol) -> Shape:
@@ -108,15 +108,15 @@ class _Reader:
         if not self._values:
             flexible = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
             pattern = options.get("whitespace_pattern", flexible)
-            blank = Sequence_([]) if pattern is None else Times(_or_opaque(pattern), 0, 1)
-            comma = Sequence_([blank, literal(options.get("item_separator", ",").encode()), blank])
-            colon = Sequence_([blank, literal(options.get("key_separator", ":").encode()), blank])
+            blank = Chain([]) if pattern is None else Times(_or_opaque(pattern), 0, 1)
+            comma = Chain([blank, literal(options.get("item_separator", ",").encode()), blank])
+            colon = Chain([blank, literal(options.get("key_separator", ":").encode()), blank])
             value, text = Named(), _string({})
-            member = Sequence_([text, colon, value])
+            member = Chain([text, colon, value])
             for kind, first, item in (("array", b"[]", value), ("object", b"{}", member)):
-                some = Sequence_([item, Times(Sequence_([comma, item]), 0, None), blank])
-                inner = Either([Sequence_([]), some])
-                self._values[kind] = Sequence_([literal(first[:1]), blank, inner, literal(first[1:])])
+                some = Chain([item, Times(Chain([comma, item]), 0, None), blank])
+                inner = Either([Chain([]), some])
+                self._values[kind] = Chain([literal(first[:1]), blank, inner, literal(first[1:])])
             plain = [literal(word) for word in (b"null", b"true", b"false")]
             value.target = Either([*plain, regex_shape(NUMBER), text, *list(self._values.values())])
             self._values[""] = value
@@ -143,11 +143,9 @@ def _string(schema: dict[str, Any]) -> Shape:
         if least or most is not None:
             return Opaque()
         try:
-            return Sequence_([quote, searched_shape(pattern), quote])
+            return Chain([quote, searched_shape(pattern), quote])
         except Unmodelled:
             return Opaque()
-    escape = Either([letters([(ord(c), ord(c)) for c in '"/\\bfnrt']), Sequence_([literal(b"u"), *[letters(_HEX)] * 4])])
-    char = Either([letters(RAW), Sequence_([literal(b"\\"), escape])])
-    return Sequence_([quote, Times(char, least, most), quote])
-
-
+    escape = Either([letters([(ord(c), ord(c)) for c in '"/\\bfnrt']), Chain([literal(b"u"), *[letters(_HEX)] * 4])])
+    char = Either([letters(RAW), Chain([literal(b"\\"), escape])])
+    return Chain([quote, Times(char, least, most), quote])

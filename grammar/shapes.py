@@ -6,7 +6,7 @@ texts can be is arithmetic (`prices`) and where an output stands in it is a coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 MAX_CODE = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
@@ -35,7 +35,7 @@ class Letters(Shape):
         self.tails = tails
 
 
-class Sequence_(Shape):
+class Chain(Shape):
     __slots__ = ("items",)
 
     def __init__(self, items: Sequence[Shape]) -> None:
@@ -74,7 +74,7 @@ class Opaque(Shape):
 
 
 def literal(data: bytes) -> Shape:
-    return Sequence_([Letters(1 << byte) for byte in data])
+    return Chain([Letters(1 << byte) for byte in data])
 
 
 def letters(ranges: Ranges) -> Shape:
@@ -82,12 +82,14 @@ def letters(ranges: Ranges) -> Shape:
     mask = 0
     tails: list[tuple[int, int, Shape]] = []
     low, high = _SURROGATES
-    apart = union((part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last))))
+    apart = union(
+        (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
+    )
     for first, last in apart:
         for code in range(first, min(last, 0x7F) + 1):
             mask |= 1 << code
         for (begin, end), *rest in _sequences(max(first, 0x80), last):
-            tails.append((begin, end, Sequence_([Letters(span(*part)) for part in rest])))
+            tails.append((begin, end, Chain([Letters(span(*part)) for part in rest])))
     if not mask and not tails:
         raise Unmodelled
     return Letters(mask, tails)
@@ -151,3 +153,37 @@ def _cut(first: int, last: int) -> int | None:
             if last & block != block:
                 return (last & ~block) - 1
     return None
+
+
+def inside_out(root: Shape, most: int) -> list[Shape]:
+    """Every shape once, what it contains before it where it does not contain itself. Raises `Unmodelled` for
+    more than `most`."""
+    seen: dict[Shape, bool] = {root: True}
+    order: list[Shape] = []
+    stack: list[tuple[Shape, Iterator[Shape]]] = [(root, iter(_parts(root)))]
+    while stack:
+        shape, parts = stack[-1]
+        for part in parts:
+            if part not in seen:
+                seen[part] = True
+                stack.append((part, iter(_parts(part))))
+                break
+        else:
+            stack.pop()
+            order.append(shape)
+        if len(seen) > most:
+            raise Unmodelled
+    return order
+
+
+def _parts(shape: Shape) -> tuple[Shape, ...]:
+    if isinstance(shape, (Chain, Either)):
+        return shape.items
+    if isinstance(shape, Times):
+        return (shape.body,)
+    if isinstance(shape, Named):
+        return () if shape.target is None else (shape.target,)
+    if isinstance(shape, Letters):
+        return tuple(tail for _, _, tail in shape.tails)
+    assert isinstance(shape, Opaque)
+    return ()

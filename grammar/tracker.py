@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from asyncengine.grammar.prices import Prices
-from asyncengine.grammar.shapes import Either, Letters, Named, Opaque, Sequence_, Shape, Times
+from asyncengine.grammar.shapes import Chain, Either, Letters, Named, Opaque, Shape, Times
 
 MAX_STEPS = 20_000
 """Steps from place to place that one token may take, some twenty milliseconds."""
@@ -29,7 +29,7 @@ class Place:
 
     __slots__ = ("__weakref__", "index", "outer", "rest", "shape")
 
-    def __init__(self, shape: Sequence_ | Times, index: int, outer: Place | None, rest: int) -> None:
+    def __init__(self, shape: Chain | Times, index: int, outer: Place | None, rest: int) -> None:
         self.shape = shape
         self.index = index
         self.outer = outer
@@ -87,7 +87,7 @@ class Tracker:
                 elif byte >= 0x80:
                     for low, high, tail in letters.tails:
                         if low <= byte <= high:
-                            assert isinstance(tail, Sequence_)
+                            assert isinstance(tail, Chain)
                             found[self._place(tail, -1, outer)] = None
             if not found:
                 return None
@@ -119,7 +119,7 @@ class Tracker:
         if place is None:
             return
         shape, index, outer = place.shape, place.index, place.outer
-        if isinstance(shape, Sequence_):
+        if isinstance(shape, Chain):
             if index + 1 < len(shape.items):
                 yield self._item(shape, index + 1, outer)
             else:
@@ -133,7 +133,7 @@ class Tracker:
 
     def _into(self, shape: Shape, outer: Place | None) -> Iterator[tuple[Shape | None, Place | None]]:
         """What a shape begins with."""
-        if isinstance(shape, Sequence_):
+        if isinstance(shape, Chain):
             yield self._item(shape, 0, outer) if shape.items else (None, outer)
         elif isinstance(shape, Either):
             for item in shape.items:
@@ -149,11 +149,11 @@ class Tracker:
         elif isinstance(shape, Opaque):
             raise Lost
 
-    def _item(self, shape: Sequence_, index: int, outer: Place | None) -> tuple[Shape, Place | None]:
+    def _item(self, shape: Chain, index: int, outer: Place | None) -> tuple[Shape, Place | None]:
         last = index + 1 == len(shape.items)
         return shape.items[index], outer if last else self._place(shape, index, outer)
 
-    def _place(self, shape: Sequence_ | Times, index: int, outer: Place | None) -> Place:
+    def _place(self, shape: Chain | Times, index: int, outer: Place | None) -> Place:
         key = id(shape), index, id(outer)
         place = self._known.get(key)
         if place is None:

@@ -87,6 +87,16 @@ class Automaton:
         return seen
 
 
+def accepts(tree: Tree, data: bytes) -> bool:
+    automaton = Automaton()
+    begin = automaton.state()
+    end = automaton.build(tree, begin)
+    states = automaton.closed({begin})
+    for byte in data:
+        states = automaton.closed({there for here in states for chars, there in automaton.moves[here] if byte in chars})
+    return end in states
+
+
 def least_tokens(tree: Tree, tokens: Sequence[bytes]) -> int:
     """The fewest of `tokens` whose text is in the language."""
     automaton = Automaton()

@@ -111,6 +111,14 @@ class ByteClosing:
         self._assure(at_most + 1)
         return False
 
+    def catch_up(self, symbols: list[int], at_most: int) -> None:
+        """The output has said `symbols` since this was made. Raises `GrammarError` if the library cannot follow."""
+        if not self._follow(symbols):
+            raise GrammarError("grammar", "the output is not one of the grammar's")
+        way = self._way
+        if way is not None and symbols and not self._seek(way, 0, at_most):
+            self._way, self._lost, self._pause, self._waited = None, way, 1, 0
+
     # ---------------------------------------------------------------- where the output stands
 
     def _follow(self, symbols: list[int]) -> bool:

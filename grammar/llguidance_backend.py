@@ -22,8 +22,9 @@ from typing import Any
 import llguidance
 
 from asyncengine.errors import GrammarError, GrammarImpossible, GrammarTooLarge
-from asyncengine.grammar.backend import Mask
+from asyncengine.grammar.backend import Closing, Mask
 from asyncengine.grammar.closing import ByteClosing
+from asyncengine.grammar.counted import Counted, CountedClosing
 from asyncengine.grammar.keywords import explain, summary
 from asyncengine.grammar.lower import to_llguidance, without_numbers
 from asyncengine.grammar.samples import needed_keys, ways_out
@@ -31,7 +32,7 @@ from asyncengine.grammar.search import EFFORT, LONGEST, Search
 from asyncengine.grammar.spec import Grammar
 from asyncengine.grammar.trial import Trial, known_safe
 from asyncengine.grammar.vocabulary import Vocabulary
-from asyncengine.grammar.walks import Effort
+from asyncengine.grammar.walks import Effort, Tail, leads
 from asyncengine.grammar.ways import UNREACHABLE, Way
 
 TEMPLATE_BYTES = 600_000
@@ -89,6 +90,7 @@ class LlgTemplate:
         self._matcher = backend.matcher(grammar, self.text, vocabulary.ll_tokenizer)
         self._bytes = self.own_bytes()
         self._spoiled = False
+        self._counted, self._tokens = self._count()
         self._search, self._way = self._first_way()
         self.refined = False
 
@@ -105,6 +107,22 @@ class LlgTemplate:
         """What to raise for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
+    def _count(self) -> tuple[Counted | None, list[int]]:
+        """How the grammar counts, with the tokens of a complete output; None where that is unknown, or the library does
+        not agree."""
+        vocabulary = self.backend.vocabulary
+        counted = Counted.of(self.grammar, vocabulary)
+        if counted is not None:
+            tokens = counted.tokens()
+            symbols = [symbol for token in tokens for symbol in vocabulary.symbols(token)]
+            probe = self._bytes.deep_copy()
+            if leads(probe, Tail([*symbols, 256 + len(vocabulary.marks)])):
+                return counted, tokens
+            probe.compute_bitmask()
+            if probe.is_error():
+                self._bytes = self.own_bytes()
+        return None, []
+
     def _first_way(self) -> tuple[Search, Way]:
         """The first way found, and the search that found it: JSON's habits, or for Lark those that lead there sooner.
 
@@ -112,6 +130,9 @@ class LlgTemplate:
         """
         hints = ways_out(self.grammar, self.text)
         keys = needed_keys(self.grammar)
+        if self._counted is not None:
+            symbols = [symbol for token in self._tokens for symbol in self.backend.vocabulary.symbols(token)]
+            return Search(self.backend.vocabulary, hints, keys), Way(symbols, self.backend.vocabulary)
         habits = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
         found: list[tuple[int, Search, Way]] = []
         reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
@@ -140,7 +161,8 @@ class LlgTemplate:
 
     @property
     def min_tokens(self) -> int:
-        return self._way.cost(0)
+        known = self._way.cost(0)
+        return known if self._counted is None else min(known, len(self._tokens))
 
     def refine(self) -> None:
         if not self.refined:
@@ -161,8 +183,19 @@ class LlgTemplate:
     def new_state(self) -> LlgState:
         return LlgState(self, self._copy(self._matcher))
 
-    def new_closing(self) -> ByteClosing:
-        return ByteClosing(self, self._search, self.backend.vocabulary, self._copy(self._bytes), self._way)
+    def new_closing(self) -> Closing:
+        if self._counted is None:
+            return self._searching()
+        vocabulary, way = self.backend.vocabulary, self._way
+        tokens = self._tokens if len(self._tokens) <= way.cost(0) else way.tokens()
+        return CountedClosing(self, self._counted, vocabulary, tokens, self._searching)
+
+    def _searching(self) -> ByteClosing:
+        return ByteClosing(self, self._search, self.backend.vocabulary, self.new_bytes(), self._way)
+
+    def new_bytes(self) -> Any:
+        """A matcher over bytes, at the beginning; others may share its lexer. Raises `GrammarError` if it is broken."""
+        return self._copy(self._bytes)
 
     def _copy(self, matcher: Any) -> Any:
         copy = matcher.deep_copy()

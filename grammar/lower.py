@@ -54,6 +54,12 @@ def to_llguidance(grammar: Grammar) -> str:
     return str(LLMatcher.grammar_from_lark(f"start: OUTPUT\nOUTPUT: {fragment(grammar)}\n"))
 
 
+def json_options(grammar: Grammar, schema: dict[str, Any]) -> dict[str, Any]:
+    """llguidance's JSON options for a schema."""
+    own = schema.get("x-guidance")
+    return {**OPTIONS[grammar.whitespace], **_escapes(schema), **(own if isinstance(own, dict) else {})}
+
+
 def without_numbers(grammar: Grammar) -> str:
     """The text for a trial: what `to_llguidance` makes, a schema without its bounds of numbers (which the library gets
     to see in that form, and then as rules of ours, which do not nest)."""

@@ -42,6 +42,10 @@ class Rules:
         """A name for Lark text, such as `%json {...}`, that is written once however often it is used."""
         return self._texts.setdefault(text, f"t{len(self._texts)}")
 
+    def names(self) -> list[tuple[str, str]]:
+        """(text, its name) of all terminals and texts."""
+        return [*self._texts.items(), *self._terminals.items()]
+
     def prune(self) -> None:
         """Drop alternatives that never end in a text, and rules without any. Linear."""
         users: dict[str, list[tuple[str, int]]] = {}
@@ -87,7 +91,7 @@ class Rules:
         for name in order:
             unique = dict.fromkeys(" ".join(map(_written, symbols)) or '""' for symbols in self.alternatives[name])
             lines.append(f"{name}: {' | '.join(unique)}")
-        lines += [f"{name}: {text}" for text, name in (*self._texts.items(), *self._terminals.items())]
+        lines += [f"{name}: {text}" for text, name in self.names()]
         return "\n".join(lines) + "\n"
 
 

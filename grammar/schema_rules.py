@@ -50,6 +50,12 @@ def schema_lark(schema: dict[str, Any], options: dict[str, Any]) -> str:
     Raises `GrammarImpossible` naming the bounds that no number keeps, `GrammarUnsupported` for what cannot be written
     beside such numbers, `GrammarTooLarge`, and `GrammarError` for a malformed schema.
     """
+    rules, start = schema_grammar(schema, options)
+    return rules.lark(start)
+
+
+def schema_grammar(schema: dict[str, Any], options: dict[str, Any]) -> tuple[Rules, str]:
+    """The rules, and the name of the one for the whole value. Otherwise as `schema_lark`."""
     return _Builder(schema, options).build()
 
 
@@ -71,7 +77,7 @@ class _Builder:
     def _separator(self, text: str) -> list[Symbol]:
         return [*self._blank, self.rules.terminal(regex(text)), *self._blank]
 
-    def build(self) -> str:
+    def build(self) -> tuple[Rules, str]:
         start = self.node((Entry("", self.root),))
         while self._todo:
             name, conjunction = self._todo.pop()
@@ -83,7 +89,7 @@ class _Builder:
         if not self.rules.alternatives[start]:
             detail = f"; there is no {self._empty[0]}" if self._empty else ""
             raise GrammarImpossible("grammar", f"no JSON value is valid under this schema{detail}")
-        return self.rules.lark(start)
+        return self.rules, start
 
     def node(self, conjunction: Conjunction) -> str:
         """The rule of what must satisfy all of `conjunction`."""

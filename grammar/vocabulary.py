@@ -101,6 +101,12 @@ class Vocabulary:
         return {begin: tuple(sorted(found)) for begin, found in table.items()}
 
     @cached_property
+    def by_length(self) -> list[tuple[bytes, int]]:
+        """Ordinary tokens of more than one byte, longest first, the lowest id first among equals."""
+        long = [(data, i) for i, data in enumerate(self.token_bytes) if len(data) > 1 and i not in self.special_ids]
+        return sorted(long, key=lambda item: (-len(item[0]), item[1]))
+
+    @cached_property
     def filler(self) -> int:
         """The byte of which the most fit into one token: text that only has to be long is cheapest made of it."""
         runs = [data for data in self.by_bytes if 33 <= data[0] < 127 and data == data[:1] * len(data)]

@@ -58,6 +58,14 @@ class Way:
         self._cut()
         return self._firsts[start]
 
+    def tokens(self) -> list[int]:
+        """All of them, from the beginning."""
+        found, at = [], 0
+        while at < len(self.symbols):
+            found.append(self.first(at))
+            at += len(self._vocabulary.symbols(found[-1]))
+        return found
+
     def _cut(self) -> None:
         """Fewest tokens to the end, position by position backwards."""
         todo = len(self.symbols) - len(self._firsts)

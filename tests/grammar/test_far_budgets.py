@@ -61,7 +61,7 @@ def test_a_long_text_is_not_forbidden_where_the_budget_allows_it(vocabulary: Voc
 
 
 def test_a_long_text_that_does_not_fit_is_not_begun(vocabulary: Vocabulary) -> None:
-    for least, budget in ((9_000, 2_000), (600, 200), (40_000, 1_000)):
+    for least, budget in ((9_000, 1_700), (600, 100), (60_000, 700)):
         matcher = Matcher(compiled(vocabulary, note(minLength=least)), budget, "close")
         output = write(vocabulary, matcher, '{"note":"the', budget)
         assert matcher.steered, least
@@ -172,7 +172,7 @@ def test_where_no_way_is_known_the_output_goes_on_while_the_budget_is_far(
     monkeypatch.setattr("asyncengine.grammar.closing.LEAST", 20)
     monkeypatch.setattr("asyncengine.grammar.closing.ACCOUNT", 0)
     monkeypatch.setattr("asyncengine.grammar.closing.REFILL", 0)
-    schema = note(pattern="^.{200}end$")
+    schema = note(pattern="^(?i:.{200}end)$")  # flags of a group are not counted with
     template = compiled(vocabulary, schema)
     good = '{"note":"' + "x" * 200 + 'end"}'
     matcher = Matcher(template, 1000, "close")

@@ -1,0 +1,189 @@
+"""A grammar as data that can be counted with: letters, sequences, alternatives, and repetitions kept as their counts.
+
+What a library's automaton unrolls (`.{2000}` is two thousand states), stays one node here, so that how short its
+texts can be is arithmetic (`prices`) and where an output stands in it is a count (`tracker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+MAX_CODE = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+Ranges = list[tuple[int, int]]
+"""Code points from one to another, ends included; ascending and apart."""
+
+
+class Unmodelled(Exception):
+    """This part of a grammar has no shape. Never leaves the package."""
+
+
+class Shape:
+    """A set of texts. Compared by identity: shapes may lead into themselves."""
+
+    __slots__ = ()
+
+
+class Letters(Shape):
+    """One character of a set, or one byte of one."""
+
+    __slots__ = ("mask", "tails")
+
+    def __init__(self, mask: int, tails: Sequence[tuple[int, int, Shape]] = ()) -> None:
+        """`mask`: bit b for byte b by itself. `tails`: first bytes from one to another, and what follows them."""
+        self.mask = mask
+        self.tails = tails
+
+
+class Chain(Shape):
+    __slots__ = ("items",)
+
+    def __init__(self, items: Sequence[Shape]) -> None:
+        self.items = tuple(items)
+
+
+class Either(Shape):
+    __slots__ = ("items",)
+
+    def __init__(self, items: Sequence[Shape]) -> None:
+        self.items = tuple(items)
+
+
+class Times(Shape):
+    __slots__ = ("body", "least", "most")
+
+    def __init__(self, body: Shape, least: int, most: int | None) -> None:
+        self.body = body
+        self.least = least
+        self.most = most
+
+
+class Named(Shape):
+    """Stands for another shape, which may be given later and contain this one."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: Shape | None = None) -> None:
+        self.target = target
+
+
+class Opaque(Shape):
+    """Texts nobody here can say anything about."""
+
+    __slots__ = ()
+
+
+def literal(data: bytes) -> Shape:
+    return Chain([Letters(1 << byte) for byte in data])
+
+
+def letters(ranges: Ranges) -> Shape:
+    """One character of `ranges`, in UTF-8. Surrogates, which it cannot spell, are left out."""
+    mask = 0
+    tails: list[tuple[int, int, Shape]] = []
+    low, high = _SURROGATES
+    apart = union(
+        (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
+    )
+    for first, last in apart:
+        for code in range(first, min(last, 0x7F) + 1):
+            mask |= 1 << code
+        for (begin, end), *rest in _sequences(max(first, 0x80), last):
+            tails.append((begin, end, Chain([Letters(span(*part)) for part in rest])))
+    if not mask and not tails:
+        raise Unmodelled
+    return Letters(mask, tails)
+
+
+def span(first: int, last: int) -> int:
+    """The bits from `first` to `last`."""
+    return (1 << last + 1) - (1 << first)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same code points as ranges that are ascending and apart."""
+    found: Ranges = []
+    for first, last in sorted((first, last) for first, last in ranges if first <= last):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        else:
+            found.append((first, last))
+    return found
+
+
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    at, found = 0, []
+    for first, last in union(ranges):
+        found.append((at, first - 1))
+        at = last + 1
+    return union([*found, (at, MAX_CODE)])
+
+
+def meet(ranges: Ranges, others: Ranges) -> Ranges:
+    """Code points in both."""
+    return complement([*complement(ranges), *complement(others)])
+
+
+def _sequences(first: int, last: int) -> list[list[tuple[int, int]]]:
+    """The UTF-8 of the code points from `first` to `last` as products of ranges of bytes."""
+    found: list[list[tuple[int, int]]] = []
+    todo = [(first, last)]
+    while todo:
+        first, last = todo.pop()
+        if first > last:
+            continue
+        cut = _cut(first, last)
+        if cut is None:
+            found.append(list(zip(chr(first).encode(), chr(last).encode(), strict=True)))
+        else:
+            todo += [(cut + 1, last), (first, cut)]
+    return found
+
+
+def _cut(first: int, last: int) -> int | None:
+    """Where the range must be cut so that each part is a product; None: it is one."""
+    for top in (0x7F, 0x7FF, 0xFFFF):
+        if first <= top < last:
+            return top
+    for size in (6, 12, 18):
+        block = (1 << size) - 1
+        if first & ~block != last & ~block:
+            if first & block:
+                return first | block
+            if last & block != block:
+                return (last & ~block) - 1
+    return None
+
+
+def inside_out(root: Shape, most: int) -> list[Shape]:
+    """Every shape once, what it contains before it where it does not contain itself. Raises `Unmodelled` for
+    more than `most`."""
+    seen: dict[Shape, bool] = {root: True}
+    order: list[Shape] = []
+    stack: list[tuple[Shape, Iterator[Shape]]] = [(root, iter(_parts(root)))]
+    while stack:
+        shape, parts = stack[-1]
+        for part in parts:
+            if part not in seen:
+                seen[part] = True
+                stack.append((part, iter(_parts(part))))
+                break
+        else:
+            stack.pop()
+            order.append(shape)
+        if len(seen) > most:
+            raise Unmodelled
+    return order
+
+
+def _parts(shape: Shape) -> tuple[Shape, ...]:
+    if isinstance(shape, (Chain, Either)):
+        return shape.items
+    if isinstance(shape, Times):
+        return (shape.body,)
+    if isinstance(shape, Named):
+        return () if shape.target is None else (shape.target,)
+    if isinstance(shape, Letters):
+        return tuple(tail for _, _, tail in shape.tails)
+    assert isinstance(shape, Opaque)
+    return ()

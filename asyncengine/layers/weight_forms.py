@@ -52,7 +52,7 @@ class WeightForm(Protocol):
         ...
 
     def product(self, bias: torch.Tensor | None) -> Any:
-        """What the fused layer kernels take (`kernels.cpu.fused_layer.LinearWeights`); None: they do not take this form."""
+        """What fused layers take (`kernels.cpu.fused_layer.LinearWeights`); None: they do not take this form."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Nemotron (Parmar et al. 2024): layer norms by 1 + weight, a squared ReLU without a gate, half of each head rotated."""
+"""Nemotron (Parmar et al. 2024): layer norms by 1 + weight, a squared ReLU without a gate, half of a head rotated."""
 
 from __future__ import annotations
 

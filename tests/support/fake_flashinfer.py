@@ -190,9 +190,7 @@ class FakeFlashInfer:
     def gemma_rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return self._normed("gemma_rmsnorm", input, weight, eps, 1.0)
 
-    def _normed(
-        self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-    ) -> torch.Tensor:
+    def _normed(self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         assert input.dim() in (2, 3)
         assert input.stride(-1) == 1
         assert input.dim() == 3 or input.is_contiguous()

@@ -1,4 +1,4 @@
-"""The one door by which weights come: what it refuses, what it finds, what it takes in memory, and that it stays open."""
+"""The one door by which weights come: what it refuses, what it finds, what memory it takes, and that it stays open."""
 
 from __future__ import annotations
 
@@ -151,8 +151,9 @@ def test_a_tied_model_s_heads_are_what_transformers_takes(case: str, checkpoint:
 # ---------------------------------------------------------------- updates
 
 FORMS: list[tuple[str, str, Any]] = [
-    ("qwen3", "bfloat16", None), ("qwen3", "float32", None), ("qwen3", "bfloat16", "int8"), ("qwen3", "float32", "int4"),
-    ("llama", "bfloat16", None), ("llama", "float32", "int8"), ("llama", "bfloat16", "int4"), ("qwen2", "float16", None),
+    ("qwen3", "bfloat16", None), ("qwen3", "float32", None), ("qwen3", "bfloat16", "int8"),
+    ("qwen3", "float32", "int4"), ("llama", "bfloat16", None), ("llama", "float32", "int8"),
+    ("llama", "bfloat16", "int4"), ("qwen2", "float16", None),
 ]  # fmt: skip
 """qwen3 is tied, llama's widths fill no panels, and qwen2 has biases."""
 

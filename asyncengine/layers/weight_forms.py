@@ -234,6 +234,7 @@ class QuantizedWeight:
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
         from asyncengine.kernels.cpu import gemm_quantized as quantized
         from asyncengine.kernels.cpu import quantize as quantizing
+        from asyncengine.kernels.cpu.quantized_tiles import PANEL
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self.bits = bits
@@ -241,7 +242,8 @@ class QuantizedWeight:
         self._dtype = dtype
         self._release = release
         self.numbers, self.scales = quantizing.empty(outputs, inputs, bits)
-        self._meets = any(bound % quantizing.PANEL for bound in bounds)
+        self._panel = PANEL
+        self._meets = any(bound % PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""
         self._waiting: torch.Tensor | None = None
         self._missing = 0
@@ -257,7 +259,7 @@ class QuantizedWeight:
     def load(self, first: int, weight: torch.Tensor) -> None:
         """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
         if not self._meets:
-            last, panel = first + len(weight), self._quantizing.PANEL
+            last, panel = first + len(weight), self._panel
             if first % panel or (last % panel and last != self.outputs):
                 raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
             for begin, part in parts_of(weight, self._release):

@@ -86,6 +86,7 @@ def load_model(
         if device.type == "cpu":
             bound_kernel_caches()
         read = decoder_config_of(hf_config) if config.fuse else None
+        model: CausalLM
         if read is not None:
             with _typed(checkpoint.folder):
                 described = read(hf_config.get_text_config(), max_model_len)

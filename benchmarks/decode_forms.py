@@ -1,11 +1,12 @@
 """One decoding step in several forms, taking turns: python benchmarks/decode_forms.py --rows 1 4 16
 
-    [--forms panels no-spans onednn int8 int4 --steps 30 --threads 2]
+    [--forms panels layer-by-layer onednn int8 int4 --steps 30 --threads 2]
 
 Random weights of the Qwen3-0.6B shape, bfloat16, a model runner for each form in one process, 64 tokens of context at
-first. "panels" is what an engine runs, "no-spans" the same with a call for each kernel, "onednn" with oneDNN's products
-as well. Medians in milliseconds; in brackets the median of the first form's time over this one's, turn by turn. With
-them the memory's bandwidth, read between the turns, and the share of it that the first form reaches with its weights.
+first. "panels" is what an engine runs, "layer-by-layer" the same with a call for each kernel, "onednn" with oneDNN's
+products as well. Medians in milliseconds; in brackets the median of the first form's time over this one's, turn by
+turn. With them the memory's bandwidth, read between the turns, and the share of it that the first form reaches with its
+weights.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import torch
 from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.config import EngineConfig
-from asyncengine.models import fused_model, fusions, output_layer
+from asyncengine.kernels.cpu import packed
+from asyncengine.models import decoder
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row, RowSpec
 
-FORMS = ("panels", "no-spans", "onednn", "int8", "int4")
+FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4")
 CONTEXT, PAGE = 64, 16
 BUFFER = 2**29
 
@@ -41,11 +43,10 @@ def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRun
         quantization=form if form.startswith("int") else None,
     )  # fmt: skip
     with ExitStack() as changed:
-        if form in ("no-spans", "onednn"):
-            changed.enter_context(patch.object(fused_model, "short_steps", lambda *_: None))
+        if form in ("layer-by-layer", "onednn"):
+            changed.enter_context(patch.object(decoder, "fused_layers", lambda *_: None))
         if form == "onednn":
-            for module in (fusions, output_layer):
-                changed.enter_context(patch.object(module, "panels_serve", lambda *_: False))
+            changed.enter_context(patch.object(packed, "packing_pays", lambda *_: False))
         return build_runner(load_model(folder, config), config)
 
 

@@ -4,10 +4,10 @@
 
 Random weights (`load_format="dummy"`), a model runner driven by hand: decode steps of each batch size, then steps of
 one prompt. Each part is timed on its own by wrapping what computes it; a part's time is without that of the parts it
-calls, so that they add up to the whole. "model's Python" is what remains of the forward: the embedding, the rotation
-tables and everything between the calls; "step" is what remains of the step: the batch, sampling, the way back.
-"spans" are products, norms and activations where all between two attentions is one call; "preparing" is flattening the
-batch and planning attention.
+calls, so that they add up to the whole. "fused layers" are all layers in one call, their attention included, as short
+steps of common models run; with --layers every layer's kernels are called one by one instead. "model's Python" is what
+remains of the forward; "preparing" is flattening the batch and planning attention; "step" is what remains of the step:
+the batch, sampling, the way back.
 Medians over steps, in milliseconds, of a whole step and of each part; "untimed" is the step without any wrapper.
 """
 
@@ -24,14 +24,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from asyncengine.models.attention_function import LayerAttention
-from asyncengine.models.quantized import QuantizedLinear
 from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
-from asyncengine.models import linears
+from asyncengine.layers.embedding import Embedding, LMHead
+from asyncengine.layers.fused import FusedLayers
+from asyncengine.layers.mlp import MLP
+from asyncengine.layers.norm import Norm
+from asyncengine.layers.rotary import Rotary
+from asyncengine.layers.weight_forms import DenseWeight, OneDnnWeight, PackedWeight, QuantizedWeight
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.fallback.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
@@ -44,7 +48,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     parts = Parts()
     with parts.wrapped():
-        runner, fused = make_runner(options, parts)
+        runner, fused = make_runner(options)
         report: dict[str, Any] = {"options": vars(options), "fused": fused, "milliseconds": {}}
         for name, make in cases(runner, options):
             report["milliseconds"][name] = measure(make, parts, options.steps)
@@ -62,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="steps of each kind, timed and untimed each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--attention", default="auto", help="attention_backend")
+    parser.add_argument("--layers", action="store_true", help="no fused layers")
     parser.add_argument("--plain", action="store_true", help="transformers' own layers (fuse=False)")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -95,19 +100,22 @@ class Parts:
     @contextmanager
     def wrapped(self) -> Iterator[None]:
         """Everything that is built within is timed while `on` is true."""
-        places = [
+        places: list[tuple[str, Any, str]] = [
             ("products", torch.nn.Linear, "forward"),
-            ("products", linears.FastLinear, "forward"),
-            ("products", linears.PanelLinear, "forward"),
-            ("products", QuantizedLinear, "forward"),
+            *(("products", form, "multiply") for form in (DenseWeight, OneDnnWeight, PackedWeight, QuantizedWeight)),
+            ("output layer", LMHead, "__call__"),
+            ("embedding", Embedding, "__call__"),
+            ("rotary", Rotary, "__call__"),
             ("preparing", StepBuffers, "build"),
             ("preparing", CompiledBackend, "plan"),
-            ("spans", FusedLayerKernel, "__call__"),
+            ("fused layers", FusedLayers, "__call__"),
+            ("attention", CompiledBackend, "attend_merged"),
+            ("attention", CompiledBackend, "write"),
+            ("attention", CompiledBackend, "attend"),
             ("attention", LayerAttention, "__call__"),
-            ("attention", LayerAttention, "_merged"),
-            ("norms", linears.RMSNorm, "forward"),
-            ("norms", linears.RMSNorm, "add"),
-            ("activation", linears.GatedMLP, "forward"),
+            ("norms", Norm, "__call__"),
+            ("norms", Norm, "add"),
+            ("activation", MLP, "__call__"),
             ("model's Python", ModelRunner, "_compute"),
         ]
         before = [(owner, method, getattr(owner, method)) for _, owner, method in places]
@@ -120,7 +128,7 @@ class Parts:
                 setattr(owner, method, own)
 
 
-def make_runner(options: argparse.Namespace, parts: Parts) -> tuple[ModelRunner, list[str]]:
+def make_runner(options: argparse.Namespace) -> tuple[ModelRunner, list[str]]:
     from transformers import Qwen3Config
 
     length = max(options.input + 2 * options.steps + 8, options.prompt + 1)
@@ -132,9 +140,8 @@ def make_runner(options: argparse.Namespace, parts: Parts) -> tuple[ModelRunner,
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(**SHAPES[options.shape]).save_pretrained(folder)
         model = load_model(folder, config)
-    head = model.module.get_output_embeddings()
-    own = type(head).forward
-    head.forward = parts.timed("output layer", getattr(own, "__wrapped__", own).__get__(head))  # not as a product
+    if options.layers and isinstance(model.model, Decoder):
+        model.model.fused = None
     return build_runner(model, config), model.fused
 
 

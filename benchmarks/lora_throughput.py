@@ -78,7 +78,7 @@ def main() -> None:
             max_model_len=options.input + options.output, kv_cache_memory=f"{options.kv_mib}MiB", show_progress=False,
         )  # fmt: skip
         model = load_model(folder, config)
-        lora = install_lora(model.module, options.slots, options.max_rank)
+        lora = install_lora(model.model, options.slots, options.max_rank)
         runner = build_runner(model, config, lora=lora)
     seconds_to_write = fill(lora, options)
     report = measure(runner, options)

@@ -11,19 +11,23 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoTokenizer
 
 from asyncengine import Engine, EngineConfig, SamplingParams
+from asyncengine.attention.base import StepView
+from asyncengine.attention.factory import make_backend
 from asyncengine.demo import MODEL_PATH
+from asyncengine.layers.step import StepContext
 from asyncengine.models.loading import LoadedModel, load_model
-from asyncengine.models.watching import answering
 from tools.demo_model.batches import Encoder
 from tools.demo_model.conversations import MAKERS
 from tools.demo_model.dialogue import Conversation
 from tools.demo_model.evaluate import evaluate, held_out
 
 FORMS: tuple[Any, ...] = (None, "int8", "int4")
+PAGE = 16
 
 
 @dataclass(slots=True)
@@ -52,10 +56,19 @@ class Totals:
 
 
 def logits_of(model: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(len(ids))
-    with torch.inference_mode(), answering(model.attention_modules):
-        output = model.module(input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=places)
-        return output.logits[0].float().clone()
+    """[T, vocab] of one sequence, in float32."""
+    count = len(ids)
+    pages = -(-count // PAGE)
+    config = EngineConfig(page_size=PAGE)
+    backend = make_backend(config, model.layers, 1 + pages, model.dtype, model.device, count)
+    table = np.arange(1, 1 + pages, dtype=np.int32)[None]
+    starts, counts, ends = (np.array(value, dtype=np.int64) for value in ([0], [count], [0, count]))
+    places = torch.arange(count)
+    backend.plan(StepView(starts, counts, ends, table, places + PAGE))
+    with torch.inference_mode():
+        logits = model.model.forward(ids, StepContext(places, backend), places).float().clone()
+    backend.close()
+    return logits
 
 
 def compare_logits(count: int, seed: int) -> dict[str, Totals]:

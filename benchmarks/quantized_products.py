@@ -14,11 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from asyncengine.models.linears import FastLinear, PanelLinear
-from asyncengine.models.output_layer import OutputLayer
-from asyncengine.models.quantized import QuantizedLinear
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.layers.weight_forms import OneDnnWeight, PackedWeight, QuantizedWeight, RowMajorWeight, WeightForm
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = (151936, 1024)
@@ -28,32 +26,43 @@ BYTES = {"bf16 packed": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53125}
 Form = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_layer(outputs: int, inputs: int) -> dict[str, Form]:
-    weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
-    return {
-        "bf16 packed": FastLinear(weight, None, pack=True),
-        "bf16 panels": PanelLinear(weight, None),
-        "int8": QuantizedLinear(weight, None, 8),
-        "int4": QuantizedLinear(weight, None, 4),
+def forms_of(outputs: int, inputs: int) -> dict[str, WeightForm]:
+    """One weight in every form."""
+    dtype = torch.bfloat16
+    forms: dict[str, WeightForm] = {
+        "bf16 packed": OneDnnWeight(outputs, inputs, dtype),
+        "bf16 panels": PackedWeight(outputs, inputs, dtype),
+        "int8": QuantizedWeight(outputs, inputs, 8, dtype),
+        "int4": QuantizedWeight(outputs, inputs, 4, dtype),
     }
+    weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
+    for form in forms.values():
+        form.load(0, weight)
+    return forms
+
+
+def make_layer(outputs: int, inputs: int) -> dict[str, Form]:
+    forms = forms_of(outputs, inputs)
+    return {name: lambda x, form=form: form.multiply(x, None) for name, form in forms.items()}  # type: ignore[misc]
 
 
 def make_head() -> dict[str, Form]:
-    """Packing would make a second copy of an embedding that is the output layer as well."""
-    weight = torch.nn.Parameter((torch.randn(HEAD) * 0.02).bfloat16(), requires_grad=False)
-    return {
-        "bf16 F.linear": lambda x: torch.nn.functional.linear(x, weight),
-        "bf16 packed": FastLinear(weight, None, pack=True),
-        "bf16": OutputLayer(weight, None),
-        "bf16 panels": PanelLinear(weight, None, OutputBufferPool()),
-        "int8": QuantizedLinear(weight, None, 8, logits=True),
-        "int4": QuantizedLinear(weight, None, 4, logits=True),
+    """Logits are float32 but for oneDNN's, which cannot be looked up in where the embedding is the output layer."""
+    forms = forms_of(*HEAD)
+    plain = RowMajorWeight(*HEAD, torch.bfloat16)
+    plain.load(0, (torch.randn(HEAD) * 0.02).bfloat16())
+    memory = {name: OutputBufferPool() for name in (*forms, "bf16")}
+    found: dict[str, Form] = {"bf16 F.linear": lambda x: torch.nn.functional.linear(x, plain.weight)}
+    found |= {
+        name: lambda x, form=form, name=name: form.logits(x, None, memory[name])  # type: ignore[misc]
+        for name, form in {**forms, "bf16": plain}.items()
     }
+    return found
 
 
 def measure(copies: list[dict[str, Form]], rows: int, inputs: int, rounds: int) -> dict[str, float]:
     """Milliseconds of one product by form."""
-    x = torch.randn(1, rows, inputs).bfloat16()
+    x = torch.randn(rows, inputs).bfloat16()
     times: dict[str, list[float]] = {name: [] for name in copies[0]}
     for turn in range(rounds + 1):
         for name, measured in times.items():

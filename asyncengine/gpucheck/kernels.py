@@ -14,7 +14,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.gpucheck.pairs import Pair, Parts
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, flashinfer_missing
-from asyncengine.models.kernels import DeviceKernels
+from asyncengine.layers.kernels import ACTIVATIONS, FlashInferKernels
 from asyncengine.runner.graphs import Capture, CudaCapture
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
@@ -113,14 +113,17 @@ def _warm_up(case: Case, device: torch.device) -> None:
 
 def _warm_up_others(device: torch.device) -> None:
     """Norms, activations and rotary embedding, in shapes of no importance."""
-    kernels = DeviceKernels(load_flashinfer())
+    kernels = FlashInferKernels(load_flashinfer())
     x = torch.ones((4, 256), dtype=torch.bfloat16, device=device)
-    kernels.rms_norm(x, x[0], 1e-6)
-    for gated in kernels.gated():
-        gated(x)
-    heads = torch.ones((1, 2, 4, 64), dtype=torch.bfloat16, device=device)
-    angles = torch.zeros((1, 4, 64), dtype=torch.bfloat16, device=device)
-    kernels.rotation()(heads, heads, angles, angles)
+    for offset in (0.0, 1.0):
+        kernels.rms_norm(x, x[0], 1e-6, offset)
+    for name in ACTIVATIONS:
+        gated = kernels.gated(name)
+        if gated is not None:
+            gated(x)
+    heads = torch.ones((4, 2, 64), dtype=torch.bfloat16, device=device)
+    angles = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
+    kernels.rotate(heads, heads, angles, angles)
 
 
 # ---------------------------------------------------------------- comparing

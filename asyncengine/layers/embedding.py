@@ -12,7 +12,7 @@ from asyncengine.layers.linear import Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
-from asyncengine.layers.weight_forms import WeightForm
+from asyncengine.layers.weight_forms import WeightForm, parts_of
 
 
 class Embedding:
@@ -28,6 +28,7 @@ class Embedding:
         self.scale = float(torch.tensor(scale).to(options.dtype))
         self._dtype, self._device = options.dtype, options.device
         self._head = head
+        self._release = options.release
         self._table = options.zeros(tokens, width) if head is None else None
 
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
@@ -50,7 +51,12 @@ class Embedding:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
         if self._table is not None:
-            yield f"{self.path}.weight", TensorSlot.into(self._table)
+            yield f"{self.path}.weight", TensorSlot(tuple(self._table.shape), self._load)
+
+    def _load(self, table: torch.Tensor) -> None:
+        assert self._table is not None
+        for first, part in parts_of(table, self._release):
+            self._table[first : first + len(part)].copy_(part)
 
     @property
     def nbytes(self) -> int:

@@ -8,22 +8,35 @@ commonest shape: an RMS norm before attention and before a gated feed-forward pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from asyncengine.attention.base import MergedHeads
 from asyncengine.device.output_buffers import new_tensor
+from asyncengine.layers.attention import Attention
+from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
 from asyncengine.layers.step import StepContext
 
-if TYPE_CHECKING:
-    from asyncengine.models.decoder import DecoderLayer
-
 MOST_TOKENS = 64
 """Tokens of a step up to which the time of calls shows."""
+
+
+class LayerParts(Protocol):
+    """What is looked at in a decoder layer."""
+
+    config: Any
+    attention: Attention
+    mlp: MLP
+    before_attention: Norm | None
+    before_mlp: Norm | None
+    merged: MergedHeads | None
+    inputs: Any
+    scalar: Any
 
 
 class FusedLayers:
@@ -52,7 +65,7 @@ class FusedLayers:
 
 
 def fused_layers(
-    layers: Sequence[DecoderLayer], norm: Norm | None, options: LayerOptions, scale: float
+    layers: Sequence[LayerParts], norm: Norm | None, options: LayerOptions, scale: float
 ) -> FusedLayers | None:
     """None: a layer is of another shape, or of weights in a form that the kernel does not take."""
     if norm is None or not options.compiled or options.kernels.name != "compiled":
@@ -86,7 +99,7 @@ def fused_layers(
     return FusedLayers(chain, torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8))
 
 
-def _common(layer: DecoderLayer) -> bool:
+def _common(layer: LayerParts) -> bool:
     config, attention = layer.config, layer.attention
     before, middle = layer.before_attention, layer.before_mlp
     if config.parallel or config.post_norm or config.after_attention is not None or config.after_mlp is not None:
@@ -100,7 +113,7 @@ def _common(layer: DecoderLayer) -> bool:
     return config.mlp.gated and _form(layer) is not None
 
 
-def _form(layer: DecoderLayer) -> Any:
+def _form(layer: LayerParts) -> Any:
     from asyncengine.kernels.cpu import activation
 
     gated = layer.mlp.gated

@@ -109,7 +109,7 @@ class CompiledKernels(TorchKernels):
     """Those of `asyncengine.kernels.cpu`."""
 
     name = "compiled"
-    norm_dtype = torch.float32
+    norm_dtype: torch.dtype | None = torch.float32
 
     def __init__(self) -> None:
         from asyncengine.kernels.cpu import activation, norm

@@ -7,7 +7,7 @@ the others give is what tests are for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from asyncengine.layers.weight_forms import (
     RowMajorWeight,
     WeightForm,
     can_reorder,
+    keep_all,
 )
 
 HEAD_BITS = 8
@@ -37,7 +38,7 @@ class LayerOptions:
     kernels: LayerKernels
     bits: int | None = None
     """Of the weights of linear layers: 8 or 4; None: those of `dtype`."""
-    release: Callable[[torch.Tensor], object] = field(default=lambda _: None)
+    release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
 
     @property
@@ -61,7 +62,7 @@ class LayerOptions:
             return PackedWeight(outputs, inputs, self.dtype, self.release)
         if can_reorder(self.dtype, self.device):
             return OneDnnWeight(outputs, inputs, self.dtype)
-        return DenseWeight(outputs, inputs, self.dtype, self.device)
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release)
 
     def head_weight(self, outputs: int, inputs: int, *, tied: bool) -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
@@ -70,8 +71,8 @@ class LayerOptions:
         if self._packs(outputs, inputs):
             return PackedWeight(outputs, inputs, self.dtype, self.release)
         if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):
-            return RowMajorWeight(outputs, inputs, self.dtype)
-        return DenseWeight(outputs, inputs, self.dtype, self.device)
+            return RowMajorWeight(outputs, inputs, self.dtype, self.release)
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release)
 
     def _packs(self, outputs: int, inputs: int) -> bool:
         if not self.compiled:

@@ -40,14 +40,17 @@ class StepContext:
 class CausalLM(Protocol):
     """A decoder-only language model that a runner can run."""
 
-    specs: Sequence[LayerSpec]
-    """One for each layer, as an attention backend needs them."""
     input_vocab_size: int
     """Token ids are below it."""
     vocab_size: int
     """Width of the logits."""
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        """One for each layer, as an attention backend needs them."""
+        ...
 
     @property
     def compiled(self) -> bool:

@@ -6,7 +6,7 @@ then reach whatever has captured the address. `load` takes rows [first, first + 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,19 @@ from asyncengine.device.output_buffers import OutputBufferPool
 
 Release = Callable[[torch.Tensor], object]
 _SLICE = 4096
-"""Rows that are packed at once."""
+"""Rows that are taken at once: so much of a mapped file is in memory beside the weight itself."""
+
+
+def keep_all(part: torch.Tensor) -> None:
+    """A `Release` that does nothing."""
+
+
+def parts_of(weight: torch.Tensor, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, some rows) one after the other; `release` is told of each when the next is asked for."""
+    for first in range(0, len(weight), _SLICE):
+        part = weight[first : first + _SLICE]
+        yield first, part
+        release(part)
 
 
 class WeightForm(Protocol):
@@ -61,16 +73,20 @@ class DenseWeight:
 
     name = "dense"
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all
+    ) -> None:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
         self.weight = torch.empty((outputs, inputs), dtype=dtype, device=device)
+        self._release = release
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
     def load(self, first: int, weight: torch.Tensor) -> None:
-        self.weight[first : first + len(weight)].copy_(weight)
+        for begin, part in parts_of(weight, self._release):
+            self.weight[first + begin : first + begin + len(part)].copy_(part)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, self.weight, bias)
@@ -90,10 +106,10 @@ class RowMajorWeight(DenseWeight):
 
     name = "row-major"
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all) -> None:
         from asyncengine.kernels.cpu import gemm_rowmajor as products
 
-        super().__init__(outputs, inputs, dtype, torch.device("cpu"))
+        super().__init__(outputs, inputs, dtype, torch.device("cpu"), release)
         self._products = products
 
     @staticmethod
@@ -173,7 +189,7 @@ class PackedWeight:
 
     name = "packed"
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release) -> None:
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all) -> None:
         from asyncengine.kernels.cpu import packed as panels
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
@@ -186,10 +202,8 @@ class PackedWeight:
         return self.weight.nbytes
 
     def load(self, first: int, weight: torch.Tensor) -> None:
-        for begin in range(0, len(weight), _SLICE):
-            part = weight[begin : begin + _SLICE]
+        for begin, part in parts_of(weight, self._release):
             self._panels.pack_rows(part, self.weight, first + begin)
-            self._release(part)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.outputs))
@@ -214,24 +228,22 @@ class QuantizedWeight:
     """In 8 or 4 bits (`kernels.cpu.gemm_quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
 
     def __init__(
-        self,
-        outputs: int,
-        inputs: int,
-        bits: int,
-        dtype: torch.dtype,
-        bounds: Sequence[int] = (),
-        release: Release = lambda _: None,
-    ) -> None:
+        self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
+        release: Release = keep_all,
+    ) -> None:  # fmt: skip
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
         from asyncengine.kernels.cpu import gemm_quantized as quantized
         from asyncengine.kernels.cpu import quantize as quantizing
+        from asyncengine.kernels.cpu.quantized_tiles import PANEL
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self.bits = bits
         self._quantized, self._quantizing = quantized, quantizing
-        self._dtype, self._release = dtype, release
+        self._dtype = dtype
+        self._release = release
         self.numbers, self.scales = quantizing.empty(outputs, inputs, bits)
-        self._meets = any(bound % quantizing.PANEL for bound in bounds)
+        self._panel = PANEL
+        self._meets = any(bound % PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""
         self._waiting: torch.Tensor | None = None
         self._missing = 0
@@ -245,13 +257,14 @@ class QuantizedWeight:
         return int(self.numbers.nbytes + self.scales.nbytes)
 
     def load(self, first: int, weight: torch.Tensor) -> None:
+        """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
         if not self._meets:
-            for begin in range(0, len(weight), _SLICE):
-                part = weight[begin : begin + _SLICE]
-                self._quantizing.quantize_rows(
-                    part.to(self._dtype), self.numbers, self.scales, self.bits, first + begin
-                )
-                self._release(part)
+            last, panel = first + len(weight), self._panel
+            if first % panel or (last % panel and last != self.outputs):
+                raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
+            for begin, part in parts_of(weight, self._release):
+                rounded = part.to(self._dtype)
+                self._quantizing.quantize_rows(rounded, self.numbers, self.scales, self.bits, first + begin)
             return
         if self._waiting is None:
             self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from asyncengine.models.families import decoder_config_of
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
-from asyncengine.models.weights import assign, fill_randomly, load_weights
+from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")
@@ -86,6 +86,7 @@ def load_model(
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
+        model: CausalLM
         if described is not None:
             with _typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
@@ -117,9 +118,9 @@ def _load_decoder(
     bits: int | None, max_model_len: int, bar: LoadProgress,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    described = _untied_if_stored_apart(described, checkpoint)
+    described = settle_tie(described, checkpoint)
     outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
-    slots = outline.slots()
+    slots = slots_of(outline, checkpoint)
     if config.load_format != "dummy":
         assign(checkpoint, slots, described.ignored)
     elements = sum(math.prod(slot.shape) for slot in slots.values())
@@ -132,16 +133,8 @@ def _load_decoder(
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)
     else:
-        load_weights(checkpoint, decoder.slots(), described.ignored, files, bar)
+        load_weights(checkpoint, slots_of(decoder, checkpoint), described.ignored, files, bar)
     return decoder, decoder.describe(), decoder.nbytes
-
-
-def _untied_if_stored_apart(described: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
-    """A checkpoint that has an output layer of its own is not tied, whatever its configuration says (transformers does
-    the same)."""
-    if described.tied and f"{described.head}.weight" in checkpoint.tensors:
-        return replace(described, tied=False)
-    return described
 
 
 def _load_module(

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.models.checkpoint import Checkpoint, StoredTensor
+from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.mapped import MappedFiles
 from asyncengine.models.progress import LoadProgress
 
@@ -60,6 +63,39 @@ def _new_name(name: str) -> str:
     return name
 
 
+def settle_tie(described: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """Whether output layer and embedding are one matrix, decided as transformers does.
+
+    A checkpoint that has both, with different numbers, is not tied, whatever its configuration says. Of one with both,
+    and with equal numbers, the output layer's is not read.
+    """
+    head, table = (_stored_name(checkpoint, f"{path}.weight") for path in (described.head, described.embedding))
+    if not described.tied or head is None or table is None:
+        return described
+    with ExitStack() as opened:
+        left, right = (
+            opened.enter_context(safe_open(str(checkpoint.tensors[name].file), framework="pt")).get_tensor(name)
+            for name in (head, table)
+        )
+        if torch.equal(left, right):
+            return replace(described, ignored=(*described.ignored, re.escape(head)))
+    return replace(described, tied=False)
+
+
+def slots_of(decoder: Decoder, checkpoint: Checkpoint) -> dict[str, TensorSlot]:
+    """A decoder's slots by the checkpoint's names: of a tied model it may have the one matrix as the output layer's."""
+    slots, config = decoder.slots(), decoder.config
+    head, table = (f"{path}.weight" for path in (config.head, config.embedding))
+    if config.tied and _stored_name(checkpoint, head) and not _stored_name(checkpoint, table):
+        slots[head] = slots.pop(table)
+    return slots
+
+
+def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
+    """What the checkpoint calls a tensor: it may leave out what all names begin with."""
+    return next((known for known in (name, name.partition(".")[2]) if known in checkpoint.tensors), None)
+
+
 def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> None:
     if stored.shape != slot.shape:
         raise ModelNotFound(
@@ -88,8 +124,6 @@ def load_weights(
 
 def _stored(checkpoint: Checkpoint, names: Iterable[str], files: MappedFiles) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these names, file by file, each mapped and not copied."""
-    from safetensors import safe_open
-
     by_file: dict[Path, list[str]] = {file: [] for file in checkpoint.files}
     for name in names:
         by_file[checkpoint.tensors[name].file].append(name)

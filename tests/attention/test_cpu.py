@@ -234,7 +234,9 @@ def test_merged(norms: bool, rotary: int, dtype: torch.dtype) -> None:
         query = rotated(normed(query, weights[0], 1e-6), cos, sin)
         key = rotated(normed(key, weights[1], 1e-6), cos, sin)
         for found, expected in zip(prepare_merged(qkv, heads, cos, sin), (query, key, value), strict=True):
-            torch.testing.assert_close(found, expected)
+            # a normed number that is rounded the other way shows where two cancel
+            near = 2**-8 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(found, expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1.3e-6, atol=near)
         one.compiled.plan(view)
         found = one.compiled.attend_merged(0, qkv, heads, cos, sin)
         other.compiled.plan(view)

@@ -12,23 +12,25 @@ import torch
 
 from asyncengine.device.memory import in_words, is_out_of_memory
 from asyncengine.errors import OutOfMemory
-from asyncengine.models.linears import can_pack
+from asyncengine.layers.weight_forms import can_reorder
 
 PROBE = """
 import torch
-from asyncengine.models.linears import FastLinear
 from asyncengine.device.memory import bound_kernel_caches
+from asyncengine.layers.weight_forms import OneDnnWeight
 
 def resident():
     return int(open("/proc/self/status").read().split("VmRSS:")[1].split()[0])
 
 bound_kernel_caches()
-layers = [FastLinear(torch.randn(96 + 32 * i, 128), None, pack=True) for i in range(3)]
+layers = [OneDnnWeight(96 + 32 * i, 128, torch.float32) for i in range(3)]
+for layer in layers:
+    layer.load(0, torch.randn(layer.outputs, 128))
 before = resident()
 with torch.inference_mode():
     for rows in range(1, 500):
         for layer in layers:
-            layer(torch.ones(rows, 128))
+            layer.multiply(torch.ones(rows, 128), None)
 print(resident() - before)
 """
 
@@ -44,7 +46,7 @@ def growth(**environment: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_compiled_kernels_do_not_pile_up_unless_the_user_wants_them() -> None:
-    if not can_pack(torch.float32, torch.device("cpu")):
+    if not can_reorder(torch.float32, torch.device("cpu")):
         pytest.skip("torch has no oneDNN here")
     much = growth(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
     assert growth() < much / 2

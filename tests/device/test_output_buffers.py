@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from asyncengine.device import output_buffers
 from asyncengine.device.output_buffers import OutputBufferPool
-from asyncengine.models import reused_memory
 
 
 def test_memory_is_reused_only_when_nobody_holds_it() -> None:
@@ -23,7 +23,7 @@ def test_memory_is_reused_only_when_nobody_holds_it() -> None:
 
 
 def test_memory_without_torchs_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reused_memory, "_use_count", None)
+    monkeypatch.setattr(output_buffers, "_use_count", None)
     memory = OutputBufferPool()
     first = memory.take((2, 8)).fill_(1)
     memory.take((2, 8)).fill_(2)

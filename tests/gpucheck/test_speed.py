@@ -16,7 +16,7 @@ from asyncengine.gpucheck.report import CheckFailed, Figure, Skipped
 from asyncengine.gpucheck.session import Session, Settings
 from asyncengine.gpucheck.shapes import LARGE, SMALL, Shape
 from asyncengine.gpucheck.workloads import Burst, burst, quantile, random_lengths
-from asyncengine.models.dummy import count_elements
+from asyncengine.models.fallback.dummy import count_elements
 
 TINY = Shape("tiny", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
 CPU = Settings("cpu", "torch", quick=True, seed=4)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.forwards import logits_of
 from support.tiny_models import FAMILIES
 
 from asyncengine import AsyncEngine, EngineConfig, InvalidParameter, ModelNotFound, OutOfMemory, SamplingParams
-from asyncengine.models import checkpoint
-from asyncengine.models.dummy import count_elements, make_random
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.models import checkpoint, loading
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
 
 DUMMY = EngineConfig(load_format="dummy", dtype="bfloat16", device="cpu", show_progress=False)
@@ -31,33 +33,54 @@ async def test_it_serves(folder: Path) -> None:
     assert engine.core.info.dtype == "bfloat16"
 
 
-def test_weights_are_random_the_same_each_time_and_disturb_nobody() -> None:
+def test_weights_are_random_the_same_each_time_and_disturb_nobody(folder: Path) -> None:
     torch.manual_seed(3)
     before = torch.rand(1)
     torch.manual_seed(3)
-    count_elements(FAMILIES["qwen3"](), DUMMY, torch.bfloat16)
-    make = FAMILIES["qwen3"]
-    first, second = (make_random(make(), DUMMY, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    first, second = (load_model(str(folder), DUMMY).model for _ in range(2))
+    assert isinstance(first, Decoder)
     assert torch.equal(torch.rand(1), before)
-    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
-    assert all(torch.equal(left, right) for left, right in pairs)
-    assert all(float(left.detach().float().std()) > 0 for left, _ in pairs if left.dim() == 2)
-    assert first.lm_head.weight.data_ptr() == first.get_input_embeddings().weight.data_ptr(), "tied as configured"
+    logits = logits_of(first, [3, 4, 5])
+    assert torch.equal(logits, logits_of(second, [3, 4, 5]))
+    assert float(logits.std()) > 0
+    assert first.embedding.nbytes == 0, "tied as configured"
 
 
-def test_elements_are_counted_without_weights(folder: Path) -> None:
-    config = EngineConfig(load_format="dummy", dtype="float32", device="cpu", show_progress=False, fuse=False)
-    module = load_model(str(folder), config).module
-    expected = sum(part.numel() for part in module.parameters())
-    assert count_elements(module.config, config, torch.float32) == expected
+def test_norms_and_biases_are_what_they_are_before_training(folder: Path) -> None:
+    """So that numbers neither vanish nor overflow in a deep model."""
+    for config, biased in ((FAMILIES["qwen2"](), True), (FAMILIES["qwen3"](), False)):
+        config.save_pretrained(folder)
+        model = load_model(str(folder), DUMMY).model
+        assert isinstance(model, Decoder)
+        norms = [norm for layer in model.layers for norm in layer.norms()]
+        assert all(bool((norm.weight == 1.0).all()) for norm in norms)
+        qkv = model.layers[0].attention.qkv
+        assert (qkv.bias is not None) == biased
+        assert qkv.bias is None or not bool(qkv.bias.any())
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_elements_are_counted_without_weights(fuse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(loading, "_check_memory", lambda elements, *_: asked.append(elements))
+    model = load_model(str(folder), DUMMY.replace(fuse=fuse))
+    norms = 3 * (2 * 64 + 2 * 16) + 64  # float32 in a decoder, bfloat16 in a module
+    assert asked == [
+        (model.weights_bytes - 4 * norms) // 2 + norms if fuse and compiled() else model.weights_bytes // 2
+    ]
+
+
+def compiled() -> bool:
+    return compiler_missing(torch.bfloat16, torch.device("cpu")) is None
 
 
 def test_more_than_there_is_room_for_is_refused_before_it_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncengine.models.loading.free_bytes", lambda _: 1000)
-    with pytest.raises(OutOfMemory, match="the weights take"):
-        load_model(str(folder), DUMMY)
+    for fuse in (True, False):
+        with pytest.raises(OutOfMemory, match="the weights take"):
+            load_model(str(folder), DUMMY.replace(fuse=fuse))
 
 
 def test_without_it_weights_are_required(folder: Path) -> None:

@@ -63,7 +63,9 @@ def test_dtype(dtype: str, expected: torch.dtype, checkpoint: Checkpoint) -> Non
     config = SMALL.replace(dtype=dtype)
     model = load_model(str(checkpoint("qwen3", dtype=torch.bfloat16)), config)
     assert model.dtype == expected
-    assert {p.dtype for p in model.module.parameters()} == {expected}
+    assert model.model.dtype == expected
+    assert model.weights_bytes >= sum(p.numel() for p in make_model("qwen3").parameters()) * expected.itemsize
+    assert len(output(model, [3, 4, 5])) == 12
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,18 @@ def test_a_terminal_gets_a_progress_bar(checkpoint: Checkpoint, monkeypatch: pyt
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         load_model(str(checkpoint("llama")), EngineConfig(show_progress=enabled))
-        assert ("preparing layers" in terminal.getvalue()) == enabled
+        assert ("reading weights" in terminal.getvalue()) == enabled
+
+
+def test_the_process_is_not_patched(checkpoint: Checkpoint) -> None:
+    """After loading models, written down and not, transformers' own code computes what it always did."""
+    from transformers.models.llama import modeling_llama
+
+    before = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
+    for fuse in (True, False):
+        load_model(str(checkpoint("llama")), EngineConfig(fuse=fuse))
+    after = (modeling_llama.apply_rotary_pos_emb, modeling_llama.LlamaAttention.forward, torch.get_default_dtype())
+    assert after == before
 
 
 def test_the_files_may_go_once_loaded(checkpoint: Checkpoint, tmp_path: Path) -> None:

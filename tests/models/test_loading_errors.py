@@ -16,6 +16,8 @@ from support.checkpoints import Checkpoint
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.fallback.model import TransformersModel
 from asyncengine.models.loading import load_model
 
 CONFIG = EngineConfig()
@@ -112,21 +114,24 @@ def test_truncated_file(keep: int, checkpoint: Checkpoint, tmp_path: Path) -> No
 def test_missing_tensor_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "a")
     rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(str(folder), CONFIG)
+    for fuse in (True, False):
+        with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+            load_model(str(folder), CONFIG.replace(fuse=fuse))
 
 
 def test_wrong_shape(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "a")
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    with pytest.raises(ModelNotFound, match=r"model\.norm\.weight|mismatch"):
-        load_model(str(folder), CONFIG)
+    for fuse in (True, False):
+        with pytest.raises(ModelNotFound, match=r"has a wrong shape for the tensor model\.norm\.weight"):
+            load_model(str(folder), CONFIG.replace(fuse=fuse))
 
 
 def test_too_large_for_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncengine.models.loading.free_bytes", lambda device: 1000)
-    with pytest.raises(OutOfMemory, match=r"weights take .* GiB as float32"):
-        load_model(str(checkpoint("llama")), CONFIG)
+    for fuse in (True, False):
+        with pytest.raises(OutOfMemory, match=r"weights take .* GiB as float32"):
+            load_model(str(checkpoint("llama")), CONFIG.replace(fuse=fuse))
 
 
 def small(kind: Any, **fields: Any) -> Any:
@@ -179,25 +184,13 @@ def test_configs_out_of_reach(changes: dict[str, Any], message: str, checkpoint:
 
 
 def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A known family with auto_map loads by transformers' own class."""
+    """A known family with auto_map is that family, ours or transformers' own class."""
     folder = copy(checkpoint("llama"), tmp_path / "a")
     content = json.loads((folder / "config.json").read_text())
     content["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "evil.py").write_text("raise SystemExit('ran')\n")
-    assert type(load_model(str(folder), CONFIG).module).__name__ == "LlamaForCausalLM"
-
-
-def test_attention_that_hides_something_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family whose eager attention does more than it passes through the interface."""
-    from transformers.models.llama import modeling_llama
-
-    plain = modeling_llama.eager_attention_forward
-
-    def biased(*args: Any, **kwargs: Any) -> Any:
-        out, weights = plain(*args, **kwargs)
-        return out * 1.5, weights
-
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
-    with pytest.raises(UnsupportedModel, match="computes more in its attention"):
-        load_model(str(checkpoint("llama")), CONFIG)
+    assert isinstance(load_model(str(folder), CONFIG).model, Decoder)
+    plain = load_model(str(folder), CONFIG.replace(fuse=False)).model
+    assert isinstance(plain, TransformersModel)
+    assert type(plain.module).__name__ == "LlamaForCausalLM"

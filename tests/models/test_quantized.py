@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,20 @@ import pytest
 import torch
 from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, prompts
+from support.forwards import logits_of, relative_error
 from support.lora_driver import make_driver
 from support.lora_reference import Reference
+from support.reachable import tensors_in
 from support.tiny_models import VOCAB
-from torch import nn
 
-from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams, UnsupportedModel
+from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams
 from asyncengine.demo import MODEL_PATH
-from asyncengine.lora.layers.targets import find_places
-from asyncengine.models import quantized
-from asyncengine.models.families import run_recorded
-from asyncengine.models.linears import FastLinear
-from asyncengine.models.loading import load_model
-from asyncengine.models.output_layer import SharedEmbedding
-from asyncengine.models.quantized import QuantizedLinear, quantization_bits, relative_error
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.loading import load_model, quantization_bits
 
 pytest.importorskip("numba")
 
-CPU = torch.device("cpu")
+IDS = [3, 17, 40, 9, 3, 3, 88]
 BOTH = ("int8", "int4")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
 QUESTIONS = {
@@ -41,85 +36,19 @@ def load(folder: Path, **fields: Any) -> Any:
     return load_model(str(folder), EngineConfig(show_progress=False, **fields))
 
 
-def linears(module: Any) -> list[Any]:
-    return [part for part in module.modules() if type(part) in (nn.Linear, FastLinear)]
-
-
-# ---------------------------------------------------------------- the linear
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear(bits: int, dtype: torch.dtype) -> None:
-    weight, bias = torch.randn(33, 100).to(dtype), torch.randn(33).to(dtype)
-    made = QuantizedLinear(weight, bias, bits)
-    assert (made.in_features, made.out_features) == (100, 33)
-    for shape in ((1, 1, 100), (1, 40, 100), (3, 100), (0, 100)):
-        x = torch.randn(shape).to(dtype)
-        found, expected = made(x), nn.functional.linear(x, weight, bias)
-        assert (found.shape, found.dtype) == (expected.shape, dtype)
-        assert relative_error(expected, found) < (0.02 if bits == 8 else 0.15) or not x.numel()
-
-
-def test_linear_for_logits_is_float32_and_keeps_what_is_held() -> None:
-    made = QuantizedLinear(torch.randn(20, 64).bfloat16(), None, 8, logits=True)
-    x = torch.randn(1, 3, 64).bfloat16()
-    first = made(x)
-    kept = first.clone()
-    assert first.dtype == torch.float32
-    made(-x)
-    assert torch.equal(first, kept)
-
-
-def test_embedding_reads_rows_of_the_output_layer() -> None:
-    weight = torch.randn(50, 64)
-    table = SharedEmbedding(QuantizedLinear(weight, None, 8, logits=True), torch.float32)
-    ids = torch.tensor([[0, 49, 7]])
-    assert table(ids).shape == (1, 3, 64)
-    assert relative_error(weight[ids], table(ids)) < 0.01
-    assert table.weight.shape == (50, 64)
-    assert table(ids[:, :0]).shape == (1, 0, 64)
-    for wrong in (50, -1):
-        with pytest.raises(IndexError, match="token ids"):
-            table(torch.tensor([wrong]))
-
-
-# ---------------------------------------------------------------- models
-
-
 @pytest.mark.parametrize("quantization", BOTH)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3", "opt"])
-def test_every_linear_of_a_model_is_replaced(name: str, quantization: str, checkpoint: Checkpoint) -> None:
-    model = load(checkpoint(name), quantization=quantization)
-    assert not linears(model.module)
-    assert any(entry.startswith(f"{quantization}_linear") for entry in model.fused)
-    head = model.module.get_output_embeddings()
-    assert head.bits == 8, "the output layer stays in 8 bits"
-    table = model.module.get_input_embeddings()
-    assert isinstance(table, SharedEmbedding) == (model.hf_config.tie_word_embeddings and name != "gemma3")
-    plain = load(checkpoint(name))
-    assert [place.parts for place in find_places(model.module)] == [place.parts for place in find_places(plain.module)]
-    expected, found = (run_recorded(each.module, CPU)[0] for each in (plain, model))
+def test_every_linear_of_a_model_is_quantized(name: str, quantization: str, checkpoint: Checkpoint) -> None:
+    """The output layer in 8 bits; adapters find the places that they find without."""
+    model, plain = load(checkpoint(name), quantization=quantization), load(checkpoint(name))
+    forms = {form: int(count) for form, count in (entry.split(" x ") for entry in model.fused)}
+    assert forms[quantization] >= 12
+    assert not {"packed", "dense", "oneDNN", "row-major"} & forms.keys()
+    if isinstance(model.model, Decoder):
+        assert forms["int8"] == (13 if quantization == "int8" else 1), "the output layer stays in 8 bits"
+    assert [place.parts for place in model.model.places()] == [place.parts for place in plain.model.places()]
+    expected, found = (logits_of(each.model, IDS) for each in (plain, model))
     assert relative_error(expected, found) < (0.1 if quantization == "int8" else 0.6)
-
-
-def test_without_fusing(checkpoint: Checkpoint) -> None:
-    model = load(checkpoint("qwen3"), quantization="int8", fuse=False)
-    assert not linears(model.module)
-    assert any(entry.startswith("int8_linear") for entry in model.fused)
-
-
-def test_a_linear_that_does_not_stand_it_is_kept(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quantized._ERROR, 4, 0.0)
-    model = load(checkpoint("qwen3"), quantization="int4")
-    assert "linear kept as it is x 12" in model.fused
-    assert len(linears(model.module)) == 12
-
-
-def test_a_model_that_does_not_stand_it_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(quantized._LOGITS_ERROR, 4, 1e-9)
-    with pytest.raises(UnsupportedModel, match="does not stand 4-bit weights"):
-        load(checkpoint("qwen3"), quantization="int4")
 
 
 @pytest.mark.parametrize("quantization", BOTH)
@@ -137,16 +66,15 @@ def test_whoever_shares_the_batch(quantization: str, make_runner: MakeRunner) ->
     assert [driver.run([job])[0] for job in jobs()] == together
 
 
-def test_the_model_is_not_held_twice(checkpoint: Checkpoint) -> None:
+def test_memory_is_that_of_the_quantized_weights(checkpoint: Checkpoint) -> None:
     """No weight in the model's type is left but norms, and what is reported is what there is."""
-    model = load(checkpoint("qwen3"), quantization="int4")
-    gc.collect()
-    assert all(part.dim() == 1 for part in model.module.parameters())
-    plain = load(checkpoint("qwen3"))
+    model, plain = load(checkpoint("qwen3"), quantization="int4"), load(checkpoint("qwen3"))
+    assert isinstance(model.model, Decoder)
     assert model.weights_bytes < 0.4 * plain.weights_bytes
-    held = [part for part in model.module.modules() if isinstance(part, QuantizedLinear)]
-    norms = sum(part.nbytes for part in model.module.parameters())
-    assert model.weights_bytes == norms + sum(part.nbytes for part in held)
+    decoder = model.model
+    held = tensors_in([decoder.layers, decoder.head, decoder.embedding, decoder.norm])
+    assert model.weights_bytes == sum(part.nbytes for part in held)
+    assert all(part.dim() == 1 for part in held if part.dtype == torch.float32)
 
 
 # ---------------------------------------------------------------- adapters
@@ -206,12 +134,7 @@ def test_where_it_cannot_be_used(dtype: torch.dtype, device: str, reason: str) -
 
 
 def test_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.models.loading._load_module", None)
+    for name in ("_load_decoder", "_load_module"):
+        monkeypatch.setattr(f"asyncengine.models.loading.{name}", None)
     with pytest.raises(InvalidParameter, match="quantization"):
         Engine.from_pretrained(str(MODEL_PATH), quantization="int4", dtype="float16", show_progress=False)
-
-
-def test_a_family_without_linears(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized.Quantizer, "_quantized", lambda *_, **__: None)
-    with pytest.raises(UnsupportedModel, match="no linear layers"):
-        load(checkpoint("qwen3"), quantization="int8")

@@ -10,6 +10,7 @@ import transformers as hf
 from support.drive import Driver, greedy_reference, prompts
 
 from asyncengine.config import EngineConfig
+from asyncengine.models.fallback.model import TransformersModel
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 
@@ -35,10 +36,11 @@ def make(kind: str, folder: Path) -> tuple[hf.PreTrainedModel, str]:
     return model, str(folder)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_long_neighbour_changes_nothing(kind: str, tmp_path: Path) -> None:
+def test_a_long_neighbour_changes_nothing(kind: str, fuse: bool, tmp_path: Path) -> None:
     model, folder = make(kind, tmp_path / "m")
-    config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64)
+    config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, fuse=fuse)
     loaded = load_model(folder, config)
     driver = Driver(build_runner(loaded, config))
     limit = loaded.max_model_len
@@ -48,16 +50,19 @@ def test_a_long_neighbour_changes_nothing(kind: str, tmp_path: Path) -> None:
     assert together[:1] == alone
     assert driver.run([driver.job(long, 12)], chunk=9) == together[1:]
     assert together[1] == greedy_reference(model, long, 12), "at the length the frequencies are fixed for"
-    frequencies = loaded.module.model.rotary_emb.inv_freq.clone()
-    driver.run([driver.job(short, 2)])
-    assert torch.equal(loaded.module.model.rotary_emb.inv_freq, frequencies)
+    if isinstance(loaded.model, TransformersModel):
+        rotary = loaded.model.module.model.rotary_emb
+        frequencies = rotary.inv_freq.clone()
+        driver.run([driver.job(short, 2)])
+        assert torch.equal(rotary.inv_freq, frequencies)
 
 
+@pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_a_context_within_the_original_has_the_original_frequencies(kind: str, tmp_path: Path) -> None:
+def test_a_context_within_the_original_has_the_original_frequencies(kind: str, fuse: bool, tmp_path: Path) -> None:
     """What docs/contract.md offers those who want transformers' answers to short prompts."""
     model, folder = make(kind, tmp_path / "m")
-    config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, max_model_len=ORIGINAL)
+    config = EngineConfig(page_size=4, kv_cache_memory="8MiB", max_num_seqs=64, max_model_len=ORIGINAL, fuse=fuse)
     driver = Driver(build_runner(load_model(folder, config), config))
     (short,) = prompts([6], 90)
     assert driver.run([driver.job(short, 12)]) == [greedy_reference(model, short, 12)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import fake_gpu
+from support.reachable import tensors_in
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
@@ -42,10 +43,8 @@ def no_collection() -> Iterator[None]:
 
 
 def tensors_of(runner: ModelRunner) -> list[weakref.ref[torch.Tensor]]:
-    """The model's parameters, packed ones as well, and what the runner has of its own."""
-    packed = [value for part in runner._module.modules() for value in vars(part).values()]
-    found = [*runner._module.parameters(), *packed, runner._last_token]
-    return [weakref.ref(value) for value in found if isinstance(value, torch.Tensor)]
+    """The model's weights in whatever form, and what the runner has of its own."""
+    return [weakref.ref(value) for value in (*tensors_in(runner._model), runner._last_token)]
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -63,7 +62,7 @@ async def test_nothing_is_kept_after_closing(graphs: bool, folder: Path, monkeyp
     held = [*tensors_of(runner), weakref.ref(next(iter(runner._sampler._penalties._states.values())).output_counts)]
     assert len(held) > 12
     await engine.aclose()
-    gc.collect()  # on the CPU this is left to Python: modules that were fused refer to themselves
+    gc.collect()  # on the CPU this is left to Python
     alive = [kept for kept in held if kept() is not None]
     assert not alive, f"{len(alive)} of {len(held)} tensors are kept by a closed engine"
     assert runner.weights_bytes > 0

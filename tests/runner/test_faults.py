@@ -11,6 +11,7 @@ from support.checkpoints import MakeRunner
 from support.drive import GREEDY, Driver, prompts
 from support.tiny_models import VOCAB
 
+from asyncengine.models.decoder import Decoder
 from asyncengine.runner.model_runner import OUT_OF_MEMORY, ModelRunner
 from asyncengine.sampling.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
@@ -51,13 +52,28 @@ class Broken(AllowOnly):
         raise RuntimeError("matcher lost its state")
 
 
+class Spoiled:
+    """An embedding that gives NaN for one token, in whatever form the table is kept."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, ids: torch.Tensor, adapters: Any) -> torch.Tensor:
+        embedded: torch.Tensor = self.own(ids, adapters)
+        return embedded.masked_fill((ids == BAD)[:, None], float("nan"))
+
+
 def poison(runner: ModelRunner) -> None:
-    """From now on the embedding of one token is NaN, in whatever form the table is kept."""
+    """From now on the embedding of one token is NaN, whichever way the model runs."""
+    model: Any = runner._model
+    if isinstance(model, Decoder):
+        model.embedding = Spoiled(model.embedding)  # type: ignore[assignment]
+        return
 
     def spoil(_: Any, given: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
         return embedded.masked_fill((given[0] == BAD)[..., None], float("nan"))
 
-    runner._module.get_input_embeddings().register_forward_hook(spoil)
+    model.module.get_input_embeddings().register_forward_hook(spoil)
 
 
 @pytest.fixture(params=["llama", "qwen3"])
@@ -159,15 +175,18 @@ def test_closing_twice(make_runner: MakeRunner) -> None:
 class Hungry:
     """Wraps a model so that a forward of more than `most` tokens does not fit, as torch says it on each device."""
 
-    def __init__(self, module: Any, most: int, error: Exception) -> None:
-        self.module, self.most, self.error = module, most, error
+    def __init__(self, model: Any, most: int, error: Exception) -> None:
+        self.model, self.most, self.error = model, most, error
         self.refused = 0
 
-    def __call__(self, *, input_ids: Any, **arguments: Any) -> Any:
-        if input_ids.shape[1] > self.most:
+    def forward(self, ids: Any, *arguments: Any) -> Any:
+        if len(ids) > self.most:
             self.refused += 1
             raise self.error
-        return self.module(input_ids=input_ids, **arguments)
+        return self.model.forward(ids, *arguments)
+
+    def unbind(self) -> None:
+        self.model.unbind()
 
 
 SAYINGS = [
@@ -183,8 +202,8 @@ def test_a_step_that_does_not_fit_is_launched_in_parts(error: Exception, make_ru
     outputs = []
     for most in (10_000, 7):
         driver = Driver(make_runner("llama"))
-        hungry = Hungry(driver.runner._module, most, error)
-        driver.runner._module = hungry
+        hungry = Hungry(driver.runner._model, most, error)
+        driver.runner._model = hungry
         jobs = [driver.job(prompt, 8, params, seed) for seed, prompt in enumerate(inputs)]
         driver.run(jobs)
         assert (hungry.refused > 0) == (most == 7)
@@ -194,7 +213,7 @@ def test_a_step_that_does_not_fit_is_launched_in_parts(error: Exception, make_ru
 
 def test_a_request_that_does_not_fit_alone_ends_alone(make_runner: MakeRunner) -> None:
     driver = Driver(make_runner("llama"))
-    driver.runner._module = Hungry(driver.runner._module, 7, SAYINGS[0])
+    driver.runner._model = Hungry(driver.runner._model, 7, SAYINGS[0])
     jobs = [driver.job(prompt, 2) for prompt in prompts([4, 9, 3], VOCAB, seed=4)]
     for job in jobs:
         driver.admit(job)
@@ -206,6 +225,6 @@ def test_a_request_that_does_not_fit_alone_ends_alone(make_runner: MakeRunner) -
 
 def test_another_error_is_not_taken_for_want_of_memory(make_runner: MakeRunner) -> None:
     driver = Driver(make_runner("llama"))
-    driver.runner._module = Hungry(driver.runner._module, 0, RuntimeError("CUDA error: an illegal memory access"))
+    driver.runner._model = Hungry(driver.runner._model, 0, RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(RuntimeError, match="illegal"):
         driver.run([driver.job([3, 4], 2)])

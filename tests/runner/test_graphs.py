@@ -69,7 +69,7 @@ def make_runner(path: Path, lora: Callable[[Any], LoraLayers | None] = lambda mo
         model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
         memory=fake.memory,
     )  # fmt: skip
-    return ModelRunner(model, backend, 4, 64, lora=lora(model.module))
+    return ModelRunner(model, backend, 4, 64, lora=lora(model.model))
 
 
 def test_sizes() -> None:

@@ -185,12 +185,19 @@ class FakeFlashInfer:
         self.launch("append", kernel)
 
     def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return self._normed("rmsnorm", input, weight, eps, 0.0)
+
+    def gemma_rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return self._normed("gemma_rmsnorm", input, weight, eps, 1.0)
+
+    def _normed(self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         assert input.dim() in (2, 3)
         assert input.stride(-1) == 1
         assert input.dim() == 3 or input.is_contiguous()
         assert weight.dtype == input.dtype
-        self.calls["rmsnorm"] += 1
-        return torch.nn.functional.rms_norm(input.float(), (input.shape[-1],), weight.float(), eps).to(input.dtype)
+        self.calls[name] += 1
+        wide = weight.float() + offset
+        return torch.nn.functional.rms_norm(input.float(), (input.shape[-1],), wide, eps).to(input.dtype)
 
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
         return self._gated("silu", input, torch.nn.functional.silu)

@@ -6,22 +6,14 @@ import pytest
 import torch
 
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.models import fusions, output_layer
 
 
 def use_panels(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models loaded from now on keep weights in panels wherever they fit, or nowhere."""
+    if compiler_missing(torch.float32, torch.device("cpu")) is None:
+        from asyncengine.kernels.cpu import packed
 
-    def serve(*weights: torch.Tensor) -> bool:
-        first = weights[0]
-        if not wanted or compiler_missing(first.dtype, first.device) is not None:
-            return False
-        from asyncengine.kernels.cpu.packed import packing_fits
-
-        return packing_fits(first.dtype, sum(weight.shape[0] for weight in weights), first.shape[1])
-
-    for module in (fusions, output_layer):
-        monkeypatch.setattr(module, "panels_serve", serve)
+        monkeypatch.setattr(packed, "packing_pays", lambda dtype: wanted)
 
 
 @pytest.fixture(params=[True, False], ids=["panels", "no panels"])

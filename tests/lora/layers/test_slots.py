@@ -18,7 +18,7 @@ from support.tiny_models import VOCAB
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
-from asyncengine.lora.layers.slots import install_lora
+from asyncengine.lora.layers.slots import StepAdapters, install_lora
 from asyncengine.models.loading import load_model
 
 pytest.importorskip("peft")
@@ -119,15 +119,14 @@ def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, mo
         lora.check_slots([0, 1, 2])
     seen = Counter[int]()
 
-    def begin_as_graph(slots: Sequence[int], counts: Any, logit_rows: torch.Tensor) -> None:
+    def begin_as_graph(slots: Sequence[int], counts: Any, logit_rows: torch.Tensor) -> StepAdapters:
         if counts.max() > 1 or len(logit_rows) < len(counts):
-            begin(slots, counts, logit_rows)
-            return
+            return begin(slots, counts, logit_rows)
         seen[len(slots)] += 1
         own = torch.zeros(len(slots), dtype=torch.int64)
         lora.put_slots(own, slots)
         lora.begin_none()
-        lora.begin_fixed(own)
+        return lora.begin_fixed(own)
 
     monkeypatch.setattr(lora, "begin", begin_as_graph)
     assert driver.answers([3, 0, 1]) == [llama.outputs[1], llama.base, llama.outputs[0]]
@@ -137,14 +136,14 @@ def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, mo
 def test_targets_are_limited(checkpoint: Checkpoint, llama: Reference) -> None:
     config = EngineConfig(dtype="float32")
     path = "model.layers.0.mlp.gate_proj"
-    module = load_model(str(checkpoint("llama")), config).module
-    layers = install_lora(module, 2, 8, [path])
+    model = load_model(str(checkpoint("llama")), config).model
+    layers = install_lora(model, 2, 8, [path])
     assert list(layers.modules) == [path]
     with pytest.raises(AdapterError, match="not among"):
         layers.write(1, llama.adapters[0])
     for arguments in ((0, 8, None), (2, 0, None), (2, 8, ["model.layers.0.mlp"])):
         with pytest.raises(InvalidParameter):
-            install_lora(module, *arguments)
+            install_lora(model, *arguments)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

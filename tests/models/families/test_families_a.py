@@ -313,7 +313,7 @@ def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: 
     """Attention with all before it in one call; and all layers of a short step in one."""
     from asyncengine.kernels.cpu import packed
 
-    monkeypatch.setattr(packed, "panels_pay", lambda dtype: True)
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
     described = decoder_config_of(changed(name, hidden_size=64, intermediate_size=64)(), 64)
     assert described is not None
     decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)

@@ -1,0 +1,151 @@
+"""Short steps in one call: who gets it, that it gives the bits of the layers one by one, and when it is not taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint, MakeRunner
+from support.drive import Driver, prompts
+from support.forwards import Forwards
+from support.panels import use_panels
+from support.tiny_models import VOCAB
+
+from asyncengine.config import EngineConfig
+from asyncengine.device.cores import Cores, Sharing
+from asyncengine.layers.fused import MOST_TOKENS, FusedLayers, fused_layers
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.loading import load_model
+
+pytest.importorskip("numba")
+COMMON = {"llama3.1-rope", "qwen2", "qwen3"}
+"""Tiny models with norms before both branches, a gated MLP, ordinary heads, and widths that panels take."""
+FORMS = [("bfloat16", None), ("float32", None), ("float32", "int8"), ("bfloat16", "int4")]
+
+
+@pytest.fixture(autouse=True)
+def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_panels(True, monkeypatch)
+
+
+def load(path: Any, **fields: Any) -> Decoder:
+    model = load_model(str(path), EngineConfig(show_progress=False, **fields)).model
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", *sorted(COMMON)])
+def test_who_gets_it(name: str, checkpoint: Checkpoint) -> None:
+    """The others' widths fill no panels, and in 8 bits any width will do."""
+    model = load(checkpoint(name))
+    assert (model.fused is not None) == (name in COMMON) == model.compiled
+    assert ("fused_layers x 3" in model.describe()) == (name in COMMON)
+    assert load(checkpoint(name), quantization="int8").compiled
+
+
+def test_layers_of_another_shape_do_not_get_it(checkpoint: Checkpoint) -> None:
+    """One weight in another form is enough."""
+    model = load(checkpoint("qwen3"))
+
+    def again() -> FusedLayers | None:
+        return fused_layers(model.layers, model.norm, model.options, 1.0)
+
+    assert again() is not None
+    down: Any = model.layers[1].mlp.down
+    own, down.weight = down.weight, load(checkpoint("qwen3"), quantization="int8").layers[1].mlp.down.weight
+    assert again() is None
+    down.weight = own
+    assert again() is not None
+    model.layers[2].after_mlp = model.norm
+    model.layers[2].config = replace(model.layers[2].config, after_mlp="norm")
+    assert again() is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+@pytest.mark.parametrize(("dtype", "quantization"), FORMS)
+def test_to_the_bit(name: str, dtype: str, quantization: Any, checkpoint: Checkpoint) -> None:
+    """Logits of 1, 2, 13 and 64 rows that decode, of a chunk, and of both together."""
+    model = load(checkpoint(name), dtype=dtype, quantization=quantization)
+    fused = model.fused
+    assert fused is not None
+    steps = [[3] * 64, [1], [1] * 2, [1] * 13, [1] * 64, [20], [1, 1, 30, 1]]
+    seen = []
+    for form in (fused, None):
+        model.fused = form
+        forwards = Forwards(model, rows=64)
+        found = []
+        for counts in steps:
+            ids = [(7 * place + len(counts)) % VOCAB for place in range(sum(counts))]
+            found.append(forwards.step(ids, counts))
+        seen.append(found)
+    for left, right in zip(*seen, strict=True):
+        assert torch.equal(left, right)
+        assert bool(left.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen2", None), ("qwen3", None), ("llama", "int8")])
+def test_the_same_tokens_and_logprobs(
+    name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and together, next to prompts and without: to the bit, whichever way a step goes."""
+    runner = make_runner(name, quantization=quantization)
+    inputs = prompts([5, 33, 18], VOCAB)
+    taken: list[int] = []
+    own = FusedLayers.__call__
+
+    def counted(self: FusedLayers, h: torch.Tensor, *rest: Any) -> torch.Tensor:
+        taken.append(len(h))
+        return own(self, h, *rest)
+
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
+    driver = Driver(runner)
+
+    def run() -> list[Any]:
+        jobs = [driver.job(prompt, 12) for prompt in inputs]
+        return [driver.run(jobs, 16), [job.logprobs for job in jobs]]
+
+    short = run()
+    assert taken
+    monkeypatch.setattr(FusedLayers, "serves", lambda *_: False)
+    taken.clear()
+    assert run() == short
+    assert not taken
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("qwen3", None), ("llama", "int8")])
+def test_shared_among_threads_in_the_smallest_pieces(
+    name: str, quantization: str | None, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: rows so long that their keys are split among threads, next to short ones."""
+    from asyncengine.kernels.cpu.team import Team
+
+    runner = make_runner(name, quantization=quantization, max_num_batched_tokens=1024)
+    inputs = prompts([530, 33, 5], VOCAB)
+
+    def run() -> list[Any]:
+        driver = Driver(runner)
+        jobs = [driver.job(prompt, 6) for prompt in inputs]
+        return [driver.run(jobs, 600), [job.logprobs for job in jobs]]
+
+    alone = run()
+    monkeypatch.setattr(runner, "_small", False)
+    runner.cores.close()
+    runner.cores = Cores(3, sharing=Sharing())
+    runner.cores._team = Team(3, piece=1)
+    assert run() == alone
+    assert runner.cores._team.account.pieces > 100
+    runner.cores.close()
+
+
+def test_long_steps_adapters_and_other_backends_go_the_long_way(checkpoint: Checkpoint) -> None:
+    model = load(checkpoint("qwen3"))
+    fused: Any = model.fused
+    step = Forwards(model).context([1])
+    assert fused.serves(1, step)
+    assert fused.serves(MOST_TOKENS, step)
+    assert not fused.serves(MOST_TOKENS + 1, step)
+    adapted: Any = object()
+    assert not fused.serves(1, Forwards(model).context([1], adapters=adapted))
+    assert not fused.serves(1, Forwards(model, backend="torch").context([1]))

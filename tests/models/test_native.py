@@ -1,0 +1,79 @@
+"""Families that are written down run as that, each by name, and all others say that they do not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+from support import tiny_models
+from support.checkpoints import Checkpoint
+from support.tiny_models import FAMILIES
+
+from asyncengine.config import EngineConfig
+from asyncengine.models import loading
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.fallback.model import TransformersModel
+from asyncengine.models.families import NATIVE, decoder_config_of
+from asyncengine.models.loading import load_model
+
+PROMISED = ("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3")
+"""What docs and release notes call native. A family is taken from here only when they say so."""
+DUMMY = EngineConfig(load_format="dummy", dtype="float32", show_progress=False)
+
+
+def config_of(model_type: str) -> Any:
+    """The zoo's configuration of a family, or one of common sizes."""
+    for make in FAMILIES.values():
+        config = make()
+        if config.model_type == model_type:
+            return config
+    return hf.CONFIG_MAPPING[model_type](**tiny_models._common())
+
+
+@pytest.mark.parametrize("model_type", sorted({*PROMISED, *NATIVE}))
+def test_written_down_families_do_not_fall_back(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "_load_module", lambda *_: pytest.fail(f"{model_type} fell back to transformers"))
+    config_of(model_type).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), DUMMY)
+    assert isinstance(model.model, Decoder)
+    assert model.fused[0] == "decoder x 1"
+    assert not [record for record in caplog.records if record.name == "asyncengine"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_others_say_so(name: str, checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """In one visible line and in `info`."""
+    family = FAMILIES[name]().model_type
+    with caplog.at_level(logging.WARNING, "asyncengine"):
+        model = load_model(str(checkpoint(name)), EngineConfig(show_progress=False))
+    lines = [record.message for record in caplog.records if "not written down" in record.message]
+    if family in NATIVE:
+        assert not lines
+        return
+    assert isinstance(model.model, TransformersModel)
+    assert model.fused[0] == "transformers x 1"
+    assert len(lines) == 1
+    assert repr(family) in lines[0]
+
+
+def test_code_of_a_model_s_own_is_not_taken_for_a_family() -> None:
+    """Whatever it calls itself."""
+
+    class Llama2(hf.LlamaConfig):
+        pass
+
+    assert decoder_config_of(hf.LlamaConfig()) is not None
+    assert decoder_config_of(Llama2()) is None
+
+
+def test_unfused_is_transformers(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """`fuse=False` is the oracle: whoever asks for it is not warned."""
+    model = load_model(str(checkpoint("llama")), EngineConfig(fuse=False, show_progress=False))
+    assert isinstance(model.model, TransformersModel)
+    assert type(model.model.module).__name__ == "LlamaForCausalLM"
+    assert not caplog.records

@@ -1,0 +1,59 @@
+"""Forwards of a model on its own: no runner, no sampling, a fresh attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import StepView
+from asyncengine.attention.factory import make_backend
+from asyncengine.config import EngineConfig
+from asyncengine.layers.step import CausalLM, StepContext
+
+PAGE = 4
+
+
+class Forwards:
+    """Rows of at most `most` tokens, each with pages of its own."""
+
+    def __init__(self, model: CausalLM, rows: int = 1, most: int = 100, backend: str = "auto") -> None:
+        self.model = model
+        self.each = -(-most // PAGE)
+        config = EngineConfig(page_size=PAGE, attention_backend=backend)
+        self.backend = make_backend(config, model.specs, 1 + rows * self.each, model.dtype, model.device, most)
+        self.lengths = np.zeros(rows, dtype=np.int64)
+
+    def context(self, counts: Sequence[int], shift: int = 0, **fields: Any) -> StepContext:
+        """The next counts[r] tokens of row r; `shift` is added to positions, but not to where attention finds them."""
+        rows = len(counts)
+        starts, own = self.lengths[:rows].copy(), np.array(counts, dtype=np.int64)
+        tables = 1 + np.arange(rows * self.each, dtype=np.int32).reshape(rows, self.each)
+        places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, own, strict=True)])
+        row_of = np.repeat(np.arange(rows), own)
+        slots = tables[row_of, places // PAGE].astype(np.int64) * PAGE + places % PAGE
+        ends = np.concatenate(([0], np.cumsum(own))).astype(np.int64)
+        self.backend.plan(StepView(starts, own, ends, tables, torch.from_numpy(slots)))
+        self.lengths[:rows] += own
+        return StepContext(torch.from_numpy(places + shift), self.backend, **fields)
+
+    def step(
+        self, ids: Sequence[int], counts: Sequence[int] | None = None, rows: Sequence[int] | None = None, **fields: Any
+    ) -> torch.Tensor:
+        """Logits [N, vocab] of `rows` (None: all) of the tokens `ids`."""
+        context = self.context(counts or [len(ids)], **fields)
+        wanted = range(len(ids)) if rows is None else rows
+        with torch.inference_mode():
+            return self.model.forward(torch.tensor(list(ids)), context, torch.tensor(list(wanted))).clone()
+
+
+def logits_of(model: CausalLM, ids: Sequence[int], **fields: Any) -> torch.Tensor:
+    """Of one sequence from its beginning."""
+    return Forwards(model, most=max(len(ids), 1)).step(ids, **fields)
+
+
+def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    return float((expected.double() - found.double()).norm() / expected.double().norm())

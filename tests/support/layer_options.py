@@ -1,0 +1,29 @@
+"""What single layers are built with in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from asyncengine.layers.kernels import TorchKernels, layer_kernels
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+
+CPU = torch.device("cpu")
+
+
+def options(dtype: torch.dtype = torch.float32, *, plain: bool = False, **fields: Any) -> LayerOptions:
+    """On the CPU; with torch's own norms and activations if `plain`, else with the best there are."""
+    return LayerOptions(dtype, CPU, TorchKernels() if plain else layer_kernels("auto", dtype, CPU), **fields)
+
+
+def fill(part: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what a layer takes, which is exactly these tensors."""
+    slots: dict[str, TensorSlot] = dict(part.slots())
+    assert {name: slot.shape for name, slot in slots.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    for name, slot in slots.items():
+        slot.load(tensors[name])

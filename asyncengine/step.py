@@ -77,8 +77,8 @@ class Row(NamedTuple):
     in_flight: bool
     """True: the last input token is the one an earlier launched step samples for this slot; not in `tokens` yet.
 
-    If a grammar then makes something else of that token (replaces it, forces others behind it), the row is void: its
-    matcher is not touched, and whatever is computed for it is thrown away."""
+    If a grammar then makes something else of that token (replaces it, forces others behind it), the row is discarded:
+    its matcher is not touched, and whatever is computed for it is thrown away."""
     pages: list[int]
     """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
     samples: bool

@@ -202,12 +202,12 @@ class ModelRunner:
         """What later steps build on, when all memory for this one is taken: launched again, a step must find what was
         there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
-        # what a matcher puts in the place of a token is not here: rows launched for this one are void then
+        # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
         if self._device.type == "cpu":
             self._last_token.numpy()[slots] = tokens.numpy()
         else:
             self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
-        for place in pending.filled.void:  # tokens that were not to be have been counted
+        for place in pending.filled.discarded:  # tokens that were not to be have been counted
             self._sampler.forget(slots[place])
         for place in pending.filled.places:
             pending.awaited[place] = self._awaited[slots[place]] = AwaitedToken(pending.wait)

@@ -52,7 +52,7 @@ class PendingStep:
                 self.readback.wait()
                 self._result = self._read()
                 for token in self.awaited.values():
-                    token.settle = None  # which would keep this step alive as long as its slots
+                    token.resolve = None  # which would keep this step alive as long as its slots
             return self._result
 
     def _read(self) -> StepResult:
@@ -113,7 +113,7 @@ class PendingStep:
             result.constrained[self.sampling[place]] = made
             if forced:
                 result.forced[self.sampling[place]] = forced
-            self.awaited[place].stands = not (made.replaced or made.complete or forced)
+            self.awaited[place].confirmed = not (made.replaced or made.complete or forced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ _PART_ELEMENTS = 2**24
 class AwaitedToken:
     """A constrained row's token on its way to its matcher."""
 
-    settle: Callable[[], object] | None
+    resolve: Callable[[], object] | None
     """Returns when the matcher has been told. None: it has been."""
-    stands: bool = False
+    confirmed: bool = False
     """Then: the output has grown by the sampled token alone and goes on, as later rows were launched for."""
 
 
@@ -38,12 +38,12 @@ class FilledMasks:
     """Masks of the sampling rows that have one."""
 
     places: list[int]
-    """Index among the sampling rows, ascending. Void rows have none."""
+    """Index among the sampling rows, ascending. Discarded rows have none."""
     packed: torch.Tensor
     """int32 [len(places), ceil(vocab / 32)] on the host, lowest bit first."""
     errors: dict[int, str]
     """Index among the sampling rows -> why its matcher has no mask."""
-    void: list[int]
+    discarded: list[int]
     """Index among the sampling rows of those whose input was not what they were launched for."""
 
     @classmethod
@@ -78,9 +78,9 @@ class StepMasks:
         assert row.grammar is not None
         try:
             if (token := self._awaited.get(index)) is not None:
-                if (settle := token.settle) is not None:
-                    settle()
-                if not token.stands:
+                if (resolve := token.resolve) is not None:
+                    resolve()
+                if not token.confirmed:
                     self._void[index] = None
                     return
             row.grammar.fill_mask(mask)

@@ -42,10 +42,10 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "arrival", "cached_tokens", "deadline", "epoch", "first_step_at", "group",
-        "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed", "num_kept",
-        "num_launched", "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority", "prompt_len",
-        "salt", "slot", "spec", "state", "table", "ticket", "tokens", "void_until", "waiting_deadline",
+        "adapter", "adapter_slot", "arrival", "cached_tokens", "deadline", "discard_until", "epoch", "first_step_at",
+        "group", "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed",
+        "num_kept", "num_launched", "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority",
+        "prompt_len", "salt", "slot", "spec", "state", "table", "ticket", "tokens", "waiting_deadline",
     )  # fmt: skip
 
     def __init__(
@@ -97,7 +97,7 @@ class Request:
         self.last_step = 0
         """Last launched step that names this request: the fence for giving its pages back."""
 
-        self.void_until = 0
+        self.discard_until = 0
         """Results of launched steps up to this one say nothing: its grammar changed a token they were launched for."""
 
         self.cached_tokens = 0
@@ -123,9 +123,9 @@ class Request:
         behind = len(self.tokens) + self.num_pending - self.num_launched
         return self.num_computed <= self.num_launched and behind >= 0 and bool(behind or self.num_pending)
 
-    def void_launched(self) -> None:
+    def discard_launched(self) -> None:
         """What was launched after the token now known was launched for another one, and must be again."""
-        self.void_until = self.last_step
+        self.discard_until = self.last_step
         self.num_pending = 0
         self.num_launched = self.num_computed
 

@@ -286,7 +286,7 @@ class Scheduler:
             computed += row.num_scheduled
             if request.state is RequestState.FINISHED:
                 continue  # it ended while the step ran: the token nobody waits for is dropped
-            if batch.step <= request.void_until:
+            if batch.step <= request.discard_until:
                 continue  # launched for a token that its grammar did not let stand: computed again
             if errors and index in errors:
                 self._end(request, "error", errors[index])
@@ -310,7 +310,7 @@ class Scheduler:
                 else:
                     constrained, forced = result.constrained[index], result.forced.get(index, [])
                     if request.num_pending and (constrained.replaced or forced):
-                        request.void_launched()
+                        request.discard_launched()
                     sampled += self._accept_constrained(request, tokens[index], constrained, forced, logprob, now)
         self.counters.computed_tokens += computed
         self.counters.generated_tokens += sampled

@@ -59,7 +59,7 @@ class FakeExecutor:
         self.model = model or FakeModel()
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self.last_token: dict[int, int] = {}
-        self.stands: dict[int, bool] = {}
+        self.confirmed: dict[int, bool] = {}
         """Slot -> whether its last constrained row's output grew by the sampled token alone and goes on."""
         self.executed: list[Batch] = []
         self.keep_batches = False
@@ -80,7 +80,7 @@ class FakeExecutor:
             if row.spec.ticket in self.fail_tickets:
                 result.errors[index] = self.fail_tickets[row.spec.ticket]
                 self.last_token.setdefault(row.slot, 0)  # what a step that is launched already goes on with: anything
-                self.stands[row.slot] = False
+                self.confirmed[row.slot] = False
             elif row.samples:
                 self._sample(index, row, result)
         return result
@@ -116,9 +116,9 @@ class FakeExecutor:
         tokens = self.context(row)
         token = self.model.next_token(tokens, row.spec.seed)
         if row.grammar is not None:
-            if row.in_flight and not self.stands[row.slot]:
-                return  # void
-            self.stands[row.slot] = False
+            if row.in_flight and not self.confirmed[row.slot]:
+                return  # discarded
+            self.confirmed[row.slot] = False
             try:
                 sampled = self._constrain(row.grammar, token)
                 token, *forced = row.grammar.accept(sampled, not row.spec.params.logprobs)
@@ -130,7 +130,7 @@ class FakeExecutor:
             result.constrained[index] = made
             if forced:
                 result.forced[index] = forced
-            self.stands[row.slot] = not (made.replaced or made.complete or forced)
+            self.confirmed[row.slot] = not (made.replaced or made.complete or forced)
         self.last_token[row.slot] = token
         result.tokens[index] = token
         if row.spec.params.logprobs:

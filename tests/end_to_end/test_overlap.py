@@ -104,7 +104,7 @@ async def test_depth_chunks_and_preemption_are_invisible(
 ) -> None:
     requests = make_requests(random.Random(seed), 40)
     outputs = []
-    void = count_void_rows(monkeypatch)
+    discarded = count_discarded_rows(monkeypatch)
     for settings in SETTINGS:
         if late and settings["max_steps_in_flight"] > 1:
             monkeypatch.setattr(model_runner, "Readback", LateReadback)
@@ -122,19 +122,19 @@ async def test_depth_chunks_and_preemption_are_invisible(
     for index, (plain, *others) in enumerate(zip(*outputs, strict=True)):
         for settings, other in zip(SETTINGS[1:], others, strict=True):
             assert other == plain, f"request {index} under {settings}"
-    assert len(void) > 5, "grammars force and replace tokens for which the next step is launched already"
+    assert len(discarded) > 5, "grammars force and replace tokens for which the next step is launched already"
     assert LateReadback.waits or not late
 
 
-def count_void_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def count_discarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     """Gets each row in flight whose matcher was left alone."""
-    void: list[Row] = []
+    discarded: list[Row] = []
     fill = StepMasks._fill_row
 
     def noted(self: StepMasks, mask: Any, index: int, row: Row) -> None:
         fill(self, mask, index, row)
         if index in self._void:
-            void.append(row)
+            discarded.append(row)
 
     monkeypatch.setattr(StepMasks, "_fill_row", noted)
-    return void
+    return discarded

@@ -133,25 +133,25 @@ def lose_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
 
 def believe_what_was_launched_for_another_token(patch: pytest.MonkeyPatch) -> None:
     """With two steps in flight the second row was computed for a token that its grammar replaced."""
-    patch.setattr(Request, "void_launched", lambda self: None)
+    patch.setattr(Request, "discard_launched", lambda self: None)
 
 
-def compute_nothing_again_after_a_void_row(patch: pytest.MonkeyPatch) -> None:
+def compute_nothing_again_after_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Request) -> None:
         launched = self.num_launched
-        void(self)
+        discard(self)
         self.num_launched = launched
 
-    void = Request.void_launched
-    patch.setattr(Request, "void_launched", broken)
+    discard = Request.discard_launched
+    patch.setattr(Request, "discard_launched", broken)
 
 
-def move_the_matcher_for_a_void_row(patch: pytest.MonkeyPatch) -> None:
+def move_the_matcher_for_a_discarded_row(patch: pytest.MonkeyPatch) -> None:
     sample = FakeExecutor._sample
 
     def broken(self: FakeExecutor, index: int, row: Any, result: Any) -> None:
         if row.grammar is not None and row.in_flight and not row.grammar.is_terminated():
-            self.stands[row.slot] = True
+            self.confirmed[row.slot] = True
         sample(self, index, row, result)
 
     patch.setattr(FakeExecutor, "_sample", broken)
@@ -208,8 +208,8 @@ PLANTS: list[Plant] = [
     reset_the_matcher_of_who_is_preempted,
     lose_the_matcher_of_who_is_preempted,
     believe_what_was_launched_for_another_token,
-    compute_nothing_again_after_a_void_row,
-    move_the_matcher_for_a_void_row,
+    compute_nothing_again_after_a_discarded_row,
+    move_the_matcher_for_a_discarded_row,
     ask_the_matcher_whether_it_is_done,
     start_before_the_grammar_is_there,
     ignore_that_the_budget_ran_out,

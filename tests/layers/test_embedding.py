@@ -85,8 +85,8 @@ def test_a_tied_quantized_matrix(dtype: torch.dtype, bits: int) -> None:
                 table(torch.tensor([wrong]))
 
 
-def test_adapters_come_before_the_scale() -> None:
-    """What they add is scaled as well, as in peft."""
+def test_adapters_come_after_the_scale() -> None:
+    """What they add has the scale in it: their loader multiplies by it."""
     table, head = tied(torch.float32, 3.0)
     weight = torch.randn(TOKENS, WIDTH)
     fill(head, {"embed.weight": weight})
@@ -97,7 +97,7 @@ def test_adapters_come_before_the_scale() -> None:
             seen.append((path, x.tolist()))
             y += 1.0
 
-    torch.testing.assert_close(table(torch.tensor([4, 2]), Adapters()), (weight[[4, 2]] + 1.0) * 3.0)
+    torch.testing.assert_close(table(torch.tensor([4, 2]), Adapters()), weight[[4, 2]] * 3.0 + 1.0)
     x = torch.randn(1, WIDTH)
     torch.testing.assert_close(head(x, Adapters()), x @ weight.T + 1.0, rtol=1e-5, atol=1e-5)
     assert [path for path, _ in seen] == ["embed", "lm_head"]

@@ -67,8 +67,8 @@ def test_code_of_a_model_s_own_is_not_taken_for_a_family() -> None:
     class Llama2(hf.LlamaConfig):
         pass
 
-    assert decoder_config_of(hf.LlamaConfig()) is not None
-    assert decoder_config_of(Llama2()) is None
+    assert decoder_config_of(hf.LlamaConfig(), 64) is not None
+    assert decoder_config_of(Llama2(), 64) is None
 
 
 def test_unfused_is_transformers(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:

@@ -76,7 +76,8 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
         out: Any, out_size: Any, decay: Any, kind: Any, lanes: Any, operand: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            rows, weights, weights_size, *tiles, out, out_size, decay = arguments[:11]
+            rows, weights, weights_size, *where, out, out_size, decay = arguments[:11]
+            tiles, count, steps, size, column = where
             done: Any = LONG(0)
             for together in most:
                 turns = builder.udiv(builder.sub(rows, done), LONG(together))
@@ -84,8 +85,8 @@ def _make_sum_values(width: int, most: tuple[int, ...]) -> Any:
                     row = builder.add(done, builder.mul(loop.index, LONG(together)))
                     _write_values(
                         builder, together, width, (kind, operand, _LANES_OF[lanes]),
-                        builder.add(weights, builder.mul(row, weights_size)), weights_size, *tiles,
-                        builder.add(out, builder.mul(row, out_size)), out_size,
+                        builder.add(weights, builder.mul(row, weights_size)), weights_size, tiles, count, steps, size,
+                        column, builder.add(out, builder.mul(row, out_size)), out_size,
                         builder.add(decay, builder.mul(row, LONG(4))),
                     )  # fmt: skip
                 done = builder.add(done, builder.mul(turns, LONG(together)))

@@ -70,7 +70,7 @@ class FusedLayerKernel:
         self.bits = None if bits == 0 else np.uint8(8) if bits == 8 else np.int8(4)
         """As `run_fused_layer` takes it."""
         projects = len(linears) == _LINEARS
-        epsilons = [np.float32(epsilon) for _, epsilon in norms]
+        epsilons = np.float32(norms[MLP_NORM][1]), np.float32(norms[NEXT_NORM][1])
         self.settings = (np.float32(factor), *epsilons, activation, projects)
         """(factor, epsilons of MLP_NORM and NEXT_NORM, activation, whether there is a NEXT_QKV)"""
         out, gate_up, down = linears[:NEXT_QKV]

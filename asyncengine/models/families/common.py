@@ -21,8 +21,6 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on the length of a sequence."""
-_PARTIAL = ("phi3", "glm", "glm4", "stablelm")
-"""Families whose heads may be rotated in part; transformers' modules of the others do not look at that setting."""
 
 
 def activation(config: Any, name: str | None = None) -> str:
@@ -45,18 +43,25 @@ def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig
 
 
 def rotary_of(
-    config: Any, length: int, layer_type: str | None = None, *, head_dim: int | None = None, style: Any = "halves"
+    config: Any,
+    length: int,
+    layer_type: str | None = None,
+    *,
+    head_dim: int | None = None,
+    style: Any = "halves",
+    partial: bool = False,
 ) -> RotaryConfig:
     """The frequencies that `rope_parameters` say, for sequences of up to `length` tokens.
 
-    `layer_type`: of a family that has other parameters for each kind of layer.
+    `layer_type`: of a family that has other parameters for each kind of layer. `partial`: of one whose heads may be
+    rotated in part (`partial_rotary_factor`); transformers' modules of the others do not look at that setting.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        rotated = parameters.get("partial_rotary_factor", 1.0) if config.model_type in _PARTIAL else 1.0
+        rotated = parameters.get("partial_rotary_factor", 1.0) if partial else 1.0
         dim = int((head_dim or head_dim_of(config)) * rotated)
         return default_rotary(parameters["rope_theta"], dim, style)
     if kind not in ROPE_INIT_FUNCTIONS:

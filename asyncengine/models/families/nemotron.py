@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncengine.layers.norm import NormConfig
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import llama_like
+from asyncengine.models.families.common import llama_like, rotary_of
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
@@ -18,4 +18,5 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         attention=lambda index: {"qkv_bias": bias, "out_bias": bias},
         mlp={"gated": False, "up": ("mlp.up_proj",), "bias": bool(config.mlp_bias)},
         norm=NormConfig("layer", config.norm_eps, offset=1.0, bias=True),
+        rotary=(rotary_of(config, length, partial=True),),
     )

@@ -20,5 +20,5 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     return llama_like(
         config, length, attention=lambda index: own, mlp={"up": ("mlp.gate_up_proj",)},
         layer=_SANDWICH if family == "glm4" else None,
-        rotary=(rotary_of(config, length, style="halves" if family == "phi3" else "interleaved"),),
+        rotary=(rotary_of(config, length, style="halves" if family == "phi3" else "interleaved", partial=True),),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncengine.layers.norm import NormConfig
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import llama_like
+from asyncengine.models.families.common import llama_like, rotary_of
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
@@ -26,4 +26,5 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         }
     layer = {"parallel": True, "before_mlp": None} if config.use_parallel_residual else None
     norm = NormConfig("layer", config.layer_norm_eps, bias=True)
-    return llama_like(config, length, attention=lambda index: own, layer=layer, norm=norm)
+    rotary = (rotary_of(config, length, partial=True),)
+    return llama_like(config, length, attention=lambda index: own, layer=layer, norm=norm, rotary=rotary)

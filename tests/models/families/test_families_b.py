@@ -310,10 +310,10 @@ def test_places_are_the_paths_of_modules() -> None:
 
     for name in [*NATIVE, *OPTIONS, *MULTIMODAL]:
         config = FAMILIES[name]()
-        read = decoder_config_of(config, 512)
-        assert read is not None
+        described = decoder_config_of(config, 64)
+        assert described is not None
         options = LayerOptions(torch.float32, torch.device("meta"), TorchKernels())
-        decoder = Decoder(read(config.get_text_config(), 64), options, 1)
+        decoder = Decoder(described, options, 1)
         with torch.device("meta"):
             model = hf.AutoModelForCausalLM.from_config(config)
         kinds = (nn.Linear, hf.pytorch_utils.Conv1D)

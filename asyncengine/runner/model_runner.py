@@ -14,6 +14,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
@@ -106,7 +107,10 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
-        alone = self._compiled and all(not row.adapter_slot for row in batch.rows)
+        alone = self._compiled and (
+            sum(row.num_scheduled for row in batch.rows) <= MOST_TOKENS
+            or all(not row.adapter_slot for row in batch.rows)
+        )
         with torch.inference_mode(), on_device(self._device), self.cores.step(torch_alone=alone, small=self._small):
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)

@@ -60,5 +60,5 @@ def make_driver(
         **{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", "dtype": "float32", **fields}
     )
     model = load_model(str(checkpoint(name)), config)
-    lora = install_lora(model.module, max_loras, max_rank, masked=masked)
+    lora = install_lora(model.model, max_loras, max_rank, masked=masked)
     return AdapterDriver(build_runner(model, config, lora=lora), lora)

@@ -18,6 +18,7 @@ from asyncengine.kernels.cpu import gemm_quantized, packed
 from asyncengine.kernels.cpu.activation import gate
 from asyncengine.kernels.cpu.gemm_quantized import multiply_rounded
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.lora import add_adapters
 from asyncengine.kernels.cpu.norm import add_norm
 from asyncengine.kernels.cpu.packed import multiply, panel_block
 from asyncengine.kernels.cpu.team import use_team
@@ -87,7 +88,7 @@ class Span:
         out = residual.new_empty((rows, self.outputs))
         run_span(
             self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
-            *self.settings, *packed.cut(rows), self.bits, kind_of(residual.dtype), size, use_team(),
+            *self.settings, *packed.cut(rows), self.bits, kind_of(residual.dtype), size, 0, 0, 0, 0, use_team(),
         )  # fmt: skip
         return out
 
@@ -96,10 +97,12 @@ class Span:
 def run_span(
     record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
     first_epsilon: np.float32, second_epsilon: np.float32, form: int, projects: bool, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, size: int, team: int,
+    bits: np.generic | None, kind: np.generic, size: int, adapters: int, product: int, adapter_rows: int, memory: int,
+    team: int,
 ) -> None:  # fmt: skip
     """A `Span` by address. `bits` says by its type what weights are rounded to; None: they are not (and no code for
-    rounded ones is compiled)."""
+    rounded ones is compiled). `adapters`, `adapter_rows` and `memory` are `AdapterRecords` of all products (0: none),
+    of which the first here is number `product`."""
     fields = array(pointer(record, np.int64(0)), (_PRODUCTS * _FIELDS + 2,))
     width, both_width = fields[4], fields[9]
     branch, normed = scratch, scratch + rows * width * size
@@ -111,6 +114,7 @@ def run_span(
         source = attended if step == 0 else inner if step == 2 else normed
         target = both if step == 1 else out if step == 3 else branch
         multiply_any(source, own, target, rounded, rows, tile, tiles, bits, kind, size, team)
+        add_adapters(source, target, adapters, product + step, adapter_rows, memory, kind, team)
         if step == 0:
             add_norm(residual, branch, fields[20], residual, normed, rows, width, factor, first_epsilon, kind, team)
         elif step == 1:

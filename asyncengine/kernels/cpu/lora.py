@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import spread
+from asyncengine.kernels.cpu.calls import call, spread
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -40,8 +40,12 @@ _FIRST, _COUNT, _SLOT = range(3)
 
 _BLOCK = 8 * LANES
 """Outputs whose sums stay in registers."""
+_TILE = 3
+"""Rows whose sums for a block do: what is read of B is then in fewer turns."""
 _EVEN = 4
 """Rows whose arithmetic takes as long as reading a factor."""
+_WORK = 4
+"""Bytes that could be read while one of a factor is: none follows another for long, and helpers must stay awake."""
 _AHEAD = 2048
 """Bytes that A is asked for before it is read."""
 _SUMS = 4
@@ -94,6 +98,17 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
 
 
 @serial_in_order
+def add_adapters(
+    x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
+) -> None:
+    """The same for product `index` of a table of `Factors` by address, where it has any; `products` 0: no table."""
+    if products != 0:
+        factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
+        if factors != 0:
+            call(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
+
+
+@serial_in_order
 def add_low_rank(
     x: int, y: int, product: int, step: int, down: int, kind: np.generic, out_kind: np.generic, team: int
 ) -> None:
@@ -105,7 +120,7 @@ def add_low_rank(
     ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
     reads, writes, blocks = 0, 0, 0
     for group in range(count):
-        worth = reads_worth(groups[group, _COUNT], _EVEN) * size
+        worth = reads_worth(groups[group, _COUNT], _EVEN) * size * _WORK
         ranks = array(pointer(known[RANKS] + groups[group, _SLOT] * parts * 8, np.int64(0)), (parts,))
         for part in range(parts):
             reads += ranks[part] * known[INPUTS] * worth
@@ -182,28 +197,41 @@ def _add_block(
 ) -> None:  # fmt: skip
     """Outputs [begin, end) of one part, for rows [first, first + count) of the list."""
     size, out_size = size_of(kind), size_of(out_kind)
-    places = array(pointer(rows, np.int64(0)), (first + count,))
-    source = factor + begin * size
-    for index in range(first, first + count):
-        weights = down + index * across * 4
-        target = y + (places[index] * outputs + begin) * out_size
-        if end - begin == _BLOCK:
-            _add_vectors8(weights, rank, source, outputs * size, target, kind, out_kind)
+    source, target, row, length = factor + begin * size, y + begin * out_size, outputs * size, outputs * out_size
+    index = first
+    while index < first + count:
+        weights, place = down + index * across * 4, rows + index * 8
+        if end - begin == _BLOCK and first + count - index >= _TILE:
+            _add_tile(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+            index += _TILE
             continue
-        vectors_done = (end - begin) // LANES
-        for place in range(vectors_done):
-            _add_vectors1(
-                weights, rank, source + place * LANES * size, outputs * size, target + place * LANES * out_size, kind,
-                out_kind,
-            )  # fmt: skip
-        numbers = array(pointer(weights, np.float32(0)), (rank,))
-        table = array(pointer(source, kind), (rank, outputs))
-        results = array(pointer(target, out_kind), (end - begin,))
-        for place in range(vectors_done * LANES, end - begin):
-            total = np.float32(0)
-            for index_of_rank in range(rank):
-                total += numbers[index_of_rank] * widen(table[index_of_rank, place])
-            results[place] = narrow(widen(results[place]) + total, out_kind)
+        if end - begin == _BLOCK:
+            _add_row(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+        else:
+            _add_rest(weights, rank, source, row, target, length, place, end - begin, kind, out_kind)
+        index += 1
+
+
+@serial_in_order
+def _add_rest(
+    weights: int, rank: int, factor: int, stride: int, y: int, length: int, place: int, count: int, kind: np.generic,
+    out_kind: np.generic,
+) -> None:  # fmt: skip
+    """`count` outputs of one row: fewer than a block."""
+    size, out_size = size_of(kind), size_of(out_kind)
+    whole = count // LANES * LANES
+    for begin in range(0, whole, LANES):
+        _add_vector(
+            weights, 0, rank, factor + begin * size, stride, y + begin * out_size, length, place, kind, out_kind
+        )
+    numbers = array(pointer(weights, np.float32(0)), (rank,))
+    row = array(pointer(place, np.int64(0)), (1,))[0]
+    results = array(pointer(y + row * length, out_kind), (count,))
+    for index in range(whole, count):
+        total = np.float32(0)
+        for turn in range(rank):
+            total += numbers[turn] * widen(array(pointer(factor + turn * stride, kind), (count,))[index])
+        results[index] = narrow(widen(results[index]) + total, out_kind)
 
 
 def _dot_of(_: Any, x: Any, factor: Any, count: Any, kind: Any) -> Any:
@@ -263,39 +291,52 @@ def _numbers(builder: Any, address: Any, kind: Any) -> Any:
     return builder.bitcast(builder.shl(bits, vectors.constant(WORDS, 16)), FLOATS)
 
 
-def _make_add_vectors(count: int) -> Any:
-    """add(weights, rank, factor, stride, y, kind, out_kind): to 16 * count numbers from y on, the sum of `rank` rows of
-    a factor, `stride` bytes apart, each times its float32 weight."""
+def _make_add(rows: int, count: int) -> Any:
+    """add(weights, across, rank, factor, stride, y, length, places, kind, out_kind): to 16 * count numbers of so many
+    rows, the sum of `rank` rows of a factor, each times its float32 weight.
 
-    def typed(_: Any, weights: Any, rank: Any, factor: Any, stride: Any, y: Any, kind: Any, out_kind: Any) -> Any:
+    Bytes from row to row: `across` of weights, `stride` of the factor, `length` of y, whose rows' numbers are int64 at
+    `places`.
+    """
+
+    def typed(_: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, places: Any,
+              kind: Any, out_kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_add_vectors(builder, count, kind, out_kind, *arguments[:5])
+            _write_add(builder, rows, count, kind, out_kind, *arguments[:8])
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 5, kind, out_kind), generate
+        return numba.types.void(*[numba.types.int64] * 8, kind, out_kind), generate
 
     return intrinsic(typed)
 
 
-def _write_add_vectors(
-    builder: Any, count: int, kind: Any, out_kind: Any, weights: Any, rank: Any, factor: Any, stride: Any, y: Any
-) -> None:
-    size = kind.bitwidth // 8
-    sums = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(count)]
+def _write_add(
+    builder: Any, rows: int, count: int, kind: Any, out_kind: Any, weights: Any, across: Any, rank: Any, factor: Any,
+    stride: Any, y: Any, length: Any, places: Any,
+) -> None:  # fmt: skip
+    size, out_size = kind.bitwidth // 8, out_kind.bitwidth // 8
+    zero = vectors.constant(FLOATS, 0.0)
+    cells = [(row, place) for row in range(rows) for place in range(count)]
+    sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
     with cgutils.for_range(builder, rank) as loop:
-        weight = load(builder, builder.add(weights, builder.mul(loop.index, LONG(4))), FLOAT)
-        values = vectors.splat(builder, weight)
-        row = builder.add(factor, builder.mul(loop.index, stride))
-        for place in range(count * LANES * size // LINE):  # of the block that follows
-            vectors.prefetch(builder, builder.add(row, LONG(count * LANES * size + place * LINE)))
-        for place, total in enumerate(sums):
-            own = _numbers(builder, builder.add(row, LONG(place * LANES * size)), kind)
-            builder.store(vectors.multiply_add(builder, values, own, builder.load(total)), total)
-    narrows = out_kind == numba.types.uint16
-    for place, total in enumerate(sums):
-        target = builder.add(y, LONG(place * LANES * (2 if narrows else 4)))
-        found = builder.fadd(_numbers(builder, target, out_kind), builder.load(total))
-        vectors.store(builder, vectors.narrow(builder, found) if narrows else found, target)
+        offset = builder.mul(loop.index, LONG(4))
+        own = [load(builder, vectors.at(builder, weights, across, row, offset), FLOAT) for row in range(rows)]
+        values = [vectors.splat(builder, weight) for weight in own]
+        source = builder.add(factor, builder.mul(loop.index, stride))
+        for line in range(count * LANES * size // LINE):  # of the block that follows
+            vectors.prefetch(builder, builder.add(source, LONG(count * LANES * size + line * LINE)))
+        for place in range(count):
+            numbers = _numbers(builder, builder.add(source, LONG(place * LANES * size)), kind)
+            for row in range(rows):
+                total = sums[row, place]
+                builder.store(vectors.multiply_add(builder, values[row], numbers, builder.load(total)), total)
+    for row in range(rows):
+        number = load(builder, builder.add(places, LONG(row * 8)), LONG)
+        begin = builder.add(y, builder.mul(number, length))
+        for place in range(count):
+            target = builder.add(begin, LONG(place * LANES * out_size))
+            found = builder.fadd(_numbers(builder, target, out_kind), builder.load(sums[row, place]))
+            vectors.store(builder, vectors.narrow(builder, found) if out_size == 2 else found, target)
 
 
-_add_vectors1, _add_vectors8 = _make_add_vectors(1), _make_add_vectors(_BLOCK // LANES)
+_add_vector, _add_row, _add_tile = _make_add(1, 1), _make_add(1, _BLOCK // LANES), _make_add(_TILE, _BLOCK // LANES)

@@ -119,15 +119,14 @@ def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, mo
         lora.check_slots([0, 1, 2])
     seen = Counter[int]()
 
-    def begin_as_graph(slots: Sequence[int], counts: Any, logit_rows: torch.Tensor) -> None:
+    def begin_as_graph(slots: Sequence[int], counts: Any, logit_rows: torch.Tensor) -> Any:
         if counts.max() > 1 or len(logit_rows) < len(counts):
-            begin(slots, counts, logit_rows)
-            return
+            return begin(slots, counts, logit_rows)
         seen[len(slots)] += 1
         own = torch.zeros(len(slots), dtype=torch.int64)
         lora.put_slots(own, slots)
         lora.begin_none()
-        lora.begin_fixed(own)
+        return lora.begin_fixed(own)
 
     monkeypatch.setattr(lora, "begin", begin_as_graph)
     assert driver.answers([3, 0, 1]) == [llama.outputs[1], llama.base, llama.outputs[0]]
@@ -137,7 +136,7 @@ def test_decoding_from_fixed_memory(llama: Reference, checkpoint: Checkpoint, mo
 def test_targets_are_limited(checkpoint: Checkpoint, llama: Reference) -> None:
     config = EngineConfig(dtype="float32")
     path = "model.layers.0.mlp.gate_proj"
-    module = load_model(str(checkpoint("llama")), config).module
+    module = load_model(str(checkpoint("llama")), config).model
     layers = install_lora(module, 2, 8, [path])
     assert list(layers.modules) == [path]
     with pytest.raises(AdapterError, match="not among"):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
-from torch import nn
 
 from asyncengine.lora.layers import rows as rows_module
 from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
-from asyncengine.lora.layers.targets import Place
+from asyncengine.layers.places import Place
 
 SLOTS = 6
 PARTS = {"one": [24], "q, k and v": [32, 8, 8], "gate and up": [40, 40], "odd widths": [9, 6]}
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def place_of(widths: Sequence[int], inputs: int = 20, **fields: Any) -> Place:
-    return Place(nn.Identity(), inputs, tuple((f"part{index}", width) for index, width in enumerate(widths)), **fields)
+    return Place(inputs, tuple((f"part{index}", width) for index, width in enumerate(widths)), **fields)
 
 
 def fill(stack: LoraStack) -> dict[int, torch.Tensor]:

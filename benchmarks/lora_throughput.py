@@ -5,10 +5,10 @@
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
 folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
 which one request computes its prompt again while the others decode. Random adapters on all linears of the layers (q, k,
-v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number (`--one-row-each`:
-the first requests with one adapter each, the others with none). The cases take
-turns, in changing order, each beside a run of the base model, which is run twice a round to show what the machine's
-company alone does. Ratios of tokens per second, medians over rounds; "all" is the prompts and the decoding together.
+v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number; with
+`--one-row-each`, the first requests have one adapter each and the others none. The cases take turns, in changing order,
+each beside a run of the base model, which is run twice a round to show what the machine's company alone does. Ratios of
+tokens per second, medians over rounds; "all" is the prompts and the decoding together.
 Targets: at least 0.85 with 4 adapters and 0.70 with 16.
 
 On a machine that is busy, threads wait for each other at every operation and the clock says little: `--cpu-time` runs

@@ -1,4 +1,4 @@
-"""Adapters in short steps: all layers in one call, the same bits as layer by layer, and no neighbour's answer changes."""
+"""Adapters in short steps: all layers in one call, the bits of layer by layer, and no neighbour's answer changes."""
 
 from __future__ import annotations
 

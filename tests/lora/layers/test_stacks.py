@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
+from asyncengine.layers.places import Place
 from asyncengine.lora.layers import rows as rows_module
 from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
-from asyncengine.layers.places import Place
 
 SLOTS = 6
 PARTS = {"one": [24], "q, k and v": [32, 8, 8], "gate and up": [40, 40], "odd widths": [9, 6]}

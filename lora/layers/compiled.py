@@ -42,7 +42,10 @@ class CompiledStack(LoraStack):
         x, y = self._flat(x, y, step.size)
         self._add_segments(x, y, step.segments)
         if step.short.count:
-            self._kernel.add_deltas(x.contiguous(), y, self.factors, step.short)
+            total = y.contiguous()
+            self._kernel.add_deltas(x.contiguous(), total, self.factors, step.short)
+            if not y.is_contiguous():
+                y.copy_(total)
 
     def _allocate(self) -> None:
         super()._allocate()

@@ -101,7 +101,7 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
 def add_adapters(
     x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
 ) -> None:
-    """The same for product `index` of a table of `Factors` by address, where it has any; `products` 0: no table."""
+    """`add_deltas` for product `index` of a table of addresses of `Factors`, if it has any; `products` 0: no table."""
     if products != 0:
         factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
         if factors != 0:

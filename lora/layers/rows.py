@@ -1,4 +1,5 @@
-"""Low-rank deltas on CPU: row by row for few rows of an adapter, by segment for many.
+"""Low-rank deltas on CPU, where the compiled kernel does not serve (float16, embeddings): row by row for few rows of an
+adapter, by segment for many.
 
 A decoding step has one row, or a few, of each adapter: too little work for matrix products, whose calls cost more than
 the numbers. What is to be done for a row is a weighted sum of rows of a table, twice: of A^T with the row of x as

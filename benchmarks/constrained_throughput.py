@@ -148,7 +148,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(options, folder)
+        make_checkpoint(SHAPES[options.shape], options.dtype, folder)
         save_tokenizer(folder)
         report = asyncio.run(measure(options, folder))
     print(json.dumps(report) if options.json else table(report))

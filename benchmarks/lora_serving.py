@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(options, folder)
+        make_checkpoint(SHAPES[options.shape], options.dtype, folder)
         adapters = [make_adapter(options, Path(folder) / f"adapter-{seed}", seed) for seed in range(4)]
         report = asyncio.run(measure(options, folder, adapters))
     report["options"] = vars(options)

@@ -5,9 +5,10 @@
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
 folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
 which one request computes its prompt again while the others decode. Random adapters on all linears of the layers (q, k,
-v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number. The cases take
-turns, in changing order, each beside a run of the base model, which is run twice a round to show what the machine's
-company alone does. Ratios of tokens per second, medians over rounds; "all" is the prompts and the decoding together.
+v, o, gate, up, down), as many slots as adapters at most, request i with adapter i modulo their number; with
+`--one-row-each`, the first requests have one adapter each and the others none. The cases take turns, in changing order,
+each beside a run of the base model, which is run twice a round to show what the machine's company alone does. Ratios of
+tokens per second, medians over rounds; "all" is the prompts and the decoding together.
 Targets: at least 0.85 with 4 adapters and 0.70 with 16.
 
 On a machine that is busy, threads wait for each other at every operation and the clock says little: `--cpu-time` runs
@@ -72,7 +73,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(options, folder)
+        make_checkpoint(SHAPES[options.shape], options.dtype, folder)
         config = EngineConfig(
             dtype=options.dtype, device="cpu", num_threads=options.threads, max_num_seqs=options.batch, page_size=16,
             max_model_len=options.input + options.output, kv_cache_memory=f"{options.kv_mib}MiB", show_progress=False,
@@ -93,6 +94,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument(
+        "--one-row-each", action="store_true", help="so many requests with an adapter, the rest without"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-rank", type=int, default=64, help="what would be allowed")
     parser.add_argument("--input", type=int, default=64, help="prompt tokens")
@@ -143,7 +147,8 @@ class Requests:
         places = range(options.batch)
         self.tokens = [[generator.randrange(vocab) for _ in range(options.input)] for _ in places]
         self._pages = [list(range(1 + place * length, 1 + (place + 1) * length)) for place in places]
-        self._slots = [1 + place % adapters if adapters else 0 for place in places]
+        alone = adapters if options.one_row_each else options.batch
+        self._slots = [1 + place % adapters if adapters and place < alone else 0 for place in places]
         self._spec = RowSpec(1, GREEDY, 0, options.input, ())
         self._runner, self._clock, self._steps = runner, clock(options), 0
 

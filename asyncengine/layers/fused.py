@@ -42,13 +42,17 @@ class LayerParts(Protocol):
 class FusedLayers:
     """From embedded tokens to what the output layer reads."""
 
-    def __init__(self, chain: Any, scratch: torch.Tensor) -> None:
+    def __init__(self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...]) -> None:
+        """`paths`: of the products in the order in which they are made, as adapters name them."""
         self._chain = chain
         self._scratch = scratch
+        self._paths = paths
 
     def serves(self, tokens: int, step: StepContext, angles: Sequence[Angles]) -> bool:
         """True if a step of so many tokens, all of them wanted, can be run here."""
-        if tokens > MOST_TOKENS or step.adapters is not None or not hasattr(step.backend, "place"):
+        if tokens > MOST_TOKENS or not hasattr(step.backend, "place"):
+            return False
+        if step.adapters is not None and step.adapters.records(self._paths) is None:
             return False
         return all(own.query_scale is None for own in angles)
 
@@ -60,7 +64,8 @@ class FusedLayers:
             for layer, own in enumerate(angles)
         ]
         out = new_tensor(tuple(h.shape), h.dtype)
-        self._chain(h, out, np.array(places, dtype=np.int64), backend.tile_types, self._scratch)
+        adapters = None if step.adapters is None else step.adapters.records(self._paths)
+        self._chain(h, out, np.array(places, dtype=np.int64), backend.tile_types, self._scratch, adapters or (0, 0, 0))
         return out
 
 
@@ -96,7 +101,8 @@ def fused_layers(
         return None
     chain = FusedLayersKernel((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
     needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)
-    return FusedLayers(chain, torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8))
+    scratch = torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8)
+    return FusedLayers(chain, scratch, tuple(linear.path for layer in layers for linear in layer.linears()))
 
 
 def _common(layer: LayerParts) -> bool:

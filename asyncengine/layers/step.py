@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.layers.places import Place
+
+
+class AdapterRecords(NamedTuple):
+    """What a compiled kernel of several layers is told of adapters, by address."""
+
+    products: int
+    """int64 for each product: the address of its factors (`kernels.cpu.lora.Factors`), 0 where it has none."""
+    rows: int
+    """The step's rows by adapter (`kernels.cpu.lora.RowGroups`)."""
+    memory: int
+    """For the numbers between the factors of any of the products."""
 
 
 class RowAdapters(Protocol):
@@ -20,6 +31,10 @@ class RowAdapters(Protocol):
 
         x [rows, inputs]; token ids for an embedding.
         """
+        ...
+
+    def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
+        """The same for products called `paths`, to be added by a compiled kernel; None: only `add` can do it."""
         ...
 
 

@@ -14,7 +14,9 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.step import CausalLM, StepContext
+from asyncengine.lora.layers.rows import LONG
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
 from asyncengine.runner.graphs import Capture, DecodeGraphs
@@ -106,7 +108,9 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
-        alone = self._compiled and all(not row.adapter_slot for row in batch.rows)
+        few = sum(row.num_scheduled for row in batch.rows) <= MOST_TOKENS
+        long = any(row.adapter_slot and row.num_scheduled >= LONG for row in batch.rows)  # multiplied by torch
+        alone = self._compiled and (few or not long)
         with torch.inference_mode(), on_device(self._device), self.cores.step(torch_alone=alone, small=self._small):
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)

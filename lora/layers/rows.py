@@ -1,4 +1,5 @@
-"""Low-rank deltas on CPU: row by row for few rows of an adapter, by segment for many.
+"""Low-rank deltas on CPU, where the compiled kernel does not serve (float16, embeddings): row by row for few rows of an
+adapter, by segment for many.
 
 A decoding step has one row, or a few, of each adapter: too little work for matrix products, whose calls cost more than
 the numbers. What is to be done for a row is a weighted sum of rows of a table, twice: of A^T with the row of x as
@@ -9,6 +10,7 @@ adapters (and for merged products), reads of each adapter what its rows need, on
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -72,7 +74,7 @@ class RowStep:
     def __init__(self, slots: Int64Array, ranks: Int64Array) -> None:
         self.size = len(slots)
         self.used = frozenset(np.unique(slots).tolist())
-        self._ranks = ranks
+        self._slots, self._ranks = slots, ranks
         segments: list[Segment] = []
         self.stretches: list[Stretch] = []
         """Between long runs of one adapter, or of none; both lists in order."""
@@ -86,6 +88,23 @@ class RowStep:
                 segments.append((begin, end, int(slots[begin])))
         self._stretch(slots[done:], done)
         self.segments = tuple(segments)
+
+    @cached_property
+    def groups(self) -> Any:
+        """All rows by adapter, as the compiled kernel takes them."""
+        from asyncengine.kernels.cpu.lora import RowGroups
+
+        return RowGroups(self._slots)
+
+    @cached_property
+    def short(self) -> Any:
+        """The same without those in `segments`."""
+        from asyncengine.kernels.cpu.lora import RowGroups
+
+        slots = self._slots.copy()
+        for begin, end, _ in self.segments:
+            slots[begin:end] = -1
+        return RowGroups(slots) if self.segments else self.groups
 
     def _stretch(self, slots: Int64Array, begin: int) -> None:
         """Without the rows at both ends that have no adapter."""

@@ -17,8 +17,10 @@ import torch
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.places import ModuleDims, Place
-from asyncengine.layers.step import CausalLM, RowAdapters
+from asyncengine.layers.step import AdapterRecords, CausalLM, RowAdapters
+from asyncengine.lora.layers.compiled import CompiledStack, FactorTable
 from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, Segment, padded_rank
@@ -54,15 +56,20 @@ class LoraAdapter(Protocol):
 class _Adapters:
     """`RowAdapters` of one step."""
 
-    __slots__ = ("_stacks", "_step")
+    __slots__ = ("_stacks", "_step", "_table")
 
-    def __init__(self, stacks: Mapping[str, LoraStack], step: Step) -> None:
-        self._stacks, self._step = stacks, step
+    def __init__(self, stacks: Mapping[str, LoraStack], step: Step, table: FactorTable | None) -> None:
+        self._stacks, self._step, self._table = stacks, step, table
 
     def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
         stack = self._stacks.get(path)
         if stack is not None:
             stack.add(x, y, self._step)
+
+    def records(self, paths: tuple[str, ...]) -> AdapterRecords | None:
+        if self._table is None or not isinstance(self._step, RowStep):
+            return None
+        return self._table.records(paths, self._step)
 
 
 def install_lora(
@@ -103,6 +110,7 @@ class LoraLayers:
                 self._places[path] = (place, index)
         self._dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
+        self._compiled = not self._masked and compiler_missing(self._dtype, self._device) is None
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
@@ -113,6 +121,7 @@ class LoraLayers:
         self._hooks: list[Any] = []
         self._tokens: Step | None = None
         self._logits: Step | None = None
+        self._table = FactorTable(self._stacks) if self._compiled else None
         self._known: dict[bytes, RowStep] = {}
         """By the rows' slots: the next decoding step is often like the last one."""
 
@@ -205,7 +214,8 @@ class LoraLayers:
         assert self._tokens is not None
         assert self._logits is not None
         self._attach()
-        return _Adapters(self._stacks, self._tokens), _Adapters(self._stacks, self._logits)
+        tokens, logits = self._tokens, self._logits
+        return _Adapters(self._stacks, tokens, self._table), _Adapters(self._stacks, logits, self._table)
 
     def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
         """Set the first of `into` to each row's slot, and the rest to none."""
@@ -224,6 +234,7 @@ class LoraLayers:
         self._detach()
         for held in (self._stacks, self._written, self._known, self._places, self.modules):
             held.clear()
+        self._table = None
 
     def _row_step(self, own: Int64Array) -> RowStep:
         key = own.tobytes()
@@ -245,13 +256,19 @@ class LoraLayers:
     def _make_room(self, place: Place, rank: int) -> None:
         """Have a stack for `place` that can hold `rank`."""
         key = place.path
+        if self._table is not None:
+            self._table.forget()  # memory may move
         if key in self._stacks:
             self.version += self._stacks[key].grow(rank)
             return
         self.version += 1
-        form = MaskedStack if self._masked else RowStack
-        self._stacks[key] = form(place, self.max_loras, rank, self._dtype, self._device)
+        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device)
         self._detach()  # the next step with adapters attaches all of them
+
+    def _form(self, place: Place) -> type[LoraStack]:
+        if self._masked:
+            return MaskedStack
+        return CompiledStack if self._compiled and not place.embedding else RowStack
 
     def _check(self, path: str, factors: LoraFactors) -> None:
         """Raises `AdapterError` if `factors` cannot belong to the module at `path`."""

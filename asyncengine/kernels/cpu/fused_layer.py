@@ -18,6 +18,7 @@ from asyncengine.kernels.cpu import gemm_quantized, packed
 from asyncengine.kernels.cpu.activation import gate
 from asyncengine.kernels.cpu.gemm_quantized import multiply_rounded
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.lora import add_adapters
 from asyncengine.kernels.cpu.norm import add_norm
 from asyncengine.kernels.cpu.packed import multiply, panels_at_once
 from asyncengine.kernels.cpu.team import use_team
@@ -97,7 +98,8 @@ class FusedLayerKernel:
         out = residual.new_empty((rows, self.outputs))
         run_fused_layer(
             self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
-            *self.settings, *packed.tiles_for(rows), self.bits, kind_of(residual.dtype), size, use_team(),
+            *self.settings, *packed.tiles_for(rows), self.bits, kind_of(residual.dtype), size, 0, 0, 0, 0,
+            use_team(),
         )  # fmt: skip
         return out
 
@@ -106,10 +108,12 @@ class FusedLayerKernel:
 def run_fused_layer(
     record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
     first_epsilon: np.float32, second_epsilon: np.float32, activation: int, projects: bool, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, size: int, team: int,
+    bits: np.generic | None, kind: np.generic, size: int, adapters: int, first_linear: int, adapter_rows: int,
+    memory: int, team: int,
 ) -> None:  # fmt: skip
     """A `FusedLayerKernel` by address. `bits` says by its type what weights are rounded to; None: they are not, and no
-    code for rounded ones is compiled."""
+    code for rounded ones is compiled. `adapters`, `adapter_rows` and `memory` are `AdapterRecords` of the model's linears
+    (0: none), of which the first here is number `first_linear`."""
     linears = array(pointer(record, np.int64(0)), (_LINEARS, LINEAR_FIELDS))
     norms = array(pointer(record + _LINEARS * LINEAR_FIELDS * 8, np.int64(0)), (_NORMS,))
     width, inner_width = linears[OUT_PROJECTION, OUTPUTS], linears[GATE_UP, OUTPUTS] // 2
@@ -121,6 +125,7 @@ def run_fused_layer(
         source = attended if place == OUT_PROJECTION else inner if place == DOWN else normed
         target = gate_up if place == GATE_UP else out if place == NEXT_QKV else branch
         multiply_any(source, linears[place], target, rounded, rows, tile, tiles, bits, kind, size, team)
+        add_adapters(source, target, adapters, first_linear + place, adapter_rows, memory, kind, team)
         if place == OUT_PROJECTION:
             add_norm(
                 residual, branch, norms[MLP_NORM], residual, normed, rows, width, factor, first_epsilon, kind, team

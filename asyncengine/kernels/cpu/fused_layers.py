@@ -24,6 +24,7 @@ from asyncengine.kernels.cpu.fused_layer import (
     run_fused_layer,
 )
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.lora import add_adapters
 from asyncengine.kernels.cpu.norm import norm
 from asyncengine.kernels.cpu.team import use_team
 
@@ -98,11 +99,13 @@ class FusedLayersKernel:
         places: NDArray[np.int64],
         tile_types: tuple[Any, Any],
         scratch: torch.Tensor,
+        adapters: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """out = what the output layer reads, of the embedded tokens h, which are overwritten. Both [rows, width].
 
         `places` int64 [layers, 6]: POOL .. ROTARY of each layer; `tile_types` (lanes, operand) as
-        `attention.attend` takes them.
+        `attention.attend` takes them; `adapters`: `AdapterRecords` of all linears in order, four of each layer, or
+        zeros.
         """
         rows = h.shape[0]
         self._table[:, POOL:] = places
@@ -110,7 +113,8 @@ class FusedLayersKernel:
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
             self._projection.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
-            *packed.tiles_for(rows), self._bits, self._kind, *tile_types, self._size, use_team(),
+            *packed.tiles_for(rows), self._bits, self._kind, *tile_types, self._size, *adapters,
+            use_team(),
         )  # fmt: skip
 
 
@@ -118,7 +122,8 @@ class FusedLayersKernel:
 def _run_layers(
     table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int, team: int,
+    bits: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int, adapters: int,
+    adapter_rows: int, memory: int, team: int,
 ) -> None:  # fmt: skip
     fields = array(pointer(table, np.int64(0)), (count, FIELDS))
     values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
@@ -128,6 +133,7 @@ def _run_layers(
     norm(residual, weight, normed, rows, width, epsilon, kind, team)
     linear = array(pointer(projection, np.int64(0)), (LINEAR_FIELDS,))
     multiply_any(normed, linear, x, scratch, rows, tile, tiles, bits, kind, size, team)
+    add_adapters(normed, x, adapters, 0, adapter_rows, memory, kind, team)
     for index in range(count):
         spec, number = fields[index], values[index]
         prepare_and_write(
@@ -141,5 +147,5 @@ def _run_layers(
         run_fused_layer(
             spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
             number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, bits,
-            kind, size, team,
+            kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
         )  # fmt: skip

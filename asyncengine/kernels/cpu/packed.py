@@ -83,7 +83,7 @@ def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:
     """Put weight [n, inputs], of any float dtype, in the place of rows `first` to `first + n` of the whole."""
     steps, step = panels.shape[1], panels.shape[-1]
-    words = weight.to(panels.dtype).contiguous().view(torch.int32).view(-1, steps)
+    words = weight.to(panels.dtype).contiguous().view(-1).view(torch.int32).view(-1, steps)
     made = panels.view(len(panels), steps, WIDTH * step).view(torch.int32)
     done, last = 0, first + len(words)
     while first < last:

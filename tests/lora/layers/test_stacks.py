@@ -1,4 +1,4 @@
-"""Both ways to apply the adapters of a step give what one product for each row gives, and touch no other row."""
+"""All ways to apply the adapters of a step give what one product for each row gives, and touch no other row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from support.device_modes import DEVICE, NoWaiting
 
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.places import Place
 from asyncengine.lora.layers import rows as rows_module
+from asyncengine.lora.layers.compiled import CompiledStack
 from asyncengine.lora.layers.masked import MaskedStack, MaskedStep
 from asyncengine.lora.layers.rows import RowStack, RowStep
 from asyncengine.lora.layers.stack import LoraStack, padded_rank
@@ -46,7 +48,9 @@ def fill(stack: LoraStack) -> dict[int, torch.Tensor]:
 
 
 def make(form: str, place: Place, rank: int = 16) -> LoraStack:
-    kind = RowStack if form == "rows" else MaskedStack
+    if form == "compiled" and compiler_missing(torch.float32, CPU) is not None:
+        pytest.skip("no compiler")
+    kind = {"rows": RowStack, "compiled": CompiledStack}.get(form, MaskedStack)
     return kind(place, SLOTS, rank, torch.float32, CPU)
 
 
@@ -59,7 +63,7 @@ def test_factors_are_sent_without_waiting(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def step_of(form: str, slots: Sequence[int]) -> Any:
-    if form == "rows":
+    if form in ("rows", "compiled"):
         ranks = np.zeros(SLOTS, dtype=np.int64)
         for slot, rank in RANKS.items():
             ranks[slot] = padded_rank(rank)
@@ -81,7 +85,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("form", ["rows", "masked", "segments"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "segments"])
 @pytest.mark.parametrize("widths", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("slots", STEPS.values(), ids=STEPS)
 def test_each_row_gets_its_own_delta(
@@ -112,7 +116,7 @@ def test_an_embedding_looks_its_tokens_up(form: str, slots: list[int], monkeypat
         torch.testing.assert_close(y[0, row], wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["rows", "masked", "segments"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked", "segments"])
 def test_an_infinite_row_stays_alone(form: str) -> None:
     stack = make(form, place_of([8, 8]))
     fill(stack)
@@ -127,7 +131,7 @@ def test_an_infinite_row_stays_alone(form: str) -> None:
     torch.testing.assert_close(y[0, [0, 1, 2, 4]], alone[0, [0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize("form", ["rows", "masked"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked"])
 def test_growing_keeps_what_is_there(form: str) -> None:
     stack, whole = make(form, place_of([8, 4]), rank=16), make(form, place_of([8, 4]), rank=40)
     fill(stack)
@@ -146,12 +150,25 @@ def test_growing_keeps_what_is_there(form: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("form", ["rows", "masked"])
+@pytest.mark.parametrize("form", ["rows", "compiled", "masked"])
 def test_a_module_that_sees_other_rows_is_an_error(form: str) -> None:
     stack = make(form, place_of([8]))
     fill(stack)
     with pytest.raises(RuntimeError, match="3 rows of a step of 2"):
         stack.add(torch.zeros(1, 3, 20), torch.zeros(1, 3, 8), step_of(form, [0, 1]))
+
+
+def test_outputs_that_lie_apart() -> None:
+    """What is cut out of something wider is changed where it lies, and nothing between."""
+    form = "compiled"
+    stack = make(form, place_of([8, 8]))
+    deltas = fill(stack)
+    x, whole = torch.randn(1, 3, 20), torch.zeros(1, 3, 20)
+    stack.add(x, whole[..., 2:18], step_of(form, [0, 1, 0]))
+    for row, slot in enumerate([0, 1, 0]):
+        torch.testing.assert_close(whole[0, row, 2:18], deltas[slot] @ x[0, row], rtol=1e-5, atol=1e-4)
+    assert not whole[..., :2].any()
+    assert not whole[..., 18:].any()
 
 
 def test_what_a_step_does_not_use_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

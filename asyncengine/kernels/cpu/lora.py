@@ -1,0 +1,342 @@
+"""Low-rank deltas: y += (x A^T) B of each row's own adapter (LoRA, Hu et al. 2021), for a product of one or more parts.
+
+A decoding step has a row, or a few, of each adapter, so that the time is that of reading A and B: each is read once for
+all rows of its adapter, as it lies in memory, and asked for ahead. Rows without an adapter cost nothing. Numbers are
+float32 between the two products. Every sum is made in one order: a row's result depends neither on the rows beside it
+nor on the number of threads (S-LoRA's and Punica's kernels do the same work on a GPU).
+
+Memory: A [slots, parts, rank, inputs]; B [slots, rank, outputs], with the parts' outputs side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu import vectors
+from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LINE, LONG, WORD, WORDS, load, size_of
+
+# What is known of a product: int64 by place. A, B: addresses; RANKS: address of int64 [slots, parts], the rank of each
+# factor that there is and 0 for the others; ENDS: address of int64 [parts + 1], where each part's outputs begin.
+A, B, RANKS, ENDS, PARTS, RANK, INPUTS = range(7)
+PRODUCT_FIELDS = 7
+# What is known of a step. GROUPS: address of int64 [NUM_GROUPS, 3], the rows of one adapter each: where they begin in
+# the list of rows, how many, slot; ROWS: address of that list, int64 [NUM_ROWS].
+GROUPS, NUM_GROUPS, ROWS, NUM_ROWS = range(4)
+STEP_FIELDS = 4
+_FIRST, _COUNT, _SLOT = range(3)
+
+_BLOCK = 8 * LANES
+"""Outputs whose sums stay in registers."""
+_TILE = 3
+"""Rows whose sums for a block do: what is read of B is then in fewer turns."""
+_EVEN = 4
+"""Rows whose arithmetic takes as long as reading a factor."""
+_WORK = 4
+"""Bytes that could be read while one of a factor is: none follows another for long, and helpers must stay awake."""
+_AHEAD = 2048
+"""Bytes that A is asked for before it is read."""
+_SUMS = 4
+"""Sums of a product of two rows, so that they need not wait for each other."""
+
+
+class Factors:
+    """A [slots, parts, rank, inputs] and B [slots, rank, outputs] of all adapters for one product, both contiguous.
+
+    `widths` are the parts' outputs. `ranks` int64 [slots, parts] says how many rows of each factor there are; it is
+    read at every call.
+    """
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, ranks: NDArray[np.int64], widths: Sequence[int]) -> None:
+        ends = np.cumsum([0, *widths], dtype=np.int64)
+        self._held = (a, b, ranks, ends)  # an address keeps nothing where it is
+        _, parts, rank, inputs = a.shape
+        fields = (a.data_ptr(), b.data_ptr(), ranks.ctypes.data, ends.ctypes.data, parts, rank, inputs)
+        self._record = np.array(fields, dtype=np.int64)
+        self.address: int = self._record.ctypes.data
+        self.across = parts * rank
+        """Numbers of x A^T for a row."""
+
+
+class RowGroups:
+    """The rows of a step by adapter: `slots` int64 [rows], -1 for none."""
+
+    def __init__(self, slots: NDArray[np.int64]) -> None:
+        order = np.argsort(slots, kind="stable")
+        rows = np.ascontiguousarray(order[np.searchsorted(slots[order], 0) :])
+        used, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
+        groups = np.ascontiguousarray(np.stack([firsts, counts, used], axis=1), dtype=np.int64)
+        self._held = (groups, rows)
+        self.count = len(rows)
+        """Rows with an adapter."""
+        self._record = np.array([groups.ctypes.data, len(groups), rows.ctypes.data, len(rows)], dtype=np.int64)
+        self.address: int = self._record.ctypes.data
+
+
+def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGroups) -> None:
+    """Add each row's delta to y [rows, outputs], float32 or of x's type; x [rows, inputs] is of the factors' type.
+
+    Both are contiguous.
+    """
+    down = np.empty(rows.count * factors.across, dtype=np.float32)
+    add_low_rank(
+        x.data_ptr(), y.data_ptr(), factors.address, rows.address, down.ctypes.data, kind_of(x.dtype),
+        kind_of(y.dtype), use_team(),
+    )  # fmt: skip
+
+
+@serial_in_order
+def add_adapters(
+    x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
+) -> None:
+    """`add_deltas` for product `index` of a table of addresses of `Factors`, if it has any; `products` 0: no table."""
+    if products != 0:
+        factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
+        if factors != 0:
+            call(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
+
+
+@serial_in_order
+def add_low_rank(
+    x: int, y: int, product: int, step: int, down: int, kind: np.generic, out_kind: np.generic, team: int
+) -> None:
+    """`add_deltas` by address. `down`: memory for float32 [NUM_ROWS, PARTS * RANK]."""
+    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    count, parts, size = given[NUM_GROUPS], known[PARTS], size_of(kind)
+    groups = array(pointer(given[GROUPS], np.int64(0)), (count, 3))
+    ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
+    reads, writes, blocks = 0, 0, 0
+    for group in range(count):
+        worth = reads_worth(groups[group, _COUNT], _EVEN) * size * _WORK
+        ranks = array(pointer(known[RANKS] + groups[group, _SLOT] * parts * 8, np.int64(0)), (parts,))
+        for part in range(parts):
+            reads += ranks[part] * known[INPUTS] * worth
+            writes += ranks[part] * (ends[part + 1] - ends[part]) * worth
+    if reads == 0:
+        return
+    for part in range(parts):
+        blocks += (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
+    most = count * parts * known[RANK]
+    parallel_for(_down_part, team, pieces_of(reads, most, team), (x, product, step, down, kind))
+    pieces = pieces_of(writes, count * blocks, team)
+    parallel_for(_up_part, team, pieces, (y, product, step, down, blocks, kind, out_kind))
+
+
+@serial_in_order
+def _down_part(
+    piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, kind: np.generic
+) -> None:
+    """x A^T: of all groups, parts and ranks, those of one of `pieces`."""
+    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
+    rows = array(pointer(given[ROWS], np.int64(0)), (given[NUM_ROWS],))
+    parts, rank, inputs = known[PARTS], known[RANK], known[INPUTS]
+    across, length = parts * rank, inputs * size_of(kind)
+    results = array(pointer(down, np.float32(0)), (given[NUM_ROWS], across))
+    total = given[NUM_GROUPS] * across
+    for unit in range(total * piece // pieces, total * (piece + 1) // pieces):
+        group = unit // across
+        place = unit - group * across
+        part = place // rank
+        first, count, slot = groups[group, _FIRST], groups[group, _COUNT], groups[group, _SLOT]
+        ranks = array(pointer(known[RANKS] + slot * parts * 8, np.int64(0)), (parts,))
+        if place - part * rank < ranks[part]:
+            factor = known[A] + (slot * across + place) * length
+            for index in range(first, first + count):
+                results[index, place] = _dot(x + rows[index] * length, factor, inputs, kind)
+
+
+@serial_in_order
+def _up_part(
+    piece: int, pieces: int, worker: int, y: int, product: int, step: int, down: int, blocks: int, kind: np.generic,
+    out_kind: np.generic,
+) -> None:  # fmt: skip
+    """y += down B: of all groups and blocks of outputs, those of one of `pieces`."""
+    known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
+    given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
+    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
+    parts, rank = known[PARTS], known[RANK]
+    ends = array(pointer(known[ENDS], np.int64(0)), (parts + 1,))
+    total = given[NUM_GROUPS] * blocks
+    for unit in range(total * piece // pieces, total * (piece + 1) // pieces):
+        group = unit // blocks
+        block, part = unit - group * blocks, 0
+        while block >= (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK:
+            block -= (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
+            part += 1
+        slot = groups[group, _SLOT]
+        ranks = array(pointer(known[RANKS] + slot * parts * 8, np.int64(0)), (parts,))
+        if ranks[part] > 0:
+            begin = ends[part] + block * _BLOCK
+            end = min(begin + _BLOCK, ends[part + 1])
+            factor = known[B] + slot * rank * ends[parts] * size_of(kind)
+            _add_block(
+                y, factor, down + part * rank * 4, given[ROWS], groups[group, _FIRST], groups[group, _COUNT],
+                ranks[part], begin, end, ends[parts], parts * rank, kind, out_kind,
+            )  # fmt: skip
+
+
+@serial_in_order
+def _add_block(
+    y: int, factor: int, down: int, rows: int, first: int, count: int, rank: int, begin: int, end: int, outputs: int,
+    across: int, kind: np.generic, out_kind: np.generic,
+) -> None:  # fmt: skip
+    """Outputs [begin, end) of one part, for rows [first, first + count) of the list."""
+    size, out_size = size_of(kind), size_of(out_kind)
+    source, target, row, length = factor + begin * size, y + begin * out_size, outputs * size, outputs * out_size
+    index = first
+    while index < first + count:
+        weights, place = down + index * across * 4, rows + index * 8
+        if end - begin == _BLOCK and first + count - index >= _TILE:
+            _add_tile(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+            index += _TILE
+            continue
+        if end - begin == _BLOCK:
+            _add_row(weights, across * 4, rank, source, row, target, length, place, kind, out_kind)
+        else:
+            _add_rest(weights, rank, source, row, target, length, place, end - begin, kind, out_kind)
+        index += 1
+
+
+@serial_in_order
+def _add_rest(
+    weights: int, rank: int, factor: int, stride: int, y: int, length: int, place: int, count: int, kind: np.generic,
+    out_kind: np.generic,
+) -> None:  # fmt: skip
+    """`count` outputs of one row: fewer than a block."""
+    size, out_size = size_of(kind), size_of(out_kind)
+    whole = count // LANES * LANES
+    for begin in range(0, whole, LANES):
+        _add_vector(
+            weights, 0, rank, factor + begin * size, stride, y + begin * out_size, length, place, kind, out_kind
+        )
+    numbers = array(pointer(weights, np.float32(0)), (rank,))
+    row = array(pointer(place, np.int64(0)), (1,))[0]
+    results = array(pointer(y + row * length, out_kind), (count,))
+    for index in range(whole, count):
+        total = np.float32(0)
+        for turn in range(rank):
+            total += numbers[turn] * widen(array(pointer(factor + turn * stride, kind), (count,))[index])
+        results[index] = narrow(widen(results[index]) + total, out_kind)
+
+
+def _dot_of(_: Any, x: Any, factor: Any, count: Any, kind: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _write_dot(builder, kind, *arguments[:3])
+
+    return numba.types.float32(numba.types.int64, numba.types.int64, numba.types.int64, kind), generate
+
+
+_dot: Any = intrinsic(_dot_of)
+"""_dot(x, factor, count, kind), inside kernels: the sum of the products of so many numbers at two addresses."""
+
+
+def _write_dot(builder: Any, kind: Any, x: Any, factor: Any, count: Any) -> Any:
+    size = kind.bitwidth // 8
+    per, form = LINE // size, vectors.ACCUMULATE[kind]
+    sums = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(_SUMS)]
+    lines = builder.udiv(count, LONG(per))
+    whole = builder.mul(builder.udiv(lines, LONG(_SUMS)), LONG(_SUMS))
+
+    def add(line: Any, into: Any) -> None:
+        offset = builder.mul(line, LONG(LINE))
+        left, right = (load(builder, builder.add(base, offset), WORDS) for base in (x, factor))
+        vectors.prefetch(builder, builder.add(builder.add(factor, offset), LONG(_AHEAD)))
+        builder.store(form(builder, left, right, builder.load(into)), into)
+
+    with cgutils.for_range(builder, builder.udiv(lines, LONG(_SUMS))) as loop:
+        for part in range(_SUMS):
+            add(builder.add(builder.mul(loop.index, LONG(_SUMS)), LONG(part)), sums[part])
+    with cgutils.for_range(builder, builder.sub(lines, whole)) as loop:
+        add(builder.add(whole, loop.index), sums[0])
+    four = vectors.sum_lanes(builder, [builder.load(total) for total in sums])
+    total = cgutils.alloca_once_value(builder, builder.extract_element(four, WORD(0)))
+    for part in range(1, _SUMS):
+        builder.store(builder.fadd(builder.load(total), builder.extract_element(four, WORD(part))), total)
+    done = builder.mul(lines, LONG(LINE))
+    with cgutils.for_range(builder, builder.sub(count, builder.mul(lines, LONG(per)))) as loop:
+        offset = builder.add(done, builder.mul(loop.index, LONG(size)))
+        left, right = (_number(builder, builder.add(base, offset), kind) for base in (x, factor))
+        builder.store(builder.fadd(builder.load(total), builder.fmul(left, right)), total)
+    return builder.load(total)
+
+
+def _number(builder: Any, address: Any, kind: Any) -> Any:
+    """The float32 at an address."""
+    if kind != numba.types.uint16:
+        return load(builder, address, FLOAT)
+    bits = builder.zext(load(builder, address, ir.IntType(16)), WORD)
+    return builder.bitcast(builder.shl(bits, WORD(16)), FLOAT)
+
+
+def _numbers(builder: Any, address: Any, kind: Any) -> Any:
+    """The sixteen float32 from an address on."""
+    if kind != numba.types.uint16:
+        return load(builder, address, FLOATS)
+    bits = builder.zext(load(builder, address, ir.VectorType(ir.IntType(16), LANES)), WORDS)
+    return builder.bitcast(builder.shl(bits, vectors.constant(WORDS, 16)), FLOATS)
+
+
+def _make_add(rows: int, count: int) -> Any:
+    """add(weights, across, rank, factor, stride, y, length, places, kind, out_kind): to 16 * count numbers of so many
+    rows, the sum of `rank` rows of a factor, each times its float32 weight.
+
+    Bytes from row to row: `across` of weights, `stride` of the factor, `length` of y, whose rows' numbers are int64 at
+    `places`.
+    """
+
+    def typed(_: Any, weights: Any, across: Any, rank: Any, factor: Any, stride: Any, y: Any, length: Any, places: Any,
+              kind: Any, out_kind: Any) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_add(builder, rows, count, kind, out_kind, *arguments[:8])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 8, kind, out_kind), generate
+
+    return intrinsic(typed)
+
+
+def _write_add(
+    builder: Any, rows: int, count: int, kind: Any, out_kind: Any, weights: Any, across: Any, rank: Any, factor: Any,
+    stride: Any, y: Any, length: Any, places: Any,
+) -> None:  # fmt: skip
+    size, out_size = kind.bitwidth // 8, out_kind.bitwidth // 8
+    zero = vectors.constant(FLOATS, 0.0)
+    cells = [(row, place) for row in range(rows) for place in range(count)]
+    sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
+    with cgutils.for_range(builder, rank) as loop:
+        offset = builder.mul(loop.index, LONG(4))
+        own = [load(builder, vectors.at(builder, weights, across, row, offset), FLOAT) for row in range(rows)]
+        values = [vectors.splat(builder, weight) for weight in own]
+        source = builder.add(factor, builder.mul(loop.index, stride))
+        for line in range(count * LANES * size // LINE):  # of the block that follows
+            vectors.prefetch(builder, builder.add(source, LONG(count * LANES * size + line * LINE)))
+        for place in range(count):
+            numbers = _numbers(builder, builder.add(source, LONG(place * LANES * size)), kind)
+            for row in range(rows):
+                total = sums[row, place]
+                builder.store(vectors.multiply_add(builder, values[row], numbers, builder.load(total)), total)
+    for row in range(rows):
+        number = load(builder, builder.add(places, LONG(row * 8)), LONG)
+        begin = builder.add(y, builder.mul(number, length))
+        for place in range(count):
+            target = builder.add(begin, LONG(place * LANES * out_size))
+            found = builder.fadd(_numbers(builder, target, out_kind), builder.load(sums[row, place]))
+            vectors.store(builder, vectors.narrow(builder, found) if out_size == 2 else found, target)
+
+
+_add_vector, _add_row, _add_tile = _make_add(1, 1), _make_add(1, _BLOCK // LANES), _make_add(_TILE, _BLOCK // LANES)

@@ -1,0 +1,80 @@
+"""Low-rank deltas on CPU by a compiled kernel (`kernels.cpu.lora`): few rows of an adapter there, many by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncengine.device.pinned import Int64Array
+from asyncengine.layers.places import Place
+from asyncengine.layers.step import AdapterRecords
+from asyncengine.lora.layers.rows import RowStep
+from asyncengine.lora.layers.stack import LoraStack
+
+
+class CompiledStack(LoraStack):
+    """Factors as they come: rows of A and of B are read one after the other."""
+
+    by_input = False
+
+    def __init__(self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+        from asyncengine.kernels.cpu import lora as kernel
+
+        self._kernel = kernel
+        self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
+        """Of what has been written into each slot; there is nothing to be read beyond."""
+        super().__init__(place, slots, rank, dtype, device)
+
+    def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().write(slot, part, a, b)
+        self._ranks[slot, part] = a.shape[0]
+
+    def clear(self, slot: int) -> None:
+        self._ranks[slot] = 0
+        super().clear(slot)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: RowStep) -> None:
+        if self.held.isdisjoint(step.used):
+            return
+        x, y = self._flat(x, y, step.size)
+        self._add_segments(x, y, step.segments)
+        if step.short.count:
+            total = y.contiguous()
+            self._kernel.add_deltas(x.contiguous(), total, self.factors, step.short)
+            if not y.is_contiguous():
+                y.copy_(total)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        self.factors: Any = self._kernel.Factors(
+            self._a, self._b, self._ranks, [width for _, width in self.place.parts]
+        )
+
+
+class FactorTable:
+    """Where the factors of a model's products lie, for kernels of several layers: made anew only when memory moves."""
+
+    def __init__(self, stacks: Mapping[str, LoraStack]) -> None:
+        self._stacks = stacks
+        self._known: dict[tuple[str, ...], tuple[Int64Array, int]] = {}
+        """By the products' paths: addresses, and the most numbers of x A^T for a row."""
+        self._down = np.empty(0, dtype=np.float32)
+
+    def forget(self) -> None:
+        """Memory of some stack is about to move."""
+        self._known.clear()
+
+    def records(self, paths: tuple[str, ...], step: RowStep) -> AdapterRecords:
+        """As `RowAdapters.records`. What is returned stays valid until the next call."""
+        if paths not in self._known:
+            stacks = [self._stacks.get(path) for path in paths]
+            found = [stack.factors if isinstance(stack, CompiledStack) else None for stack in stacks]
+            addresses = np.array([0 if each is None else each.address for each in found], dtype=np.int64)
+            self._known[paths] = addresses, max((each.across for each in found if each is not None), default=0)
+        addresses, across = self._known[paths]
+        if len(self._down) < across * step.groups.count:
+            self._down = np.empty(across * step.groups.count, dtype=np.float32)
+        return AdapterRecords(addresses.ctypes.data, step.groups.address, self._down.ctypes.data)

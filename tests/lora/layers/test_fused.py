@@ -1,0 +1,122 @@
+"""Adapters in short steps: all layers in one call, the bits of layer by layer, and no neighbour's answer changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Checkpoint
+from support.drive import prompts
+from support.lora_driver import AdapterDriver, make_driver
+from support.lora_reference import Weights
+from support.tiny_models import VOCAB
+
+from asyncengine.layers.fused import MOST_TOKENS, FusedLayers
+from asyncengine.lora.adapter import LoraWeights
+from asyncengine.sampling_params import SamplingParams
+
+pytest.importorskip("numba")
+PARAMS = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the CPU that runs the tests is best at."""
+    from asyncengine.kernels.cpu import packed
+
+    monkeypatch.setattr(packed, "panels_pay", lambda dtype: True)
+
+
+def adapter(driver: AdapterDriver, rank: int, *ends: str) -> Weights:
+    """Random factors for the modules whose paths end like this."""
+    generator = torch.Generator().manual_seed(rank)
+    dtype, modules = driver.lora._dtype, {}
+    for path, dims in driver.lora.modules.items():
+        if path.endswith(ends):
+            a = torch.randn(rank, dims.inputs, generator=generator) * dims.inputs**-0.5
+            b = torch.randn(dims.outputs, rank, generator=generator) * 0.3
+            modules[path] = LoraWeights(path, a.to(dtype), b.to(dtype), dims.kind == "embedding")
+    return Weights(modules)
+
+
+def make(checkpoint: Checkpoint, name: str = "qwen3", **fields: Any) -> AdapterDriver:
+    driver = make_driver(checkpoint, name, max_rank=16, **fields)
+    driver.lora.write(1, adapter(driver, 5, "q_proj", "o_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"))
+    driver.lora.write(2, adapter(driver, 12, "layers.1.self_attn.v_proj"))
+    driver.lora.write(4, adapter(driver, 3, "_proj"))
+    return driver
+
+
+def run(driver: AdapterDriver, slots: list[int]) -> list[Any]:
+    """Each row's tokens and logprobs."""
+    inputs = prompts([5, 13, 1, 9], VOCAB)
+    jobs = [driver.with_adapter(inputs[index % 4], slot, 8, PARAMS) for index, slot in enumerate(slots)]
+    outputs = driver.run(jobs, 16)
+    return [(output, job.logprobs) for output, job in zip(outputs, jobs, strict=True)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of every step with adapters that went through all layers in one call."""
+    taken: list[int] = []
+    own = FusedLayers.__call__
+
+    def counted(self: FusedLayers, h: torch.Tensor, step: Any, angles: Any) -> torch.Tensor:
+        if step.adapters is not None:
+            taken.append(len(h))
+        return own(self, h, step, angles)
+
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
+    return taken
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
+)
+def test_the_bits_of_layer_by_layer(
+    fields: dict[str, Any], checkpoint: Checkpoint, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make(checkpoint, **fields)
+    slots = [4, 0, 1, 2, 0, 1]
+    fused = run(driver, slots)
+    assert len(calls) >= 7
+    assert max(calls) <= MOST_TOKENS
+    assert run(driver, [0] * 6) != fused, "adapters change something"
+    monkeypatch.setattr(FusedLayers, "serves", lambda *_: False)
+    calls.clear()
+    assert run(driver, slots) == fused
+    assert not calls
+
+
+def test_rows_without_an_adapter_keep_their_bits(checkpoint: Checkpoint, calls: list[int]) -> None:
+    driver = make(checkpoint)
+    base = run(driver, [0] * 4)
+    assert not calls
+    mixed = run(driver, [4, 0, 1, 0])
+    assert calls
+    assert [mixed[1], mixed[3]] == [base[1], base[3]]
+    assert mixed[0] != base[0]
+    assert mixed[2] != base[2]
+
+
+def test_memory_that_moves_is_found(checkpoint: Checkpoint, calls: list[int]) -> None:
+    """Of a stack that grows, of one that comes later, and of more rows than ever before."""
+    driver = make(checkpoint)
+    before = run(driver, [4, 2])
+    driver.lora.write(3, adapter(driver, 16, "q_proj", "k_proj", "v_proj"))
+    assert run(driver, [4, 2]) == before
+    found = run(driver, [3])
+    assert run(driver, [4, 2, 3, 3, 3, 3])[:2] == before
+    fresh = make_driver(checkpoint, "qwen3", max_rank=16)
+    fresh.lora.write(1, adapter(fresh, 16, "q_proj", "k_proj", "v_proj"))
+    assert run(fresh, [1]) == found
+    assert calls
+
+
+def test_an_emptied_slot_is_not_read(checkpoint: Checkpoint, calls: list[int]) -> None:
+    driver = make(checkpoint)
+    base = run(driver, [0])
+    driver.lora.write(4, Weights({}))
+    assert run(driver, [4]) == base
+    assert calls

@@ -16,6 +16,7 @@ import torch
 from asyncengine.attention.base import MergedHeads
 from asyncengine.device.output_buffers import new_tensor
 from asyncengine.layers.attention import Attention
+from asyncengine.layers.linear import Linear
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
@@ -37,6 +38,8 @@ class LayerParts(Protocol):
     merged: MergedHeads | None
     inputs: Any
     scalar: Any
+
+    def linears(self) -> list[Linear]: ...
 
 
 class FusedLayers:

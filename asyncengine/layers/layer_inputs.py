@@ -50,8 +50,8 @@ class LayerInputs:
         """Of int64 ids [T] and their embeddings h [T, width]."""
         shape = (len(ids), *self._shape)
         projected = self.norm((self.projection(h, adapters) * self._scale).view(shape))
-        both: torch.Tensor = projected + self.table(ids).view(shape)
-        return both * 2.0**-0.5
+        both: torch.Tensor = (projected + self.table(ids).view(shape)) * 2.0**-0.5
+        return both
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 
 class ModuleDims(NamedTuple):
@@ -30,8 +30,6 @@ class Place:
     head: bool = False
     """Gets the rows whose logits are wanted, not all tokens."""
     scale: float = 1.0
-    module: Any = None
-    """Of a model that runs through transformers: the module that is called with the product's input."""
 
     @property
     def embedding(self) -> bool:

@@ -1,15 +1,13 @@
 """Low-rank adapters in device slots, applied to the rows of a step that use them.
 
 A step's adapters are an argument of its forward (`StepContext.adapters`): each layer hands over its product's input and
-output. Of a model that runs through transformers, forward hooks do that; for a step without adapters they are taken
-off, so that it runs exactly the model that was loaded. Nothing here knows where adapters come from: `write` takes
-anything of the shape of `LoraAdapter`.
+output. Nothing here knows where adapters come from: `write` takes anything of the shape of `LoraAdapter`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -118,9 +116,6 @@ class LoraLayers:
         self._written: dict[int, list[LoraStack]] = {}
         self._ranks = np.zeros(max_loras, dtype=np.int64)
         """The largest padded rank in each slot."""
-        self._hooks: list[Any] = []
-        self._tokens: Step | None = None
-        self._logits: Step | None = None
         self._table = FactorTable(self._stacks) if self._compiled else None
         self._known: dict[bytes, RowStep] = {}
         """By the rows' slots: the next decoding step is often like the last one."""
@@ -193,28 +188,21 @@ class LoraLayers:
             return self.begin_none()
         self.check_slots(slots)
         if self._masked:
-            self._tokens, self._logits = self._masked_steps(slots, counts, logit_rows)
-        else:
-            own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
-            self._tokens, self._logits = self._row_step(own), self._row_step(own[logit_rows.numpy()])
-        return self._begun()
+            return self._begun(*self._masked_steps(slots, counts, logit_rows))
+        own = np.repeat(np.array(slots, dtype=np.int64), counts) - 1
+        return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
 
     def begin_none(self) -> StepAdapters:
         """Of forwards without adapters."""
-        self._detach()
         return None, None
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
         """Of a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
         graph, whoever has put what there by the time it is replayed. Needs `masked`."""
-        self._tokens = self._logits = MaskedStep(self.max_loras, slots)
-        return self._begun()
+        step = MaskedStep(self.max_loras, slots)
+        return self._begun(step, step)
 
-    def _begun(self) -> StepAdapters:
-        assert self._tokens is not None
-        assert self._logits is not None
-        self._attach()
-        tokens, logits = self._tokens, self._logits
+    def _begun(self, tokens: Step, logits: Step) -> StepAdapters:
         return _Adapters(self._stacks, tokens, self._table), _Adapters(self._stacks, logits, self._table)
 
     def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
@@ -230,8 +218,7 @@ class LoraLayers:
                 raise InvariantViolation(f"a row uses adapter slot {slot}, which is empty")
 
     def close(self) -> None:
-        """Leave the model as it was loaded, free all slots and let go of the model. Idempotent."""
-        self._detach()
+        """Free all slots and let go of the model. Idempotent."""
         for held in (self._stacks, self._written, self._known, self._places, self.modules):
             held.clear()
         self._table = None
@@ -263,7 +250,6 @@ class LoraLayers:
             return
         self.version += 1
         self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device)
-        self._detach()  # the next step with adapters attaches all of them
 
     def _form(self, place: Place) -> type[LoraStack]:
         if self._masked:
@@ -294,26 +280,6 @@ class LoraLayers:
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot <= self.max_loras:
             raise InvariantViolation(f"adapter slot {slot} is not in 1 .. {self.max_loras}")
-
-    def _attach(self) -> None:
-        if self._hooks:
-            return
-        for stack in self._stacks.values():
-            if stack.place.module is None:
-                continue
-            self._hooks.append(stack.place.module.register_forward_hook(self._hook(stack)))
-
-    def _hook(self, stack: LoraStack) -> Any:
-        def add(_: Any, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
-            stack.add(arguments[0], output, self._logits if stack.place.head else self._tokens)
-
-        return add
-
-    def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._tokens = self._logits = None
 
 
 def _segments(slots: Sequence[int], counts: Int64Array) -> tuple[Segment, ...]:

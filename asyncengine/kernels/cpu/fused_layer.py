@@ -112,8 +112,8 @@ def run_fused_layer(
     memory: int, team: int,
 ) -> None:  # fmt: skip
     """A `FusedLayerKernel` by address. `bits` says by its type what weights are rounded to; None: they are not, and no
-    code for rounded ones is compiled. `adapters`, `adapter_rows` and `memory` are `AdapterRecords` of the model's linears
-    (0: none), of which the first here is number `first_linear`."""
+    code for rounded ones is compiled. `adapters`, `adapter_rows`, `memory`: `AdapterRecords` of the model's linears (0:
+    none), of which the first here is number `first_linear`."""
     linears = array(pointer(record, np.int64(0)), (_LINEARS, LINEAR_FIELDS))
     norms = array(pointer(record + _LINEARS * LINEAR_FIELDS * 8, np.int64(0)), (_NORMS,))
     width, inner_width = linears[OUT_PROJECTION, OUTPUTS], linears[GATE_UP, OUTPUTS] // 2

@@ -51,7 +51,8 @@ def quantize_rows(weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Ten
 
 def quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, scales) as `gemm_quantized.gemm` takes them, of a bfloat16 or float32 weight [outputs, inputs]."""
-    numbers, scales = empty(*weight.shape, bits)
+    outputs, inputs = weight.shape
+    numbers, scales = empty(outputs, inputs, bits)
     quantize_rows(weight, numbers, scales, bits, 0)
     return numbers, scales
 

@@ -18,7 +18,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.layers.places import Place
 from asyncengine.layers.step import StepContext
 from asyncengine.models.fallback.attention_function import LayerAttention, attach
-from asyncengine.models.fallback.places import find_places
+from asyncengine.models.fallback.places import CurrentStep, adapt
 from asyncengine.models.fallback.probing import Probed
 
 
@@ -36,6 +36,8 @@ class TransformersModel:
         self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
         self._attention_modules = probed.modules
         self._bound: AttentionBackend | None = None
+        self._current = CurrentStep()
+        self._places: list[Place] | None = None
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
@@ -43,15 +45,21 @@ class TransformersModel:
             for index, part in enumerate(self._attention_modules):
                 attach(part, LayerAttention(index, step.backend))
             self._bound = step.backend
-        output = self.module(
-            input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
-        )
+        self._current.context = step
+        try:
+            output = self.module(
+                input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
+            )
+        finally:
+            self._current.context = None
         logits: torch.Tensor = output.logits[0]
         return logits
 
     def places(self) -> list[Place]:
         """Where adapters may act, in the model's order."""
-        return find_places(self.module)
+        if self._places is None:
+            self._places = adapt(self.module, self._current)
+        return list(self._places)
 
     def unbind(self) -> None:
         """Let go of the attention backend of earlier forwards. Idempotent."""

@@ -25,7 +25,7 @@ def in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the CPU that runs the tests is best at."""
     from asyncengine.kernels.cpu import packed
 
-    monkeypatch.setattr(packed, "panels_pay", lambda dtype: True)
+    monkeypatch.setattr(packed, "packing_pays", lambda dtype: True)
 
 
 def adapter(driver: AdapterDriver, rank: int, *ends: str) -> Weights:

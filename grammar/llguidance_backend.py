@@ -194,8 +194,10 @@ class LlgTemplate:
         return ByteClosing(self, self._search, self.backend.vocabulary, self.new_bytes(), self._way)
 
     def new_bytes(self) -> Any:
-        """A matcher over bytes, at the beginning; others may share its lexer. Raises `GrammarError` if it is broken."""
-        return self._copy(self._bytes)
+        """A matcher over bytes, at the beginning. Others share its lexer, unless one of them has broken it: an output
+        that goes on must not end because of another's."""
+        copy = self._bytes.deep_copy()
+        return self.own_bytes() if self._spoiled or copy.is_error() else copy
 
     def _copy(self, matcher: Any) -> Any:
         copy = matcher.deep_copy()

@@ -15,6 +15,7 @@ import pytest
 from support.grammar_walks import text_of, walk
 from support.small_vocabulary import TOKENS
 
+from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
@@ -36,8 +37,9 @@ WORDS = ("ab", "ba", "the", "x", "name", "00", "zz", "abc", ", ", "c")
 LETTER = Tree("set", chars=bytes(byte for byte in range(32, 127) if byte not in b'"\\'))
 DIGIT = Tree("set", chars=SETS["[0-9]"])
 QUOTE = text(b'"')
-AMPLE = 4
-"""Budgets of so many times the least one are never refused."""
+AMPLE = 8
+"""Budgets of so many times the least one are never refused. Tokens that cross the ends of counted parts make the least:
+`([a-z ,:][a-z ,:]{0,2}([ab]|, |[a-z])){203,}` has an output of 82 tokens, and the shortest known has 406."""
 BLANK = alt(text(b""), text(b" "))
 
 
@@ -98,9 +100,13 @@ def checked(vocabulary: Vocabulary, grammar: Grammar, tree: Tree, rng: random.Ra
     if exact < template.min_tokens:
         template.refine()  # as the service does
     known = template.min_tokens
-    assert exact <= known <= AMPLE * exact
+    assert exact <= known <= AMPLE * exact, (exact, known, grammar.text)
     for budget in (known, known + 1, known + rng.randrange(2, 9), 2 * known, AMPLE * known):
-        matcher = Matcher(template, budget, "close")
+        try:
+            matcher = Matcher(template, budget, "close")
+        except GrammarError:  # the last output hit a limit of the library: the service compiles again, too
+            template = LlguidanceBackend(vocabulary).compile(grammar, 10)
+            matcher = Matcher(template, budget, "close")
         tokens, _ = walk(vocabulary, matcher, budget, rng, jump=bool(budget % 2))
         assert len(tokens) <= budget
         assert matcher.overrun() is None, budget
@@ -113,6 +119,7 @@ def checked(vocabulary: Vocabulary, grammar: Grammar, tree: Tree, rng: random.Ra
 
 @pytest.mark.parametrize("kind", ["regex", "schema"])
 def test_whatever_fits_is_written_and_nothing_else_is_begun(vocabulary: Vocabulary, kind: str) -> None:
+    too_large: list[str] = []
     for seed in range(CASES // 2):
         rng = random.Random(f"{kind} {seed}")
         if kind == "regex":
@@ -121,7 +128,11 @@ def test_whatever_fits_is_written_and_nothing_else_is_begun(vocabulary: Vocabula
         else:
             schema, tree = value(rng, 2, LARGE)
             grammar = Grammar.json_schema(schema)
-        checked(vocabulary, grammar, tree, rng)
+        try:
+            checked(vocabulary, grammar, tree, rng)
+        except GrammarTooLarge as error:  # an honest end, where the library itself cannot follow what is written
+            too_large.append(f"{grammar.text}: {error}")
+    assert len(too_large) <= CASES // 100, too_large
 
 
 @pytest.mark.parametrize(

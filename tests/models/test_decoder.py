@@ -116,6 +116,9 @@ def test_adapters_are_asked_at_every_place(checkpoint: Checkpoint) -> None:
         def add(self, path: str, x: torch.Tensor, y: torch.Tensor) -> None:
             seen.append(path)
 
+        def records(self, paths: tuple[str, ...]) -> None:
+            return None
+
     logits_of(model, IDS, adapters=Adapters(), row_adapters=Adapters())
     assert seen == [place.path for place in model.places()]
     own = {name for name, _ in make_model("qwen3").named_modules()}

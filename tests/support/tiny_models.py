@@ -198,6 +198,8 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, hea
     tied = 0.1 if model.config.get_text_config().tie_word_embeddings else 1.0
     if name.startswith("gemma"):
         tied = 0.02  # this family scales its embeddings up
+    elif name == "opt-350m":
+        tied = 0.3
     with torch.no_grad():
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
@@ -215,7 +217,7 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, hea
                     (0.1 if name.startswith("gpt2") else 0.3) * noise
                 )  # GPT-2 has so many that they drown the tokens
             elif "wpe" in key or "embed_positions" in key:
-                parameter.copy_(noise)
+                parameter.copy_(noise * (2.0 if name == "opt-350m" else 1.0))  # its last norm leaves tokens little room
             elif "embed" in key or "wte" in key:
                 parameter.copy_(noise * tied)  # else a tied output just repeats its input
             else:

@@ -41,7 +41,7 @@ class EngineConfig:
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""
     fuse: bool = True
-    """Replace norms, QKV, gate/up and rotary embedding by fused forms, each checked equal on random input first."""
+    """False: run every family through transformers' own modules, slower; to compare with."""
     trust_remote_code: bool = False
     """Run code from the model's folder. Off: a model that needs it is refused."""
     revision: str | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -84,7 +83,3 @@ class LayerOptions:
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory of the model's dtype on its device."""
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
-
-    def describe(self) -> dict[str, Any]:
-        """For logs and `info`."""
-        return {"dtype": self.dtype, "device": str(self.device), "bits": self.bits, "kernels": self.kernels.name}

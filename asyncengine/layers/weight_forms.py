@@ -31,6 +31,26 @@ def parts_of(weight: torch.Tensor, release: Release) -> Iterator[tuple[int, torc
         release(part)
 
 
+class WaitingRows:
+    """Rows of a matrix [outputs, inputs] that can be packed only all together: they wait here, in ordinary memory."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (outputs, inputs), dtype
+        self._rows: torch.Tensor | None = None
+        self._missing = 0
+
+    def add(self, first: int, weight: torch.Tensor) -> torch.Tensor | None:
+        """Take rows from `first` on. The whole matrix with the last of them, and nothing is kept of it; else None."""
+        if self._rows is None:
+            self._rows, self._missing = torch.empty(self._shape, dtype=self._dtype), self._shape[0]
+        self._rows[first : first + len(weight)].copy_(weight)
+        self._missing -= len(weight)
+        if self._missing:
+            return None
+        whole, self._rows = self._rows, None
+        return whole
+
+
 class WeightForm(Protocol):
     """The matrix [outputs, inputs] of one linear layer."""
 
@@ -151,21 +171,17 @@ class OneDnnWeight:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
         self._dtype = dtype
         self._packed: torch.Tensor | None = None
-        self._waiting: torch.Tensor | None = None
-        self._missing = 0
+        self._waiting = WaitingRows(outputs, inputs, dtype)
 
     @property
     def nbytes(self) -> int:
         return self.outputs * self.inputs * self._dtype.itemsize
 
     def load(self, first: int, weight: torch.Tensor) -> None:
-        if self._waiting is None:
-            self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs
-        self._waiting[first : first + len(weight)].copy_(weight)
-        self._missing -= len(weight)
-        if self._missing == 0:
+        whole = self._waiting.add(first, weight)
+        if whole is not None:
             self._packed = None  # before there is another
-            self._packed, self._waiting = torch.ops.mkldnn._reorder_linear_weight(self._waiting), None
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(whole)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
@@ -245,8 +261,7 @@ class QuantizedWeight:
         self._panel = PANEL
         self._meets = any(bound % PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""
-        self._waiting: torch.Tensor | None = None
-        self._missing = 0
+        self._waiting = WaitingRows(outputs, inputs, dtype)
 
     @property
     def name(self) -> str:
@@ -266,13 +281,9 @@ class QuantizedWeight:
                 rounded = part.to(self._dtype)
                 self._quantizing.quantize_rows(rounded, self.numbers, self.scales, self.bits, first + begin)
             return
-        if self._waiting is None:
-            self._waiting, self._missing = torch.empty((self.outputs, self.inputs), dtype=self._dtype), self.outputs
-        self._waiting[first : first + len(weight)].copy_(weight)
-        self._missing -= len(weight)
-        if self._missing == 0:
-            self._quantizing.quantize_rows(self._waiting, self.numbers, self.scales, self.bits, 0)
-            self._waiting = None
+        whole = self._waiting.add(first, weight)
+        if whole is not None:
+            self._quantizing.quantize_rows(whole, self.numbers, self.scales, self.bits, 0)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.outputs))

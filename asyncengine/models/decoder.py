@@ -129,13 +129,11 @@ class DecoderLayer:
             branch = self.after_attention(branch)
         if self.config.parallel:
             residual = residual.float() + branch  # two sums, rounded once
-            if rows is not None:
-                residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         else:
             residual, x = add_and_norm(residual, branch, self.scale, self.before_mlp)
             residual = x if self.config.post_norm else residual
-            if rows is not None:
-                residual, x = residual.index_select(0, rows), x.index_select(0, rows)
+        if rows is not None:
+            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         adapters = step.adapters if rows is None else step.row_adapters
         branch = self.mlp(x, adapters)
         if self.config.parallel:

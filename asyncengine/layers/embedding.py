@@ -12,6 +12,7 @@ from asyncengine.layers.linear import Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.stored import StoredMatrix
 from asyncengine.layers.weight_forms import WeightForm, parts_of
 
 
@@ -53,7 +54,7 @@ class Embedding:
         if self._table is not None:
             yield f"{self.path}.weight", TensorSlot(tuple(self._table.shape), self._load)
 
-    def _load(self, table: torch.Tensor) -> None:
+    def _load(self, table: torch.Tensor | StoredMatrix) -> None:
         assert self._table is not None
         for first, part in parts_of(table, self._release):
             self._table[first : first + len(part)].copy_(part)

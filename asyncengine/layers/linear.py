@@ -11,6 +11,7 @@ import torch
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.stored import StoredMatrix, dense
 
 
 class Part(NamedTuple):
@@ -53,9 +54,11 @@ class Linear:
             if self.bias is not None:
                 yield f"{part.path}.bias", TensorSlot.into(self.bias[first : first + part.outputs], initial=0.0)
 
-    def _loader(self, first: int) -> Callable[[torch.Tensor], None]:
-        def load(tensor: torch.Tensor) -> None:
-            self.weight.load(first, tensor.T.contiguous() if self.transposed else tensor)
+    def _loader(self, first: int) -> Callable[[torch.Tensor | StoredMatrix], None]:
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            if self.transposed:
+                tensor = (tensor if isinstance(tensor, torch.Tensor) else dense(tensor)).T.contiguous()
+            self.weight.load(first, tensor)
 
         return load
 

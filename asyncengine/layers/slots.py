@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncengine.layers.stored import StoredMatrix, dense
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSlot:
@@ -14,8 +16,9 @@ class TensorSlot:
 
     shape: tuple[int, ...]
     """As the checkpoint has it."""
-    load: Callable[[torch.Tensor], None]
-    """Takes a tensor of that shape and any float dtype, perhaps mapped from a file; keeps nothing of it."""
+    load: Callable[[torch.Tensor | StoredMatrix], None]
+    """Takes a tensor of that shape and any float dtype, or quantized, perhaps mapped from a file; keeps nothing of it.
+    """
     initial: float | None = None
     """What a model without a checkpoint has here; None: random numbers."""
 
@@ -23,8 +26,8 @@ class TensorSlot:
     def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None) -> TensorSlot:
         """A slot that copies into `target`, in its dtype, and adds `added` there (Gemma's norms: 1 + weight)."""
 
-        def load(tensor: torch.Tensor) -> None:
-            target.copy_(tensor)
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            target.copy_(tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(target.shape))
             if added:
                 target.add_(added)
 

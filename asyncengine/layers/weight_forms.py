@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.layers.stored import StoredMatrix, dense
 
 Release = Callable[[torch.Tensor], object]
 _SLICE = 4096
@@ -23,8 +24,17 @@ def keep_all(part: torch.Tensor) -> None:
     """A `Release` that does nothing."""
 
 
-def parts_of(weight: torch.Tensor, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, some rows) one after the other; `release` is told of each when the next is asked for."""
+def parts_of(weight: torch.Tensor | StoredMatrix, release: Release) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, some rows) one after the other; `release` is told of each when the next is asked for.
+
+    Rows of a quantized matrix come as float32.
+    """
+    if not isinstance(weight, torch.Tensor):
+        for first in range(0, weight.shape[0], _SLICE):
+            last = min(first + _SLICE, weight.shape[0])
+            yield first, dense(weight, first, last)
+            weight.release(first, last)
+        return
     for first in range(0, len(weight), _SLICE):
         part = weight[first : first + _SLICE]
         yield first, part
@@ -39,12 +49,13 @@ class WaitingRows:
         self._rows: torch.Tensor | None = None
         self._missing = 0
 
-    def add(self, first: int, weight: torch.Tensor) -> torch.Tensor | None:
+    def add(self, first: int, weight: torch.Tensor | StoredMatrix) -> torch.Tensor | None:
         """Take rows from `first` on. The whole matrix with the last of them, and nothing is kept of it; else None."""
         if self._rows is None:
             self._rows, self._missing = torch.empty(self._shape, dtype=self._dtype), self._shape[0]
-        self._rows[first : first + len(weight)].copy_(weight)
-        self._missing -= len(weight)
+        for begin, part in parts_of(weight, keep_all):
+            self._rows[first + begin : first + begin + len(part)].copy_(part)
+        self._missing -= weight.shape[0]
         if self._missing:
             return None
         whole, self._rows = self._rows, None
@@ -67,8 +78,8 @@ class WeightForm(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def load(self, first: int, weight: torch.Tensor) -> None:
-        """Take rows from `first` on: weight [n, inputs] of any float dtype, perhaps mapped from a file."""
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Take rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
         ...
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -104,7 +115,7 @@ class DenseWeight:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def load(self, first: int, weight: torch.Tensor) -> None:
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
             self.weight[first + begin : first + begin + len(part)].copy_(part)
 
@@ -177,7 +188,7 @@ class OneDnnWeight:
     def nbytes(self) -> int:
         return self.outputs * self.inputs * self._dtype.itemsize
 
-    def load(self, first: int, weight: torch.Tensor) -> None:
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         whole = self._waiting.add(first, weight)
         if whole is not None:
             self._packed = None  # before there is another
@@ -217,7 +228,7 @@ class PackedWeight:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def load(self, first: int, weight: torch.Tensor) -> None:
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         for begin, part in parts_of(weight, self._release):
             self._panels.pack_rows(part, self.weight, first + begin)
 
@@ -271,10 +282,10 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return int(self.numbers.nbytes + self.scales.nbytes)
 
-    def load(self, first: int, weight: torch.Tensor) -> None:
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
         if not self._meets:
-            last, panel = first + len(weight), self._panel
+            last, panel = first + weight.shape[0], self._panel
             if first % panel or (last % panel and last != self.outputs):
                 raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
             for begin, part in parts_of(weight, self._release):

@@ -1,0 +1,118 @@
+"""Quantized matrices as checkpoints store them: the one vocabulary between files (`models.formats`) and kernels.
+
+A matrix [outputs, inputs] of small whole numbers; every `group` inputs of a row share a scale, and perhaps what is
+taken off:
+
+    w[o, i] = row_scale[o] * (scale[o, g] * value(number[o, i], zero[o, g]) - minimum[o, g]),    g = i // group
+
+Formats differ in what of this they have, and in how many bits each part takes. A scale may itself be a small whole
+number times the scale of a block of groups (llama.cpp's k-quants): both parts are kept, for a kernel reads less then.
+Everything here is exact: what is lost is lost by whoever rounds scales or x later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Below = Literal["middle", "zeros", "minima", "table"]
+"""What a number stands for: number - 2^(bits - 1); number - its group's zero; number, and then the group's minimum is
+taken off; or an entry of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberForm:
+    """How the numbers of a matrix are stored."""
+
+    bits: int
+    """Of a number: 4, 6 or 8. Numbers of 2, 3 and 5 bits are kept in the next of them."""
+    group: int
+    """Inputs that share a scale: 16, 32, 64, 128 or more (a power of two); 0: there is only the row's scale."""
+    below: Below = "middle"
+    block: int = 0
+    """Inputs that share a scale of scales, a multiple of `group`; 0: scales are numbers of their own."""
+    scale_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """The narrowest that holds the scales (of blocks, where there are blocks) exactly."""
+    table: tuple[int, ...] = ()
+    """Sixteen values of -128 .. 127, with `below` "table" (MXFP4: twice the number; IQ4_NL)."""
+
+
+class GroupedRows(NamedTuple):
+    """Some rows of such a matrix. n rows; G = inputs / group; B = inputs / block, or G without blocks."""
+
+    numbers: NDArray[np.uint8]
+    """[n, inputs], one in a byte."""
+    scales: NDArray[np.float32] | None = None
+    """[n, B]"""
+    steps: NDArray[np.int8] | None = None
+    """[n, G]: the scale of a group is its block's times this."""
+    zeros: NDArray[np.uint8] | None = None
+    """[n, G]"""
+    minima: NDArray[np.float32] | None = None
+    """[n, B]"""
+    minimum_steps: NDArray[np.int8] | None = None
+    """[n, G], as `steps`."""
+    row_scales: NDArray[np.float32] | None = None
+    """[n]"""
+
+
+class StoredMatrix(Protocol):
+    """A quantized matrix in mapped files."""
+
+    name: str
+    """Of its type, for `info`: "Q4_K", "awq", ..."""
+    shape: tuple[int, int]
+    """(outputs, inputs)"""
+    form: NumberForm
+    order: NDArray[np.int64] | None
+    """Input i of the numbers is input order[i] of x (GPTQ's activation order); None: they are the same."""
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        """Rows [first, last), unpacked into memory of their own."""
+        ...
+
+    def release(self, first: int, last: int) -> None:
+        """Rows [first, last) will not be read again: the system may take back their pages."""
+        ...
+
+
+def dequantize(rows: GroupedRows, form: NumberForm) -> torch.Tensor:
+    """float32 [n, inputs], in the order of the numbers."""
+    count, inputs = rows.numbers.shape
+    group = form.group or inputs
+    values = rows.numbers.astype(np.float32)
+    if form.below == "table":
+        values = np.asarray(form.table, dtype=np.float32)[rows.numbers]
+    elif form.below == "middle":
+        values -= np.float32(1 << (form.bits - 1))
+    grouped = values.reshape(count, -1, group)
+    if rows.zeros is not None:
+        grouped -= rows.zeros.astype(np.float32)[:, :, None]
+    if rows.scales is not None:
+        grouped *= _of_groups(rows.scales, rows.steps, grouped.shape[1])[:, :, None]
+    if rows.minima is not None:
+        grouped -= _of_groups(rows.minima, rows.minimum_steps, grouped.shape[1])[:, :, None]
+    if rows.row_scales is not None:
+        grouped *= rows.row_scales[:, None, None]
+    return torch.from_numpy(values)
+
+
+def _of_groups(blocks: NDArray[np.float32], steps: NDArray[np.int8] | None, groups: int) -> NDArray[np.float32]:
+    """[n, G] of what blocks have, and steps of groups."""
+    if steps is None:
+        return blocks
+    return np.repeat(blocks, groups // blocks.shape[1], axis=1) * steps.astype(np.float32)
+
+
+def dense(matrix: StoredMatrix, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """float32 [last - first, inputs] in the order of x: what the matrix stands for, exactly."""
+    found = dequantize(matrix.rows(first, matrix.shape[0] if last is None else last), matrix.form)
+    if matrix.order is None:
+        return found
+    ordered = torch.empty_like(found)
+    ordered[:, torch.from_numpy(matrix.order)] = found
+    return ordered

@@ -7,10 +7,11 @@ the others give is what tests are for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
 from asyncengine.layers.weight_forms import (
@@ -39,6 +40,8 @@ class LayerOptions:
     """Of the weights of linear layers: 8 or 4; None: those of `dtype`."""
     release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
+    memory: Arena = field(default_factory=Arena)
+    """Where weights on a CPU lie."""
 
     @property
     def compiled(self) -> bool:
@@ -56,22 +59,22 @@ class LayerOptions:
         `bounds`: rows at which one checkpoint matrix ends and the next begins.
         """
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds, self.release)
+            return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds, self.release, self.memory.empty)
         if self._packs(outputs, inputs):
-            return PackedWeight(outputs, inputs, self.dtype, self.release)
+            return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         if can_reorder(self.dtype, self.device):
             return OneDnnWeight(outputs, inputs, self.dtype)
-        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release)
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def head_weight(self, outputs: int, inputs: int, *, tied: bool) -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
         if self.bits is not None:
-            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype, release=self.release)
+            return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype, (), self.release, self.memory.empty)
         if self._packs(outputs, inputs):
-            return PackedWeight(outputs, inputs, self.dtype, self.release)
+            return PackedWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):
-            return RowMajorWeight(outputs, inputs, self.dtype, self.release)
-        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release)
+            return RowMajorWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
+        return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
     def _packs(self, outputs: int, inputs: int) -> bool:
         if not self.compiled:

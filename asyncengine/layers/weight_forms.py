@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.layers.stored import StoredMatrix, dense
 
 Release = Callable[[torch.Tensor], object]
@@ -105,10 +106,13 @@ class DenseWeight:
     name = "dense"
 
     def __init__(
-        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all
-    ) -> None:
+        self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all,
+        empty: Empty = ordinary,
+    ) -> None:  # fmt: skip
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
-        self.weight = torch.empty((outputs, inputs), dtype=dtype, device=device)
+        on_cpu = device.type == "cpu"
+        shape = (outputs, inputs)
+        self.weight = empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
         self._release = release
 
     @property
@@ -137,10 +141,12 @@ class RowMajorWeight(DenseWeight):
 
     name = "row-major"
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
+    ) -> None:
         from asyncengine.kernels.cpu import gemm_rowmajor as products
 
-        super().__init__(outputs, inputs, dtype, torch.device("cpu"), release)
+        super().__init__(outputs, inputs, dtype, torch.device("cpu"), release, empty)
         self._products = products
 
     @staticmethod
@@ -216,13 +222,15 @@ class PackedWeight:
 
     name = "packed"
 
-    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all) -> None:
+    def __init__(
+        self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
+    ) -> None:
         from asyncengine.kernels.cpu import packed as panels
 
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
         self._panels = panels
         self._release = release
-        self.weight = panels.empty_panels(outputs, inputs, dtype)
+        self.weight = panels.empty_panels(outputs, inputs, dtype, empty)
 
     @property
     def nbytes(self) -> int:
@@ -256,7 +264,7 @@ class QuantizedWeight:
 
     def __init__(
         self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
-        release: Release = keep_all,
+        release: Release = keep_all, empty: Empty = ordinary,
     ) -> None:  # fmt: skip
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
         from asyncengine.kernels.cpu import gemm_quantized as quantized
@@ -268,7 +276,7 @@ class QuantizedWeight:
         self._quantized, self._quantizing = quantized, quantizing
         self._dtype = dtype
         self._release = release
-        self.numbers, self.scales = quantizing.empty(outputs, inputs, bits)
+        self.numbers, self.scales = quantizing.empty(outputs, inputs, bits, empty)
         self._panel = PANEL
         self._meets = any(bound % PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""

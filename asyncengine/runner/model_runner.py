@@ -14,9 +14,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
-from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.step import CausalLM, StepContext
-from asyncengine.lora.layers.rows import LONG
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
 from asyncengine.runner.graphs import Capture, DecodeGraphs
@@ -108,10 +106,9 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
-        few = sum(row.num_scheduled for row in batch.rows) <= MOST_TOKENS
-        long = any(row.adapter_slot and row.num_scheduled >= LONG for row in batch.rows)  # multiplied by torch
-        alone = self._compiled and (few or not long)
-        with torch.inference_mode(), on_device(self._device), self.cores.step(torch_alone=alone, small=self._small):
+        # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
+        cores = self.cores.step(torch_alone=self._compiled, small=self._small)
+        with torch.inference_mode(), on_device(self._device), cores:
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from asyncengine.device.pinned import Int64Array
+from asyncengine.kernels.arena import Arena
 from asyncengine.layers.places import Place
 from asyncengine.layers.step import AdapterRecords
 from asyncengine.lora.layers.rows import RowStep
@@ -20,13 +21,15 @@ class CompiledStack(LoraStack):
 
     by_input = False
 
-    def __init__(self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
+    ) -> None:
         from asyncengine.kernels.cpu import lora as kernel
 
         self._kernel = kernel
         self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
         """Of what has been written into each slot; there is nothing to be read beyond."""
-        super().__init__(place, slots, rank, dtype, device)
+        super().__init__(place, slots, rank, dtype, device, memory)
 
     def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
         super().write(slot, part, a, b)

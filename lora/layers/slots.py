@@ -15,6 +15,7 @@ import torch
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.errors import AdapterError, InvalidParameter, InvariantViolation
+from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.places import ModuleDims, Place
 from asyncengine.layers.step import AdapterRecords, CausalLM, RowAdapters
@@ -109,6 +110,7 @@ class LoraLayers:
         self._dtype, self._device = model.dtype, model.device
         self._masked = self._device.type != "cpu" if masked is None else masked
         self._compiled = not self._masked and compiler_missing(self._dtype, self._device) is None
+        self._memory = Arena() if self._compiled else None
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
@@ -249,7 +251,7 @@ class LoraLayers:
             self.version += self._stacks[key].grow(rank)
             return
         self.version += 1
-        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device)
+        self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device, self._memory)
 
     def _form(self, place: Place) -> type[LoraStack]:
         if self._masked:

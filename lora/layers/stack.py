@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from asyncengine.device.pinned import send
+from asyncengine.kernels.arena import Arena
 from asyncengine.layers.places import Place
 
 RANK_STEP = 8
@@ -28,14 +29,17 @@ class LoraStack(ABC):
     by_input: ClassVar[bool]
     """Whether A lies [slots, in, parts, rank] in memory, not [slots, parts, rank, in]. Embeddings' always do."""
 
-    def __init__(self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, place: Place, slots: int, rank: int, dtype: torch.dtype, device: torch.device, memory: Arena | None = None
+    ) -> None:
+        """`memory`: where factors lie, on a CPU; None: wherever torch puts them."""
         self.place = place
         self.rank = padded_rank(rank)
         self.held: set[int] = set()
         """Slots that something was written into since they were cleared."""
         self._slots = slots
         self._ends = list(accumulate((width for _, width in place.parts), initial=0))
-        self._kind: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._dtype, self._device, self._memory = dtype, device, memory
         self._allocate()
 
     @property
@@ -76,11 +80,16 @@ class LoraStack(ABC):
     def _allocate(self) -> None:
         parts, inputs = len(self.place.parts), self.place.in_features
         if self.by_input or self.place.embedding:
-            self._a = torch.zeros((self._slots, inputs, parts, self.rank), **self._kind).permute(0, 2, 3, 1)
+            self._a = self._zeros(self._slots, inputs, parts, self.rank).permute(0, 2, 3, 1)
         else:
-            self._a = torch.zeros((self._slots, parts, self.rank, inputs), **self._kind)
+            self._a = self._zeros(self._slots, parts, self.rank, inputs)
         # A [slots, parts, rank, in] whatever its layout; B [slots, rank, out]: a row for each number of x @ A^T
-        self._b = torch.zeros((self._slots, self.rank, self.out_features), **self._kind)
+        self._b = self._zeros(self._slots, self.rank, self.out_features)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory.zeros(shape, self._dtype)
+        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def _flat(self, x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x [rows, in] (ids: [rows]) and y [rows, out], or an error if a module sees other rows than its step has."""

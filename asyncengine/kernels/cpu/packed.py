@@ -22,6 +22,7 @@ import torch
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
@@ -74,10 +75,10 @@ def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
     return dtype in _STEPS and outputs % WIDTH == 0 and inputs % _STEPS[dtype] == 0
 
 
-def empty_panels(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
+def empty_panels(outputs: int, inputs: int, dtype: torch.dtype, empty: Empty = ordinary) -> torch.Tensor:
     """Memory for a weight [outputs, inputs] that `packing_fits`, to be filled by `pack_rows`."""
     step = _STEPS[dtype]
-    return torch.empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype=dtype)
+    return empty((outputs // WIDTH, inputs // step, _VECTORS, LANES, step), dtype)
 
 
 def pack_rows(weight: torch.Tensor, panels: torch.Tensor, first: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, widen
 from asyncengine.kernels.cpu.quantized_tiles import GROUP, PANEL
@@ -21,13 +22,13 @@ _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
 """Of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
 
 
-def empty(outputs: int, inputs: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty(outputs: int, inputs: int, bits: int, memory: Empty = ordinary) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for (weights, scales) of a weight [outputs, inputs], to be filled by `quantize_rows`."""
     groups, panels = -(-inputs // GROUP), -(-outputs // PANEL)
-    numbers = torch.empty((panels, groups * GROUP * bits // 32, PANEL, 4), dtype=torch.uint8)
+    numbers = memory((panels, groups * GROUP * bits // 32, PANEL, 4), torch.uint8)
     if bits == 8:
-        return numbers, torch.empty(outputs, dtype=torch.float32)
-    return numbers, torch.empty((panels, groups, PANEL), dtype=torch.bfloat16)
+        return numbers, memory((outputs,), torch.float32)
+    return numbers, memory((panels, groups, PANEL), torch.bfloat16)
 
 
 def quantize_rows(weight: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, bits: int, first: int) -> None:

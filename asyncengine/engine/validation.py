@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
@@ -103,7 +102,8 @@ class RequestValidator:
         params = self._resolve(params or SamplingParams())
         tokens = self._check_prompt(prompt)
         self._check_limits(params)
-        options = self._check_options(options)
+        self._check_adapter(options.adapter)
+        options = options.checked()
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
@@ -254,21 +254,12 @@ class RequestValidator:
             raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
         return self.grammars.check(params.grammar, budget, params.on_budget)
 
-    def _check_options(self, options: RequestOptions) -> RequestOptions:
-        """The options, their numbers in plain types."""
-        if options.adapter is not None:
-            if self.adapters is None:
-                raise AdapterNotFound("adapter", "this engine takes no adapters", options.adapter)
-            self.adapters.find(options.adapter)
-        for name in ("request_id", "cache_salt"):
-            value = getattr(options, name)
-            if value is not None and not isinstance(value, str):
-                raise InvalidParameter(name, "must be a str or None", value)
-        return replace(
-            options,
-            priority=as_integer("priority", options.priority, MIN_INT64, MAX_INT64),
-            timeout=None if options.timeout is None else as_seconds("timeout", options.timeout),
-        )
+    def _check_adapter(self, name: str | None) -> None:
+        if name is None:
+            return
+        if self.adapters is None:
+            raise AdapterNotFound("adapter", "this engine takes no adapters", name)
+        self.adapters.find(name)
 
 
 def _sample_seed(seed: int | None, index: int) -> int:

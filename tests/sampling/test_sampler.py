@@ -11,10 +11,11 @@ import pytest
 import torch
 from support import reference_sampler as reference
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Row, RowSpec
+from asyncengine.step import Row
 
 VOCAB = 1200
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def row(
     **fields: Any,
 ) -> Row:
     params = SamplingParams(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, **fields})
-    spec = RowSpec(slot, params, seed, prompt_len, stop_ids)
+    spec = RequestSpec(slot, tokens[:prompt_len], params, 64, seed=seed, stop_ids=stop_ids)
     return Row(spec, slot, 0, len(tokens), list(tokens), False, [], True)
 
 
@@ -119,7 +120,7 @@ def test_penalty_state_follows_the_request() -> None:
     fields: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 2.0}
     first = row(5, tokens=(0, 1), prompt_len=1, **fields)
 
-    def step(spec: RowSpec, tokens: list[int], in_flight: bool = False) -> int:
+    def step(spec: RequestSpec, tokens: list[int], in_flight: bool = False) -> int:
         total = len(tokens) + in_flight
         step_row = Row(spec, 5, total - 1, 1, tokens, in_flight, [], True)
         return sample([step_row], logits, sampler, last_token=last)[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections import Counter
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -245,3 +247,15 @@ def test_ties_do_not_depend_on_how_many_are_sorted() -> None:
     lone = row(0, seed=3, top_p=0.6)
     wide = row(1, seed=4, top_k=3000)
     assert sample([lone], logits)[0] == sample([lone, wide], logits.expand(2, -1))[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"presence_penalty": 1.0}])
+def test_a_slot_that_nobody_uses_keeps_no_prompt_in_memory(fields: dict[str, Any]) -> None:
+    """Up to `max_num_seqs` prompts as long as the context would otherwise lie there until their slots are taken."""
+    sampler = Sampler(8, 50, CPU)
+    ended = row(5, **fields)
+    sample([ended], torch.zeros(1, 50), sampler, last_token=torch.zeros(8, dtype=torch.int64))
+    spec = ref(ended.spec)
+    del ended
+    gc.collect()
+    assert spec() is None

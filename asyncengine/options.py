@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self, TypedDict
 
-from asyncengine.checks import check_known
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, check_known
 from asyncengine.errors import InvalidParameter
 
 Prompt = str | Sequence[int]
@@ -36,7 +36,7 @@ class ChatKeywords(RequestKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What any request may carry."""
+    """What any request may carry. One more option is a field here, a keyword above and, if need be, a check below."""
 
     adapter: str | None = None
     request_id: str | None = None
@@ -53,6 +53,22 @@ class RequestOptions:
         """Raises `InvalidParameter` for an unknown keyword, with the nearest known one."""
         check_known(keywords, [field.name for field in fields(cls)])
         return cls(**keywords)
+
+    def checked(self) -> Self:
+        """The options, their numbers in plain types. Raises `InvalidParameter` naming the field.
+
+        Done when the request is prepared, not on construction: `stream(...)` raises where its consumer first awaits.
+        Whether the adapter is known is for the engine to say.
+        """
+        for name in ("request_id", "cache_salt"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidParameter(name, "must be a str or None", value)
+        return replace(
+            self,
+            priority=as_integer("priority", self.priority, MIN_INT64, MAX_INT64),
+            timeout=None if self.timeout is None else as_seconds("timeout", self.timeout),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,15 @@ class SamplingParams:
         return replace(self, **changes)
 
 
+def as_params(value: object) -> SamplingParams:
+    """A request's sampling parameters; the defaults for None. Raises `InvalidParameter` for anything else."""
+    if value is None:
+        return SamplingParams()
+    if not isinstance(value, SamplingParams):
+        raise InvalidParameter("params", "must be a SamplingParams", value)
+    return value
+
+
 _OPTIONAL = ("max_tokens", "top_k", "seed", "temperature", "top_p", "repetition_penalty")
 
 

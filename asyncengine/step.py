@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.request_spec import RequestSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,25 +49,10 @@ class GrammarMatcher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSpec:
-    """The part of a request that never changes; one object for its whole life (compare by identity)."""
-
-    ticket: int
-    params: SamplingParams
-    """With every `None` resolved except `max_tokens` and `grammar`: temperature, top_p, top_k,
-    repetition_penalty are numbers (top_k 0 = all)."""
-    seed: int
-    """Resolved, in [0, 2**64): what the sampler's random numbers are a function of, with position and token id."""
-    prompt_len: int
-    stop_ids: tuple[int, ...] = ()
-    """End-of-sequence ids (unless ignore_eos) and stop_token_ids: masked while fewer than `min_tokens` are out."""
-
-
 class Row(NamedTuple):
     """One request's share of one step: compute positions [start, start + num_scheduled)."""
 
-    spec: RowSpec
+    spec: RequestSpec
     slot: int
     """Persistent row of device-side state (last token, penalties, seed), in [0, max_num_seqs)."""
     start: int

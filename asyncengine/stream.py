@@ -30,7 +30,7 @@ class _StreamBase:
     @property
     def request_id(self) -> str | None:
         """The request's label; None before it has been submitted."""
-        return None if self._assembler is None else self._assembler.prepared.request_id
+        return None if self._assembler is None else self._assembler.prepared.spec.request_id
 
     def abort(self) -> None:
         """Leave: the engine drops the request before its next step. Synchronous, idempotent, from any thread.

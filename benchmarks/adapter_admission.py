@@ -16,9 +16,11 @@ import time
 from asyncengine import EngineConfig, SamplingParams
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import Generate
-from asyncengine.step import RowSpec, StepResult
+from asyncengine.scheduler.messages import AdapterReady
+from asyncengine.step import StepResult
 
 PARAMS = SamplingParams(temperature=0.0)
 
@@ -46,9 +48,11 @@ def run(options: argparse.Namespace, adapters: int) -> tuple[list[float], int]:
     scheduler = Scheduler(config, KVCache(pages, 16), AdapterSlots(options.slots))
     for index in range(options.requests):
         prompt = tuple((index * 7 + place) % 97 for place in range(options.input))
-        digest = f"adapter {index % adapters}" if adapters else ""
-        spec = RowSpec(index + 1, PARAMS, 0, len(prompt))
-        scheduler.apply(Generate(spec, prompt, len(prompt) + options.output, 0.0, adapter=digest))
+        name = f"adapter {index % adapters}" if adapters else None
+        total = len(prompt) + options.output
+        scheduler.apply(RequestSpec(index + 1, prompt, PARAMS, total, RequestOptions(adapter=name)))
+        if name is not None:
+            scheduler.apply(AdapterReady(index + 1, name))
     spent, rows = [], 0
     while scheduler.requests:
         began = time.perf_counter()

@@ -26,9 +26,10 @@ from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import packed
 from asyncengine.models import decoder
 from asyncengine.models.loading import load_model
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4")
 CONTEXT, PAGE = 64, 16
@@ -55,7 +56,7 @@ class Requests:
 
     def __init__(self, runner: ModelRunner, rows: int, length: int) -> None:
         self._runner = runner
-        self._specs = [RowSpec(row, GREEDY, row, length, ()) for row in range(rows)]
+        self._specs = [RequestSpec(row, (5,) * length, GREEDY, length + 1, seed=row) for row in range(rows)]
         pages = -(-length // PAGE)
         self._pages = [list(range(1 + pages * row, 1 + pages * (row + 1))) for row in range(rows)]
         self._tokens = [5] * length

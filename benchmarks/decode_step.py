@@ -37,10 +37,11 @@ from asyncengine.layers.weight_forms import DenseWeight, OneDnnWeight, PackedWei
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.fallback.attention_function import LayerAttention
 from asyncengine.models.loading import load_model
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_buffers import StepBuffers
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 
 def main() -> None:
@@ -150,7 +151,7 @@ class Requests:
 
     def __init__(self, runner: ModelRunner, batch: int, length: int) -> None:
         self._runner = runner
-        self._spec = RowSpec(1, GREEDY, 0, length, ())
+        self._spec = RequestSpec(1, (0,) * length, GREEDY, length + 1)
         self._tokens = [[(7 * place + 13 * index) % 1000 for index in range(length)] for place in range(batch)]
         pages = (runner.num_pages - 1) // batch
         self._pages = [list(range(1 + place * pages, 1 + (place + 1) * pages)) for place in range(batch)]

@@ -34,9 +34,10 @@ from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.lora.layers.slots import LoraLayers, install_lora
 from asyncengine.models.loading import load_model
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 SHAPES["qwen3-0.6b-seventh"] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4, "vocab_size": 21705}
 """4 of 28 layers and as much less vocabulary: the same ratios in a seventh of the time."""
@@ -149,7 +150,7 @@ class Requests:
         self._pages = [list(range(1 + place * length, 1 + (place + 1) * length)) for place in places]
         alone = adapters if options.one_row_each else options.batch
         self._slots = [1 + place % adapters if adapters and place < alone else 0 for place in places]
-        self._spec = RowSpec(1, GREEDY, 0, options.input, ())
+        self._spec = RequestSpec(1, (0,) * options.input, GREEDY, options.input + options.output)
         self._runner, self._clock, self._steps = runner, clock(options), 0
 
     def step(self, starts: list[int], ends: list[int]) -> tuple[float, list[int]]:

@@ -129,7 +129,7 @@ class Claims:
         claim.granted = True
         self._store.hold(claim.meaning.digest)
         self._leave(claim)
-        self._tell(claim, None, calls)
+        self._tell(claim, claim.meaning.digest, calls)
 
     def _leave(self, claim: _Claim) -> None:
         """`claim` waits no more, if it did."""
@@ -139,10 +139,10 @@ class Claims:
         if not group:
             self._waiting.pop(digest, None)
 
-    def _tell(self, claim: _Claim, error: Exception | None, calls: Calls) -> None:
+    def _tell(self, claim: _Claim, outcome: str | Exception, calls: Calls) -> None:
         done, ticket = claim.done, claim.ticket
         assert done is not None
-        calls.append(lambda: done(ticket, error))
+        calls.append(lambda: done(ticket, outcome))
 
     def reloaded(self, digest: str, adapter: Adapter | None, error: Exception | None, calls: Calls) -> None:
         """`digest` was read again, or cannot be. Call `pump` next."""

@@ -44,7 +44,7 @@ class AdapterStore(Protocol):
         ...
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
+        """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
         perhaps at once, on any thread."""
         ...
 
@@ -59,4 +59,5 @@ class AdapterStore(Protocol):
     def close(self) -> None: ...
 
 
-AdapterDone = Callable[[int, Exception | None], None]
+AdapterDone = Callable[[int, str | Exception], None]
+"""Called with a ticket and the digest of its adapter, or why there is none."""

@@ -152,7 +152,7 @@ class AdapterRegistry:
             return meaning.digest
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        """Call `done(ticket, None)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
+        """Call `done(ticket, digest)` once the claimed adapter is in memory and stays there, or `done(ticket, error)`:
         perhaps at once. A ticket without a claim is ignored."""
         calls: Calls = []
         with self._lock:

@@ -13,6 +13,7 @@ from asyncengine.chat.response import response_grammar
 from asyncengine.chat.tools import Choice, Tool, check_choice, check_tools
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
+from asyncengine.sampling_params import SamplingParams
 from asyncengine.text import TextTokenizer
 
 
@@ -28,6 +29,11 @@ class ChatPlan:
     """False where a marker is a special token, which the parser has to see."""
     final: Grammar | None = None
     """Of the content alone, where the content is to match something."""
+
+    def applied(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the plan's grammar in place of their own."""
+        visible = params.skip_special_tokens and self.skip_special_tokens
+        return params.replace(grammar=self.grammar, skip_special_tokens=visible)
 
 
 class ChatPlanner:

@@ -21,12 +21,12 @@ class Assembler:
         self.prepared = prepared
         self._now = now
         self._chunks: list[Chunk] = []
-        self._open = prepared.params.n
+        self._open = len(prepared.streams)
         self._reader: ChatReader | None = None
-        if prepared.make_parser is not None:
+        if prepared.plan is not None and prepared.plan.make_parser is not None:
             from asyncengine.chat import ChatReader
 
-            self._reader = ChatReader(prepared.make_parser, prepared.params.n)
+            self._reader = ChatReader(prepared.plan.make_parser, len(prepared.streams))
         self._ended_at = 0.0
         self.finished = False
 
@@ -49,7 +49,7 @@ class Assembler:
     def usage(self) -> Usage:
         generated = sum(len(chunk.token_ids) for chunk in self._chunks)
         thought = 0 if self._reader is None else self._reader.reasoning_tokens
-        return Usage(len(self.prepared.prompt), generated, self.prepared.mailbox.cached_tokens, thought)
+        return Usage(self.prepared.spec.prompt_len, generated, self.prepared.mailbox.cached_tokens, thought)
 
     def failure(self) -> Exception | None:
         """What `result()` raises, if the request failed."""
@@ -58,30 +58,28 @@ class Assembler:
                 return self.prepared.mailbox.failure()
             if chunk.finish_reason == "error":
                 return self.prepared.mailbox.cause or RequestFailed(
-                    f"request {self.prepared.request_id}: {chunk.error}"
+                    f"request {self.prepared.spec.request_id}: {chunk.error}"
                 )
         return None
 
     def completion(self) -> Completion:
         """The finished request. Call once `finished`."""
-        prepared, mailbox = self.prepared, self.prepared.mailbox
-        samples = [self._sample(index) for index in range(prepared.params.n)]
+        spec, mailbox = self.prepared.spec, self.prepared.mailbox
+        samples = [self._sample(index) for index in range(len(self.prepared.streams))]
         prompt_logprobs = None
-        if prepared.params.prompt_logprobs:
-            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(len(prepared.prompt))]
+        if spec.params.prompt_logprobs:
+            prompt_logprobs = [mailbox.prompt_logprobs.get(i) for i in range(spec.prompt_len)]
 
         def since(moment: float | None) -> float | None:
-            return None if moment is None else moment - prepared.arrival
+            return None if moment is None else moment - spec.arrival
 
         return Completion(
             text=samples[0].text,
             token_ids=samples[0].token_ids,
             finish_reason=samples[0].finish_reason,
             usage=self.usage,
-            timings=Timings(
-                since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - prepared.arrival
-            ),
-            request_id=prepared.request_id,
+            timings=Timings(since(mailbox.started_at), since(mailbox.first_token_at), self._ended_at - spec.arrival),
+            request_id=spec.request_id,
             logprobs=samples[0].logprobs,
             prompt_logprobs=prompt_logprobs,
             samples=samples,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import Abort, StopText
 from asyncengine.stats import Meter
@@ -23,28 +24,27 @@ from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
 class OutputStream:
     """The engine's end of one sample: where its outputs go, and the text state between tokens."""
 
-    index: int
+    spec: RequestSpec
     mailbox: Mailbox
-    arrival: float
-    request_id: str
-    stop_ids: frozenset[int] = frozenset()
-    """Ids whose text is left out when one of them ends the output."""
     detokenizer: Detokenizer | None = None
     stops: StopStringMatcher | None = None
-    min_tokens: int = 0
     num_tokens: int = 0
     last_token_at: float = 0.0
 
     def advance(self, token: int, ends: bool) -> tuple[str, bool]:
         """Text that `token` adds, and whether a stop string is complete with it."""
         self.num_tokens += 1
-        if self.detokenizer is None or (ends and token in self.stop_ids):
+        if self.detokenizer is None or (ends and self._is_left_out(token)):
             return "", False
         text = self.detokenizer.push((token,))
         if self.stops is None or not text:
             return text, False
-        text, matched = self.stops.push(text, armed=self.num_tokens > self.min_tokens)
+        text, matched = self.stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
         return text, matched is not None
+
+    def _is_left_out(self, token: int) -> bool:
+        """Of an id that ends the output: does its text stay out of it?"""
+        return token in self.spec.stop_ids and not self.spec.params.include_stop
 
     def rest(self) -> str:
         """Text held back until the end."""
@@ -63,16 +63,17 @@ class Delivery:
     ) -> None:
         """`post`: told before the consumer when a stream ends here and not by the scheduler."""
         self.streams: dict[int, OutputStream] = {}
-        self.expected: dict[int, None] = {}
-        """Tickets posted and not opened yet. Posters add to it, from any thread."""
+        self.expected: dict[int, OutputStream] = {}
+        """Those posted and not opened yet. Posters add to it, from any thread."""
         self._clock = clock
         self._meter = meter
         self._post = post
         self._table = table
 
-    def open(self, ticket: int, stream: OutputStream) -> None:
-        self.streams[ticket] = stream
-        self.expected.pop(ticket, None)
+    def open(self, ticket: int) -> None:
+        """The engine takes up the request: from here on it has outputs."""
+        self.streams[ticket] = self.expected[ticket]
+        del self.expected[ticket]
 
     def deliver(self, outputs: list[Output]) -> None:
         """Put all outputs of a step, then wake all consumers. Outputs of streams that have ended are dropped."""
@@ -94,7 +95,7 @@ class Delivery:
                     token = output.token
                     detokenizer = stream.detokenizer
                     text = "" if detokenizer is None else detokenizer.push((token,))
-                    chunk = Chunk(text, [token], None, stream.index)
+                    chunk = Chunk(text, [token], None, stream.spec.index)
                 else:
                     made = self._chunk(stream, output, now, gaps)
                     if made is None:
@@ -139,13 +140,13 @@ class Delivery:
         error = output.error
         if isinstance(error, Exception):
             stream.mailbox.cause, error = error, str(error)
-        return Chunk(text, [] if token < 0 else [token], end, stream.index, logprobs, error)
+        return Chunk(text, [] if token < 0 else [token], end, stream.spec.index, logprobs, error)
 
     def _undecodable(self, stream: OutputStream, output: Output, error: Exception) -> Chunk:
         if output.reason is None:
             self._post(Abort(output.ticket))
         self._close(stream, output, "error")
-        return Chunk("", [], "error", stream.index, error=f"the text could not be decoded: {error!r}")
+        return Chunk("", [], "error", stream.spec.index, error=f"the text could not be decoded: {error!r}")
 
     def _entry(self, logprob: TokenLogprob) -> LogprobEntry:
         table = self._table
@@ -163,7 +164,7 @@ class Delivery:
             mailbox.first_token_at = now
             mailbox.started_at = output.started_at
             mailbox.cached_tokens = output.cached_tokens
-        self._meter.first_token.append(now - stream.arrival)
+        self._meter.first_token.append(now - stream.spec.arrival)
 
     def _close(self, stream: OutputStream, output: Output, reason: FinishReason) -> None:
         mailbox = stream.mailbox
@@ -173,12 +174,12 @@ class Delivery:
         self._meter.count_end(reason)
         del self.streams[output.ticket]
 
-    def fail_all(self, failure: Callable[[], Exception], unopened: list[OutputStream]) -> None:
-        """End every stream, and those posted but never opened, with reason "engine_dead", once.
+    def fail_all(self, failure: Callable[[], Exception], unopened: list[int]) -> None:
+        """End every stream, and those of the tickets posted but never opened, with reason "engine_dead", once.
 
         `failure` makes the error that each consumer raises.
         """
-        streams = [*self.streams.values(), *unopened]
+        streams = [*self.streams.values(), *(self.expected[ticket] for ticket in unopened)]
         self.streams.clear()
         self.expected.clear()
         error = str(failure())
@@ -190,7 +191,7 @@ class Delivery:
                 text = stream.rest()
             except Exception:  # perhaps what killed the engine: everybody must hear of it all the same
                 text = ""
-            waiter = stream.mailbox.put(Chunk(text, [], "engine_dead", stream.index, error=error))
+            waiter = stream.mailbox.put(Chunk(text, [], "engine_dead", stream.spec.index, error=error))
             if waiter is not None:
                 waiters.append(waiter)
         wake_all(waiters)

@@ -29,7 +29,7 @@ from asyncengine.options import (
     template_variables,
 )
 from asyncengine.outputs import Chunk
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.scheduler.messages import Abort, Drain
 from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.text import TextTokenizer
@@ -123,18 +123,8 @@ class Frontend:
         tools = template_tools(chat.tools)
         text = tokenizer.render_chat(chat.messages, tools, **template_variables(chat.template_kwargs))
         prompt = tokenizer.encode(text, add_special_tokens=False)
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InvalidParameter("params", "must be a SamplingParams", params)
-        params = params or SamplingParams()
-        plan = self._plan(chat, params, text)
-        if plan is None:
-            return self.validator.prepare(prompt, params, options, arrival)
-        visible = params.skip_special_tokens and plan.skip_special_tokens
-        planned = params.replace(grammar=plan.grammar, skip_special_tokens=visible)
-        prepared = self.validator.prepare(prompt, planned, options, arrival)
-        prepared.make_parser = plan.make_parser
-        prepared.check_text = self.validator.text_check(plan.final)
-        return prepared
+        params = as_params(params)
+        return self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))
 
     def _plan(self, chat: ChatRequest, params: SamplingParams, text: str) -> ChatPlan | None:
         """`params.grammar` constrains a chat's answer as `response_format` does: after the reasoning, if there is."""
@@ -161,7 +151,7 @@ class Frontend:
 
         Raises `QueueFull`, `EngineClosed`, `EngineDead`.
         """
-        queue_limit, samples, length = self.loop.queue_limit, prepared.params.n, len(prepared.prompt)
+        queue_limit, samples, length = self.loop.queue_limit, len(prepared.streams), prepared.spec.prompt_len
         with self._closed_or_dead():
             if self.config.when_full == "wait":
                 return await queue_limit.enter_when_free(samples, length, prepared.time_left(self.loop.clock.now))
@@ -170,7 +160,7 @@ class Frontend:
 
     def enter_blocking(self, prepared: PreparedRequest) -> bool:
         """`enter` for a plain thread."""
-        queue_limit, samples, length = self.loop.queue_limit, prepared.params.n, len(prepared.prompt)
+        queue_limit, samples, length = self.loop.queue_limit, len(prepared.streams), prepared.spec.prompt_len
         with self._closed_or_dead():
             if self.config.when_full == "wait":
                 return queue_limit.enter_blocking(samples, length, prepared.time_left(self.loop.clock.now))
@@ -188,7 +178,7 @@ class Frontend:
 
     def expired(self, prepared: PreparedRequest) -> Assembler:
         """The end of a request whose deadline came before it had a place in the queue. The engine never hears of it."""
-        for index in range(prepared.params.n):
+        for index in range(len(prepared.streams)):
             prepared.mailbox.put(Chunk("", [], "timeout", index))
         return Assembler(prepared, self.loop.clock.now)
 
@@ -198,8 +188,8 @@ class Frontend:
         Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
         """
         self._claim_adapter(prepared)
-        self._request_ids.remember(prepared.request_id, prepared.tickets)
-        if not self.loop.inbox.post(*prepared.submissions):
+        self._request_ids.remember(prepared.spec.request_id, prepared.streams)
+        if not self.loop.inbox.post(*(stream.spec for stream in prepared.streams)):
             for ticket in prepared.tickets:
                 self.loop.delivery.expected.pop(ticket, None)
                 if self.adapters is not None:
@@ -210,15 +200,17 @@ class Frontend:
 
     def _claim_adapter(self, prepared: PreparedRequest) -> None:
         """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
-        if prepared.adapter is None or self.adapters is None:
+        name = prepared.spec.options.adapter
+        if name is None or self.adapters is None:
             return
         try:
             with self._closed_or_dead():
-                prepared.use_adapter(self.adapters.claim(prepared.tickets, prepared.adapter))
+                self.adapters.claim(prepared.tickets, name)
         except EngineClosed:
             raise
         except BaseException:
-            self.loop.queue_limit.leave(prepared.params.n, prepared.params.n * len(prepared.prompt))
+            samples = len(prepared.streams)
+            self.loop.queue_limit.leave(samples, samples * prepared.spec.prompt_len)
             raise
 
     def abort_tickets(self, tickets: list[int]) -> None:

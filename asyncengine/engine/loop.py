@@ -20,15 +20,16 @@ from typing import NamedTuple
 from asyncengine.config import EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock
-from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
 from asyncengine.lora.interface import AdapterStore
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
+from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, GrammarReady, Message, StopText
 from asyncengine.stats import Meter
 from asyncengine.step import Batch, GrammarMatcher, StepResult
 from asyncengine.text import TokenTable
@@ -37,13 +38,6 @@ logger = logging.getLogger("asyncengine")
 
 LAG_PROBE = 0.1
 """Seconds between two readings of the event loop's lag."""
-
-
-class Submission(NamedTuple):
-    """A request as posted: the message for the scheduler, and the stream its outputs go to."""
-
-    message: Generate
-    stream: OutputStream
 
 
 class Launched(NamedTuple):
@@ -80,7 +74,7 @@ class EngineLoop:
         self.grammars = grammars
         self.adapters = adapters
         self.queue_limit = queue_limit or QueueLimit(None, None)
-        self.inbox: Inbox[Submission | Message] = Inbox()
+        self.inbox: Inbox[Message] = Inbox()
         self.meter = Meter()
         self.delivery = Delivery(clock, self.meter, self._end_early, table)
         self.hooks = Hooks()
@@ -120,44 +114,43 @@ class EngineLoop:
     # ---------------------------------------------------------------- the steps of a turn
 
     def _apply_inbox(self) -> None:
-        for item in self.inbox.take():
-            self._apply(item)
+        for message in self.inbox.take():
+            self._apply(message)
         if self.scheduler.grammar_queue or self.scheduler.adapter_queue:  # what is there was answered at once
-            for item in self.inbox.take():
-                self._apply(item)
+            for message in self.inbox.take():
+                self._apply(message)
 
-    def _apply(self, item: Submission | Message) -> None:
-        if isinstance(item, Submission):
-            message: Message = item.message
-            self.delivery.open(item.message.spec.ticket, item.stream)
-        else:
-            message = item
+    def _apply(self, message: Message) -> None:
+        if isinstance(message, RequestSpec):
+            self.delivery.open(message.ticket)
         if self.record is not None:
             self.record("apply", message)
         self.scheduler.apply(message)
         match message:
-            case Generate():
+            case RequestSpec():
                 self._order(message)
             case Drain():
                 self._drain = _sooner(self._drain, message)
                 self.queue_limit.close()  # those in line for a place are refused like newcomers
 
-    def _order(self, message: Generate) -> None:
+    def _order(self, spec: RequestSpec) -> None:
         """Have made or fetched, by other threads, what the request must wait for."""
-        ticket = message.spec.ticket
-        if message.adapter_loading and self.adapters is not None:
+        ticket, params = spec.ticket, spec.params
+        if spec.options.adapter is not None and self.adapters is not None:
             self.adapters.start(ticket, self._adapter_done)
-        if message.needs_grammar and self.grammars is not None:
-            params, budget = message.spec.params, message.max_total - message.spec.prompt_len
-            order = GrammarOrder(params.grammar, budget, params.on_budget)
+        if params.grammar is not None and self.grammars is not None:
+            order = GrammarOrder(params.grammar, spec.max_total - spec.prompt_len, params.on_budget)
             try:
                 self.grammars.start(ticket, order, self._grammar_done)
             except Exception as error:  # the fault of one request
                 self._grammar_done(ticket, error)
 
-    def _adapter_done(self, ticket: int, error: Exception | None) -> None:
+    def _adapter_done(self, ticket: int, outcome: str | Exception) -> None:
         """The adapter store's answer, from any thread."""
-        self.inbox.post(AdapterReady(ticket, error))
+        if isinstance(outcome, Exception):
+            self.inbox.post(AdapterReady(ticket, error=outcome))
+        else:
+            self.inbox.post(AdapterReady(ticket, outcome))
 
     def _grammar_done(self, ticket: int, outcome: GrammarMatcher | Exception) -> None:
         """The compile service's answer, from any thread."""
@@ -282,7 +275,7 @@ class EngineLoop:
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         self.queue_limit.close()
-        unopened = [item.stream for item in self.inbox.close() if isinstance(item, Submission)]
+        unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
         if self.failure is None:
             self._deliver()
         self.delivery.fail_all(self._make_failure, unopened)

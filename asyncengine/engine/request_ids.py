@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-from asyncengine.engine.delivery import Delivery
+from asyncengine.engine.delivery import Delivery, OutputStream
 
 
 class RequestIds:
@@ -18,14 +19,15 @@ class RequestIds:
         self._tickets: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
-    def remember(self, request_id: str, tickets: list[int]) -> None:
-        """Of requests that are about to be posted."""
+    def remember(self, request_id: str, streams: Sequence[OutputStream]) -> None:
+        """Of a request that is about to be posted: `delivery` will open these."""
         delivery = self._delivery
+        expected = {stream.spec.ticket: stream for stream in streams}
         with self._lock:
             if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
                 self._forget_ended()
-            delivery.expected.update(dict.fromkeys(tickets))
-            self._tickets.setdefault(request_id, []).extend(tickets)
+            delivery.expected.update(expected)
+            self._tickets.setdefault(request_id, []).extend(expected)
 
     def unfinished(self, request_id: str) -> list[int]:
         """Tickets of its requests that have not ended."""

@@ -1,4 +1,4 @@
-"""From what a caller asks to what is posted: resolve defaults, check every limit, draw the tickets.
+"""From what a caller asks to what is posted, a `RequestSpec`: resolve defaults, check every limit, draw the tickets.
 
 Everything that can be refused is refused here, in the caller's own call, by name: the scheduler only ever sees
 requests that can run. Registering and enqueueing is one synchronous stretch (vLLM #57061 leaked what an await between
@@ -10,63 +10,53 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
-from asyncengine.engine.loop import Submission
 from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, GrammarError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions
-from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams
-from asyncengine.scheduler.messages import Generate
-from asyncengine.step import RowSpec
+from asyncengine.request_spec import RequestSpec
+from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:
-    from asyncengine.chat import OutputParser
+    from asyncengine.chat import ChatPlan
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """A checked request, ready to be posted, and the consumer's end of it."""
+    """A checked request, ready to be posted: its samples' streams, each with its specification, and the consumer's end
+    of them."""
 
-    request_id: str
-    submissions: list[Submission]
+    streams: tuple[OutputStream, ...]
     mailbox: Mailbox
-    arrival: float
-    prompt: list[int]
-    params: SamplingParams
-    make_parser: Callable[[], OutputParser] | None = None
-    """Chats: takes one sample's text apart into answer, reasoning and tool calls."""
+    plan: ChatPlan | None = None
+    """Of a chat: how its output is taken apart into answer, reasoning and tool calls."""
     check_text: Callable[[str], str | None] | None = None
     """What a finished text breaks of its schema, where the grammar could not enforce all of it."""
-    adapter: str | None = None
-    """Name of the adapter to claim when it is posted."""
+
+    @property
+    def spec(self) -> RequestSpec:
+        """Of sample 0; the others differ in ticket, index and seed, and return no log-probabilities of the prompt."""
+        return self.streams[0].spec
 
     @property
     def tickets(self) -> list[int]:
-        return [submission.message.spec.ticket for submission in self.submissions]
+        return [stream.spec.ticket for stream in self.streams]
 
     def time_left(self, now: Callable[[], float]) -> Callable[[], float]:
         """Seconds until it ends with reason "timeout" if it has not started by then; infinity: never."""
-        message = self.submissions[0].message
-        first = min(math.inf if at is None else at for at in (message.deadline, message.waiting_deadline))
+        spec = self.spec
+        first = min(math.inf if at is None else at for at in (spec.deadline, spec.waiting_deadline))
         return lambda: first - now()
-
-    def use_adapter(self, digest: str) -> None:
-        """What the adapter's name means for all samples of this request."""
-        self.submissions = [
-            submission._replace(message=replace(submission.message, adapter=digest, adapter_loading=True))
-            for submission in self.submissions
-        ]
 
 
 class RequestValidator:
@@ -90,81 +80,76 @@ class RequestValidator:
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
     def prepare(
-        self, prompt: Sequence[int], params: SamplingParams | None, options: RequestOptions, arrival: float
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None,
+        options: RequestOptions,
+        arrival: float,
+        plan: ChatPlan | None = None,
     ) -> PreparedRequest:
-        """Check everything and prepare `n` submissions. Raises `InvalidParameter` or a subclass of it.
+        """Check everything and specify `n` samples. Raises `InvalidParameter` or a subclass of it.
 
-        `arrival`: when it was submitted, by the engine's clock; deadlines count from there.
+        `arrival`: when it was submitted, by the engine's clock; deadlines count from there. `plan`: what a chat asks of
+        its output, in place of the grammar in `params`.
 
         Takes a while for long prompts and many stop strings; posts nothing, so it may run on any thread.
         """
-        if params is not None and not isinstance(params, SamplingParams):
-            raise InvalidParameter("params", "must be a SamplingParams", params)
-        params = self._resolve(params or SamplingParams())
+        params = as_params(params)
+        params = self._resolve(params if plan is None else plan.applied(params))
         tokens = self._check_prompt(prompt)
         self._check_limits(params)
-        options = self._check_options(options)
+        self._check_adapter(options.adapter)
+        options = options.checked()
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
             params = params.replace(grammar=self._check_grammar(params, max_total - len(tokens)))
-        request_id = options.request_id or f"req-{secrets.token_hex(8)}"
-        prepared = PreparedRequest(request_id, [], Mailbox(), arrival, tokens, params, adapter=options.adapter)
-        prepared.check_text = self.text_check(params.grammar)
+        mailbox = Mailbox()
         stops = StopAutomaton(params.stop) if params.stop else None
-        for index in range(params.n):
-            prepared.submissions.append(self._submission(index, prepared, max_total, options, stops))
-        return prepared
-
-    def _submission(
-        self,
-        index: int,
-        prepared: PreparedRequest,
-        max_total: int,
-        options: RequestOptions,
-        stops: StopAutomaton | None,
-    ) -> Submission:
-        params = prepared.params
-        ticket = next(self._tickets)
-        group = None if params.n == 1 else (prepared.tickets[0] if index else ticket)
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        if index and params.prompt_logprobs:
-            params = params.replace(prompt_logprobs=False)  # the same for all samples: computed once
-        spec = RowSpec(
-            ticket,
-            params,
-            _sample_seed(params.seed, index),
-            len(prepared.prompt),
-            tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+        specs = self._specify(tokens, params, options, max_total, arrival)
+        return PreparedRequest(
+            streams=tuple(self._stream(spec, mailbox, stops) for spec in specs),
+            mailbox=mailbox,
+            plan=plan,
+            check_text=self._text_check(params.grammar if plan is None else plan.final),
         )
+
+    def _specify(
+        self, prompt: tuple[int, ...], params: SamplingParams, options: RequestOptions, max_total: int, arrival: float
+    ) -> Iterator[RequestSpec]:
+        """Of each of the `n` samples, in order. Draws their tickets."""
+        ticket = next(self._tickets)
+        eos = () if params.ignore_eos else self.info.eos_token_ids
         timeout = options.timeout if options.timeout is not None else self.config.request_timeout
         waiting = self.config.waiting_timeout
-        message = Generate(
-            spec,
-            tuple(prepared.prompt),
+        first = RequestSpec(
+            ticket,
+            prompt,
+            params,
             max_total,
-            prepared.arrival,
-            priority=options.priority,
-            salt=options.cache_salt or "",
-            group=group,
-            needs_grammar=params.grammar is not None,
-            deadline=None if timeout is None else prepared.arrival + timeout,
-            waiting_deadline=None if waiting is None else prepared.arrival + waiting,
+            options=options,
+            request_id=options.request_id or f"req-{secrets.token_hex(8)}",
+            seed=_sample_seed(params.seed, 0),
+            stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
+            arrival=arrival,
+            group=None if params.n == 1 else ticket,
+            deadline=None if timeout is None else arrival + timeout,
+            waiting_deadline=None if waiting is None else arrival + waiting,
             inter_token_timeout=self.config.inter_token_timeout,
         )
-        return Submission(message, self._stream(index, prepared, spec, stops))
+        yield first
+        if params.n > 1 and params.prompt_logprobs:
+            params = params.replace(prompt_logprobs=False)  # the same for all samples: computed once
+        for index in range(1, params.n):
+            seed = _sample_seed(params.seed, index)
+            yield replace(first, ticket=next(self._tickets), index=index, seed=seed, params=params)
 
-    def _stream(
-        self, index: int, prepared: PreparedRequest, spec: RowSpec, stops: StopAutomaton | None
-    ) -> OutputStream:
-        params = prepared.params
-        stream = OutputStream(index, prepared.mailbox, prepared.arrival, prepared.request_id)
+    def _stream(self, spec: RequestSpec, mailbox: Mailbox, stops: StopAutomaton | None) -> OutputStream:
+        params = spec.params
+        stream = OutputStream(spec, mailbox)
         if self.tokenizer is not None:
             stream.detokenizer = Detokenizer(self.tokenizer.table, params.skip_special_tokens)
         if stops is not None:
             stream.stops = StopStringMatcher(stops, params.include_stop)
-            stream.min_tokens = params.min_tokens
-        if not params.include_stop:
-            stream.stop_ids = frozenset(spec.stop_ids)
         return stream
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
@@ -189,8 +174,8 @@ class RequestValidator:
             changes["repetition_penalty"] = defaults.get("repetition_penalty", 1.0)
         return params.replace(**changes) if changes else params
 
-    def _check_prompt(self, prompt: Sequence[int]) -> list[int]:
-        tokens = list(prompt)
+    def _check_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        tokens = tuple(prompt)
         if not tokens:
             raise InvalidParameter("prompt", "must not be empty")
         vocab = self.info.vocab_size
@@ -245,7 +230,7 @@ class RequestValidator:
                 if token >= vocab:
                     raise InvalidParameter(name, f"must be token ids below {vocab} (the vocabulary)", token)
 
-    def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
+    def _text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
         """See `GrammarCompiler.text_check`."""
         return None if grammar is None or self.grammars is None else self.grammars.text_check(grammar)
 
@@ -254,21 +239,12 @@ class RequestValidator:
             raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
         return self.grammars.check(params.grammar, budget, params.on_budget)
 
-    def _check_options(self, options: RequestOptions) -> RequestOptions:
-        """The options, their numbers in plain types."""
-        if options.adapter is not None:
-            if self.adapters is None:
-                raise AdapterNotFound("adapter", "this engine takes no adapters", options.adapter)
-            self.adapters.find(options.adapter)
-        for name in ("request_id", "cache_salt"):
-            value = getattr(options, name)
-            if value is not None and not isinstance(value, str):
-                raise InvalidParameter(name, "must be a str or None", value)
-        return replace(
-            options,
-            priority=as_integer("priority", options.priority, MIN_INT64, MAX_INT64),
-            timeout=None if options.timeout is None else as_seconds("timeout", options.timeout),
-        )
+    def _check_adapter(self, name: str | None) -> None:
+        if name is None:
+            return
+        if self.adapters is None:
+            raise AdapterNotFound("adapter", "this engine takes no adapters", name)
+        self.adapters.find(name)
 
 
 def _sample_seed(seed: int | None, index: int) -> int:

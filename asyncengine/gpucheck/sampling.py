@@ -10,11 +10,12 @@ import torch
 from asyncengine.gpucheck.greedy import GREEDY
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Row, RowSpec
+from asyncengine.step import Row
 
 VOCAB = 151_936
 ROWS = 64
@@ -97,18 +98,19 @@ def check_logprobs(device: torch.device, seed: int) -> str:
     return f"largest error {error:.2g}"
 
 
-def _requests(kind: str, generator: torch.Generator) -> list[tuple[RowSpec, list[int]]]:
+def _requests(kind: str, generator: torch.Generator) -> list[tuple[RequestSpec, list[int]]]:
     """Parameters and prompt of each row."""
     made = []
     others = [params for name, params in KINDS.items() if not name.startswith(("masks", "each"))]
     for slot in range(ROWS):
         params = others[slot % len(others)] if kind.startswith("each") else KINDS[kind]
         tokens = torch.randint(VOCAB, (6 + slot % 5,), generator=generator).tolist()
-        made.append((RowSpec(slot + 1, params, slot, len(tokens), (2,)), tokens))
+        spec = RequestSpec(slot + 1, tuple(tokens), params, len(tokens) + STEPS, seed=slot, stop_ids=(2,))
+        made.append((spec, tokens))
     return made
 
 
-def _row(spec: RowSpec, tokens: list[int], slot: int, step: int) -> Row:
+def _row(spec: RequestSpec, tokens: list[int], slot: int, step: int) -> Row:
     """Of the prompt, or of the token that the step before has sampled."""
     if step == 0:
         return Row(spec, slot, 0, len(tokens), list(tokens), False, [], True)

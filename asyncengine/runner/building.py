@@ -16,10 +16,11 @@ from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 logger = logging.getLogger("asyncengine")
 
@@ -91,7 +92,7 @@ def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progr
     progress.stage("running a first step")
     for count in sorted({1, min(2, most), min(MOST_TOKENS + 1, most)}):
         pages = list(range(1, 1 + -(-count // config.page_size)))
-        row = Row(RowSpec(0, greedy, 0, count), 0, 0, count, [0] * count, False, pages, True)
+        row = Row(RequestSpec(0, (0,) * count, greedy, count + 1), 0, 0, count, [0] * count, False, pages, True)
         runner.profile_run(Batch(0, (row,)))
     runner.cores.forget()  # compiling is in what they took
 
@@ -131,7 +132,7 @@ def largest_step(config: EngineConfig, max_model_len: int) -> tuple[Batch, int]:
         budget -= length
         pages = list(range(page, page + -(-length // size)))
         page += len(pages)
-        spec = RowSpec(slot + 1, _SAMPLED, slot, length, (0,))
+        spec = RequestSpec(slot + 1, (0,) * length, _SAMPLED, length + 1, seed=slot, stop_ids=(0,))
         rows.append(Row(spec, slot, 0, length, [0] * length, False, pages, True))
     return Batch(0, tuple(rows)), page
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import numpy as np
 import torch
 
 from asyncengine.device.transfer import upload
-from asyncengine.step import Row, RowSpec
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import Row
 
 
 @dataclass(slots=True)
 class _SlotState:
-    spec: RowSpec
+    spec: ref[RequestSpec]
     counted: int
     """Tokens of the request already in the tables, the one in flight included."""
     prompt_seen: torch.Tensor
@@ -47,9 +49,9 @@ class PenaltyTable:
         """
         total = row.start + row.num_scheduled
         state = self._states.get(row.slot)
-        if state is None or state.spec is not row.spec or state.counted > total:
+        if state is None or state.spec() is not row.spec or state.counted > total:
             state = _SlotState(
-                row.spec,
+                ref(row.spec),
                 0,
                 torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device),
                 torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device),

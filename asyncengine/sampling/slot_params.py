@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.device.pinned import Int64Array
-from asyncengine.step import Row, RowSpec
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import Row
 
 
 class SlotParams:
@@ -16,7 +18,8 @@ class SlotParams:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._specs: list[RowSpec | None] = [None] * max_num_seqs
+        self._specs: list[ref[RequestSpec] | None] = [None] * max_num_seqs
+        """Whose numbers a slot holds. Weakly: a slot that nobody uses keeps nobody's prompt in memory."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
@@ -32,7 +35,8 @@ class SlotParams:
     def update(self, rows: Sequence[Row]) -> Int64Array:
         """Bring the slots of `rows` up to date; returns the slots."""
         for row in rows:
-            if self._specs[row.slot] is not row.spec:
+            known = self._specs[row.slot]
+            if known is None or known() is not row.spec:
                 self._write(row.slot, row.spec)
         return np.array([row.slot for row in rows], dtype=np.int64)
 
@@ -43,7 +47,7 @@ class SlotParams:
         whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)
         return floats, np.stack(whole, axis=1)
 
-    def _write(self, slot: int, spec: RowSpec) -> None:
+    def _write(self, slot: int, spec: RequestSpec) -> None:
         params = spec.params
         top_k = params.top_k or 0
         self.temperature[slot] = 1.0 if params.temperature is None else params.temperature
@@ -56,4 +60,4 @@ class SlotParams:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
-        self._specs[slot] = spec
+        self._specs[slot] = ref(spec)

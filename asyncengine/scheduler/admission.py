@@ -67,7 +67,7 @@ class Admission:
         for request in islice(waiting.in_order(), _WALK * (self._lookahead + 1)):
             if not budget.left or skipped > self._lookahead:
                 break
-            if request.adapter in blocked:
+            if request.adapter_digest in blocked:
                 continue
             verdict = self._try(request, running, requests, frontiers)
             if verdict is Verdict.ADMITTED:
@@ -79,7 +79,7 @@ class Admission:
                 self._add_frontier(request, frontiers)
             elif verdict is Verdict.NO_SLOT:
                 skipped += 1
-                blocked[request.adapter] = None
+                blocked[request.adapter_digest] = None
                 if request.overdue and not draining:
                     draining = _done_first(running.values())
                     blocked.update({draining: None} if draining else {})
@@ -139,9 +139,11 @@ class Admission:
 
     def _namespace(self, request: Request) -> Namespace:
         """What must match besides the tokens. Without caching, samples of one prompt still share its pages."""
+        spec = request.spec
+        shared = (request.adapter_digest, spec.options.cache_salt or "")
         if self._kv.prefix_caching:
-            return (request.adapter, request.salt)
-        return (request.adapter, request.salt, request.ticket if request.group is None else request.group)
+            return shared
+        return (*shared, spec.ticket if spec.group is None else spec.group)
 
     def _match_limit(self, request: Request) -> int:
         """The last token is always computed: its logits are what the next one is sampled from."""
@@ -150,12 +152,13 @@ class Admission:
         return len(request.tokens) - 1
 
     def _awaits_first_sample(self, request: Request, requests: dict[int, Request]) -> bool:
-        if request.group is None or request.group == request.ticket:
+        group = request.spec.group
+        if group is None or group == request.ticket:
             return False
-        first = requests.get(request.group)
+        first = requests.get(group)
         if first is None or first.state is not RequestState.RUNNING:
             return False
-        return first.num_computed < first.prompt_len and not first.num_output
+        return first.num_computed < first.spec.prompt_len and not first.num_output
 
     def _frontier(self, table: PageTable, request: Request) -> Frontier:
         start = table.num_shared * self._kv.page_size
@@ -201,6 +204,6 @@ def _done_first(running: Iterable[Request]) -> str:
     """The adapter whose requests will all have ended first, by what each may still generate; "" if none runs."""
     left: dict[str, int] = {}
     for request in running:
-        if request.adapter:
-            left[request.adapter] = max(left.get(request.adapter, 0), request.max_total - len(request.tokens))
-    return min(left, key=lambda adapter: left[adapter], default="")
+        if digest := request.adapter_digest:
+            left[digest] = max(left.get(digest, 0), request.spec.max_total - len(request.tokens))
+    return min(left, key=lambda digest: left[digest], default="")

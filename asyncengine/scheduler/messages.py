@@ -1,32 +1,15 @@
-"""Everything that can be posted to an engine. The scheduler's world changes only by these, between steps."""
+"""Everything that can be posted to an engine. The scheduler's world changes only by these, between steps.
+
+A new request is posted as its specification, nothing around it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncengine.step import GrammarMatcher, RowSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """One sample to generate. A request with n samples posts n of these at once, `group` = ticket of the first."""
-
-    spec: RowSpec
-    prompt: tuple[int, ...]
-    max_total: int
-    """Prompt plus output tokens, at most; fits the model and the KV cache (checked at submit)."""
-    arrival: float
-    """Clock reading at submit."""
-    priority: int = 0
-    adapter: str = ""
-    adapter_loading: bool = False
-    salt: str = ""
-    group: int | None = None
-    needs_grammar: bool = False
-    deadline: float | None = None
-    waiting_deadline: float | None = None
-    inter_token_timeout: float | None = None
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +40,10 @@ class GrammarReady:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReady:
-    """The adapter of `ticket` is in host memory, or could not be loaded."""
+    """The adapter that `ticket` claimed, known by its `digest`, is in host memory, or could not be loaded."""
 
     ticket: int
+    digest: str = ""
     error: Exception | str | None = None
 
 
@@ -70,7 +54,7 @@ class Drain:
     deadline: float | None = None
 
 
-Message = Generate | Abort | StopText | GrammarReady | AdapterReady | Drain
+Message = RequestSpec | Abort | StopText | GrammarReady | AdapterReady | Drain
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]
 """Why the scheduler ended a request."""

@@ -42,7 +42,7 @@ class ByPriority:
     dynamic = False
 
     def key(self, request: Request) -> Any:
-        return (request.priority, request.ticket)
+        return (request.spec.options.priority, request.ticket)
 
 
 class LongestPrefixMatch:
@@ -69,7 +69,7 @@ class ShortestRemaining:
     dynamic = False
 
     def key(self, request: Request) -> Any:
-        return (request.max_total, request.ticket)
+        return (request.spec.max_total, request.ticket)
 
 
 _POLICIES = (FirstComeFirstServed, ByPriority, LongestPrefixMatch, ShortestRemaining)
@@ -91,7 +91,7 @@ def choose_victim(running: Iterable[Request], policy: Policy) -> Request:
     """
 
     def key(request: Request) -> Any:
-        rank = request.priority if policy.name == "priority" and not request.overdue else 0
+        rank = request.spec.options.priority if policy.name == "priority" and not request.overdue else 0
         return (not request.overdue, rank, request.ticket)
 
     return max(running, key=key)

@@ -72,12 +72,13 @@ class Deadlines:
         self._scan_at = _NEVER
 
     def add(self, request: Request) -> None:
-        if request.deadline is None and request.waiting_deadline is None and request.inter_token_timeout is None:
+        spec = request.spec
+        if spec.deadline is None and spec.waiting_deadline is None and spec.inter_token_timeout is None:
             return
         self._requests[request.ticket] = request
         # An inter-token limit starts counting with the first token: unknown yet, so never later than from now.
-        first = request.inter_token_timeout
-        self._scan_at = min(self._scan_at, _due(request), _NEVER if first is None else request.arrival + first)
+        first = spec.inter_token_timeout
+        self._scan_at = min(self._scan_at, _due(request), _NEVER if first is None else spec.arrival + first)
 
     def discard(self, request: Request) -> None:
         self._requests.pop(request.ticket, None)
@@ -106,14 +107,16 @@ _NEVER = float("inf")
 
 def _due(request: Request) -> float:
     """Earliest clock reading at which `request` is too late, as things stand."""
-    due = _NEVER if request.deadline is None else request.deadline
-    if request.waiting_deadline is not None and request.first_step_at is None:
-        due = min(due, request.waiting_deadline)
-    if request.inter_token_timeout is not None and request.num_output:
-        due = min(due, request.last_token_at + request.inter_token_timeout)
+    spec = request.spec
+    due = _NEVER if spec.deadline is None else spec.deadline
+    if spec.waiting_deadline is not None and request.first_step_at is None:
+        due = min(due, spec.waiting_deadline)
+    if spec.inter_token_timeout is not None and request.num_output:
+        due = min(due, request.last_token_at + spec.inter_token_timeout)
     return due
 
 
 def _inter_token_due(request: Request, now: float) -> float:
     """Before its first token a request's inter-token limit cannot be broken sooner than one limit from now."""
-    return _NEVER if request.inter_token_timeout is None else now + request.inter_token_timeout
+    limit = request.spec.inter_token_timeout
+    return _NEVER if limit is None else now + limit

@@ -6,7 +6,8 @@ from enum import Enum
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.page_table import PageTable
-from asyncengine.step import GrammarMatcher, RowSpec
+from asyncengine.request_spec import RequestSpec
+from asyncengine.step import GrammarMatcher
 
 
 class RequestState(Enum):
@@ -32,7 +33,7 @@ LEGAL_TRANSITIONS: dict[RequestState, tuple[RequestState, ...]] = {
 
 
 class Request:
-    """The scheduler's record of one sample.
+    """The scheduler's record of one sample: its specification, and how far it has come.
 
     Progress is three counters over `tokens` (prompt, then output): positions below `num_computed` have keys and
     values in committed pages, positions below `num_launched` are being computed by launched steps, and
@@ -42,49 +43,21 @@ class Request:
     """
 
     __slots__ = (
-        "adapter", "adapter_slot", "arrival", "cached_tokens", "deadline", "discard_until", "epoch", "first_step_at",
-        "group", "inter_token_timeout", "last_step", "last_token_at", "matcher", "max_total", "num_computed",
-        "num_kept", "num_launched", "num_pending", "overdue", "passes", "preemptions", "prefix_hint", "priority",
-        "prompt_len", "salt", "slot", "spec", "state", "table", "ticket", "tokens", "waiting_deadline",
+        "adapter_digest", "adapter_slot", "cached_tokens", "discard_until", "epoch", "first_step_at", "last_step",
+        "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending", "overdue", "passes",
+        "preemptions", "prefix_hint", "slot", "spec", "state", "table", "tokens",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        spec: RowSpec,
-        tokens: list[int],
-        max_total: int,
-        *,
-        state: RequestState,
-        arrival: float,
-        priority: int = 0,
-        adapter: str = "",
-        salt: str = "",
-        group: int | None = None,
-        deadline: float | None = None,
-        waiting_deadline: float | None = None,
-        inter_token_timeout: float | None = None,
-    ) -> None:
+    def __init__(self, spec: RequestSpec) -> None:
         self.spec = spec
-        self.ticket = spec.ticket
-        self.tokens = tokens
-        self.prompt_len = spec.prompt_len
-        self.max_total = max_total
-        """Prompt plus output, tokens, at most."""
-        self.state = state
-        self.arrival = arrival
-        self.priority = priority
-        self.adapter = adapter
-        """Content digest; "" for none."""
-        self.salt = salt
-        self.group = group
-        """Ticket of sample 0 if this is one of several samples of a prompt."""
-        self.deadline = deadline
-        self.waiting_deadline = waiting_deadline
-        self.inter_token_timeout = inter_token_timeout
+        self.tokens = list(spec.prompt)
+        self.state = _first_state(spec)
 
         self.table: PageTable | None = None
         self.slot = -1
         self.adapter_slot = 0
+        self.adapter_digest = ""
+        """Of its adapter's content, once that is in memory; "" for none."""
         self.matcher: GrammarMatcher | None = None
 
         self.num_computed = 0
@@ -106,11 +79,15 @@ class Request:
         self.preemptions = 0
         self.prefix_hint = 0
         self.first_step_at: float | None = None
-        self.last_token_at = arrival
+        self.last_token_at = spec.arrival
+
+    @property
+    def ticket(self) -> int:
+        return self.spec.ticket
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.prompt_len
+        return len(self.tokens) - len(self.spec.prompt)
 
     @property
     def prefilling(self) -> bool:
@@ -136,3 +113,10 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.ticket}, {self.state.value}, {self.num_computed}/{len(self.tokens)})"
+
+
+def _first_state(spec: RequestSpec) -> RequestState:
+    """A request waits for its grammar, then for its adapter, then for its turn."""
+    if spec.params.grammar is not None:
+        return RequestState.GRAMMAR_QUEUE
+    return RequestState.WAITING if spec.options.adapter is None else RequestState.ADAPTER_QUEUE

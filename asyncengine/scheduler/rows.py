@@ -41,14 +41,15 @@ class TokenBudget:
 
 def may_overlap(request: Request) -> bool:
     """May this request be launched again before its last token is known? Not if that reaches the length limit."""
-    return len(request.tokens) + request.num_pending < request.max_total
+    return len(request.tokens) + request.num_pending < request.spec.max_total
 
 
 def plain_end(request: Request, token: int) -> EndReason | None:
     """How an output ends with its last token, if it does and has no grammar."""
-    if token in request.spec.stop_ids and request.num_output > request.spec.params.min_tokens:
+    spec = request.spec
+    if token in spec.stop_ids and request.num_output > spec.params.min_tokens:
         return "stop"
-    return "length" if len(request.tokens) >= request.max_total else None
+    return "length" if len(request.tokens) >= spec.max_total else None
 
 
 def constrained_end(

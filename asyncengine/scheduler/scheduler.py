@@ -21,13 +21,13 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
     Drain,
     EndReason,
-    Generate,
     GrammarReady,
     Message,
     StopText,
@@ -77,7 +77,7 @@ class Scheduler:
     def apply(self, message: Message) -> None:
         """Take note of one message. Messages about unknown or ended tickets change nothing."""
         match message:
-            case Generate():
+            case RequestSpec():
                 self._add(message)
             case Abort(ticket):
                 self._end_ticket(ticket, "abort")
@@ -87,35 +87,22 @@ class Scheduler:
                 if ticket in self.grammar_queue:
                     self.grammar_queue[ticket].matcher = matcher
                 self._leave_queue(self.grammar_queue, ticket, error)
-            case AdapterReady(ticket, error):
+            case AdapterReady(ticket, digest, error):
+                if ticket in self.adapter_queue:
+                    self.adapter_queue[ticket].adapter_digest = digest
                 self._leave_queue(self.adapter_queue, ticket, error)
             case Drain():
                 pass  # the engine's business: no request changes
 
-    def _add(self, message: Generate) -> None:
-        request = Request(
-            message.spec,
-            list(message.prompt),
-            message.max_total,
-            state=RequestState.WAITING,
-            arrival=message.arrival,
-            priority=message.priority,
-            adapter=message.adapter,
-            salt=message.salt,
-            group=message.group,
-            deadline=message.deadline,
-            waiting_deadline=message.waiting_deadline,
-            inter_token_timeout=message.inter_token_timeout,
-        )
-        self.requests[request.ticket] = request
+    def _add(self, spec: RequestSpec) -> None:
+        request = Request(spec)
+        self.requests[spec.ticket] = request
         self._deadlines.add(request)
-        if message.adapter_loading:
-            self.adapter_queue[request.ticket] = request
-        if message.needs_grammar:
-            self.grammar_queue[request.ticket] = request
-        if message.needs_grammar or message.adapter_loading:
-            request.state = RequestState.GRAMMAR_QUEUE if message.needs_grammar else RequestState.ADAPTER_QUEUE
-        else:
+        if spec.options.adapter is not None:
+            self.adapter_queue[spec.ticket] = request
+        if spec.params.grammar is not None:
+            self.grammar_queue[spec.ticket] = request
+        if request.state is RequestState.WAITING:
             self.waiting.add(request)
 
     def _leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
@@ -185,7 +172,7 @@ class Scheduler:
             end = request.num_launched + 1
             if end > len(request.table.pages) * page_size and not self._make_room(request, end, rows, budget):
                 continue
-            rows[request.ticket] = next_row(request, 1)
+            rows[request.spec.ticket] = next_row(request, 1)
             budget.left -= 1
         for request in prompts:
             if not budget.left:
@@ -248,7 +235,7 @@ class Scheduler:
             if request.first_step_at is None:
                 request.first_step_at = now
                 self._count_left_queue(request)
-                self.counters.prompt_tokens += request.prompt_len
+                self.counters.prompt_tokens += request.spec.prompt_len
                 self.counters.cached_tokens += request.cached_tokens
             count = budget.grant(len(request.tokens) - request.num_launched)
             assert request.table is not None
@@ -293,14 +280,14 @@ class Scheduler:
                 continue
             if request.epoch == epoch:
                 request.num_computed = row.start + row.num_scheduled
-                if row.num_scheduled > 1 or row.start < request.prompt_len:
+                if row.num_scheduled > 1 or row.start < len(row.spec.prompt):
                     self._publish(request)
             if result.prompt_logprobs and index in result.prompt_logprobs:
                 entries = (row.start + 1, result.prompt_logprobs[index])
                 self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
             if row.samples:
                 request.num_pending -= 1
-                if request.max_total == request.prompt_len:  # it is asked for no token, only for its prompt's scores
+                if row.spec.max_total == len(row.spec.prompt):  # it is asked for no token, only for its prompt's scores
                     self._end(request, "length")
                     continue
                 sampled += 1
@@ -334,7 +321,7 @@ class Scheduler:
         if constrained is not None and request.matcher is not None:
             reason, error = constrained_end(request.matcher, constrained, reason)
         if reason is None and logprob is None and request.num_output > 1:
-            self._outputs.append(Output(request.ticket, token, True))
+            self._outputs.append(Output(request.spec.ticket, token, True))
             return
         output = Output(
             request.ticket,
@@ -418,16 +405,17 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Let others start from this request's full pages."""
-        if not self.kv.prefix_caching and request.group is None:
+        if not self.kv.prefix_caching and request.spec.group is None:
             return
         table = request.table
         assert table is not None
         if request.num_computed // self.kv.page_size > table.num_shared:
-            self.kv.publish(table, request.tokens, request.num_computed, request.last_step, request.priority)
+            priority = request.spec.options.priority
+            self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)
 
     def _count_left_queue(self, request: Request) -> None:
         self.counters.left_queue += 1
-        self.counters.left_queue_tokens += request.prompt_len
+        self.counters.left_queue_tokens += request.spec.prompt_len
 
     # ---------------------------------------------------------------- books
 

@@ -30,17 +30,18 @@ class Slots:
 
     def adapter_fits(self, request: Request) -> bool:
         """Could the adapter of `request`, if it has one, run beside those of the running requests?"""
-        if not request.adapter:
+        if not request.adapter_digest:
             return True
         if self._adapters is None:
             raise InvariantViolation(f"{request} names an adapter, but there is no adapter admission")
-        return self._adapters.fits(request.adapter)
+        return self._adapters.fits(request.adapter_digest)
 
     def acquire(self, request: Request, running: Iterable[Request]) -> None:
         """Give `request`, whose adapter fits, its slots."""
-        if request.adapter:
+        if request.adapter_digest:
             assert self._adapters is not None
-            adapter_slot = self._adapters.admit(request.adapter, [r.adapter for r in running if r.adapter])
+            beside = [other.adapter_digest for other in running if other.adapter_digest]
+            adapter_slot = self._adapters.admit(request.adapter_digest, beside)
             if adapter_slot is None:
                 raise InvariantViolation(f"{request}: its adapter fits, and has no slot")
             request.adapter_slot = adapter_slot
@@ -51,7 +52,7 @@ class Slots:
         return self._adapters.take_swaps() if self._adapters is not None else ()
 
     def release(self, request: Request, fence: int) -> None:
-        entry = (fence, request.slot, request.adapter)
+        entry = (fence, request.slot, request.adapter_digest)
         request.slot, request.adapter_slot = -1, 0
         if fence <= self._retired:
             self._return(entry)

@@ -18,13 +18,15 @@ from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
+from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, Generate, GrammarReady, Message, StopText
-from asyncengine.step import Executor, GrammarMatcher, RowSpec, StepResult
+from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, GrammarReady, Message, StopText
+from asyncengine.step import Executor, GrammarMatcher, StepResult
 
 _MESSAGES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Generate, Abort, StopText, GrammarReady, AdapterReady, Drain)
+    kind.__name__: kind for kind in (RequestSpec, Abort, StopText, GrammarReady, AdapterReady, Drain)
 }
 
 
@@ -55,9 +57,13 @@ class Recording:
         head, *lines = Path(path).read_text(encoding="utf-8").splitlines()
         fields = json.loads(head)
         recording = cls(EngineConfig(**fields["config"]), fields["num_pages"])
+        older = _OldForm()
         for line in lines:
             kind, value = json.loads(line)
-            recording.record(kind, _message_from_json(value) if kind == "apply" else value)
+            for one in older.updated(value) if kind == "apply" else ():
+                recording.record(kind, _message_from_json(one))
+            if kind != "apply":
+                recording.record(kind, value)
         return recording
 
 
@@ -65,7 +71,7 @@ def replay(
     recording: Recording,
     executor: Executor,
     adapters: AdapterAdmission | None = None,
-    matchers: Callable[[Generate], GrammarMatcher] | None = None,
+    matchers: Callable[[RequestSpec], GrammarMatcher] | None = None,
 ) -> list[Output]:
     """Play a recording on a fresh scheduler and `executor`; all outputs, in order. Books are checked after each entry.
 
@@ -80,11 +86,11 @@ def replay(
     scheduler = Scheduler(config, kv, adapters)
     launched: deque[StepResult] = deque()
     outputs: list[Output] = []
-    asked: dict[int, Generate] = {}
+    asked: dict[int, RequestSpec] = {}
     for kind, value in recording.entries:
         if kind == "apply":
-            if isinstance(value, Generate):
-                asked[value.spec.ticket] = value
+            if isinstance(value, RequestSpec):
+                asked[value.ticket] = value
             scheduler.apply(_with_matcher(value, asked, matchers))
         elif kind == "schedule":
             batch = scheduler.schedule(value)
@@ -100,7 +106,7 @@ def replay(
 
 
 def _with_matcher(
-    message: Message, asked: Mapping[int, Generate], matchers: Callable[[Generate], GrammarMatcher] | None
+    message: Message, asked: Mapping[int, RequestSpec], matchers: Callable[[RequestSpec], GrammarMatcher] | None
 ) -> Message:
     """`message`; if it brings a matcher, with one that nobody has moved yet."""
     if not isinstance(message, GrammarReady) or message.error is not None:
@@ -122,14 +128,37 @@ def _message_to_json(message: Message) -> list[Any]:
 
 def _message_from_json(value: list[Any]) -> Message:
     name, fields = value
-    if name == "Generate":
-        spec = fields["spec"]
-        params = spec["params"]
+    if name == RequestSpec.__name__:
+        params = fields["params"]
         if params["grammar"] is not None:
             params["grammar"] = Grammar(**params["grammar"])
-        spec["params"] = SamplingParams(**params)
-        spec["stop_ids"] = tuple(spec["stop_ids"])
-        fields["spec"] = RowSpec(**spec)
+        fields["params"] = SamplingParams(**params)
+        fields["options"] = RequestOptions(**fields["options"])
         fields["prompt"] = tuple(fields["prompt"])
+        fields["stop_ids"] = tuple(fields["stop_ids"])
     message: Message = _MESSAGES[name](**fields)
     return message
+
+
+class _OldForm:
+    """Reads what 0.1 saved: `Generate` messages, in pieces, which named the digest of their adapter."""
+
+    def __init__(self) -> None:
+        self._digests: dict[int, str] = {}
+
+    def updated(self, value: list[Any]) -> list[list[Any]]:
+        """The messages that say the same today; of one that is no older, itself."""
+        name, fields = value
+        if name == "AdapterReady" and "digest" not in fields:
+            return [[name, {**fields, "digest": self._digests.get(fields["ticket"], "")}]]
+        if name != "Generate":
+            return [value]
+        spec = fields.pop("spec")
+        ticket, digest, loading = spec["ticket"], fields.pop("adapter"), fields.pop("adapter_loading")
+        options = {"adapter": digest or None, "priority": fields.pop("priority"), "cache_salt": fields.pop("salt")}
+        del spec["prompt_len"], fields["needs_grammar"]
+        self._digests[ticket] = digest
+        new = [[RequestSpec.__name__, {**spec, **fields, "options": options}]]
+        if digest and not loading:  # it was there already
+            new.append(["AdapterReady", {"ticket": ticket, "digest": digest}])
+        return new

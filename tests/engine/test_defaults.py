@@ -18,7 +18,7 @@ def resolved(generation_config: dict[str, Any], params: SamplingParams | None) -
     return (
         RequestValidator(EngineConfig(), info, MonotonicClock(), None)
         .prepare([2, 3], params, RequestOptions(), 0.0)
-        .params
+        .spec.params
     )
 
 

@@ -124,18 +124,18 @@ async def test_a_decoder_that_raises_ends_its_request_only():
         broken, fine = engine.stream([2, 3], greedy(9, ignore_eos=True)), engine.stream([4, 5], greedy(9))
         await broken.__aenter__()
         await fine.__aenter__()
-        submission = next(iter(engine.core.loop.inbox._items))
+        stream = next(iter(engine.core.loop.delivery.expected.values()))
 
         class Broken:
             def push(self, tokens) -> str:
-                if submission.stream.num_tokens > 2:
+                if stream.num_tokens > 2:
                     raise ValueError("no such piece")
                 return ""
 
             def finish(self) -> str:
                 raise ValueError("no such piece")
 
-        submission.stream.detokenizer = Broken()
+        stream.detokenizer = Broken()
         with pytest.raises(RequestFailed, match="no such piece"):
             await broken.result()
         assert (await fine.result()).token_ids == oracle(engine, [4, 5], 9)

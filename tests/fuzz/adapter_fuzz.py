@@ -18,6 +18,7 @@ from support.plug_points import Letters
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, QueueFull
 from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.testing.leaks import assert_nothing_held
 
 MAX_TURNS = 5_000
@@ -131,19 +132,19 @@ class AdapterLife(EngineByHand):
             try:
                 self.core.post(prepared)
             except AdapterNotFound as error:
-                self._refuse(error, prepared.adapter)
+                self._refuse(error, prepared.spec.options.adapter)
                 continue
-            digest = "" if prepared.adapter is None else digest_of(self.means[prepared.adapter])
+            name = prepared.spec.options.adapter
+            digest = "" if name is None else digest_of(self.means[name])
             self.open[prepared.tickets[0]] = prepared
-            for submission in prepared.submissions:
-                spec = submission.message.spec
-                self.samples[spec.ticket] = Sample(self._foretell(prepared, spec.seed, digest), digest)
+            for stream in prepared.streams:
+                self.samples[stream.spec.ticket] = Sample(self._foretell(stream.spec, digest), digest)
 
-    def _foretell(self, prepared: PreparedRequest, seed: int, digest: str) -> list[int]:
-        letters, most = prepared.params.grammar, prepared.params.max_tokens or 0
+    def _foretell(self, spec: RequestSpec, digest: str) -> list[int]:
+        letters, most = spec.params.grammar, spec.params.max_tokens or 0
         allowed = () if letters is None else letters.allowed
         most = most if letters is None else min(most, letters.length)
-        return adapter_oracle(self.executor.model, prepared.prompt, most, digest, seed, (EOS,), allowed)
+        return adapter_oracle(self.executor.model, spec.prompt, most, digest, spec.seed, (EOS,), allowed)
 
     def _someone_leaves(self) -> None:
         rng = self.rng

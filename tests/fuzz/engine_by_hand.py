@@ -148,7 +148,7 @@ class EngineByHand:
         self.scheduler.check()
         self.registry.check()
         self.slots.check()
-        running = {request.adapter for request in self.scheduler.running.values() if request.adapter}
+        running = {digest for request in self.scheduler.running.values() if (digest := request.adapter_digest)}
         assert len(running) <= self.slots.max_loras
         open_ = [t for a in self.open.values() for t in a.tickets if not self.samples[t].reason]
         claimed = [t for t in open_ if self.samples[t].digest and not self.samples[t].stopped]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from fuzz.schedule_fuzz import Life
 from support.constrained_reference import constrained_reference, fake_choice
@@ -13,10 +12,12 @@ from support.small_vocabulary import EOS, LOGITS, SECOND_EOS
 
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import OnBudget, SamplingParams
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import AdapterReady, Generate, GrammarReady, Message, StopText
-from asyncengine.step import Batch, RowSpec, StepResult
+from asyncengine.scheduler.messages import AdapterReady, GrammarReady, Message, StopText
+from asyncengine.step import Batch, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel
 
 ENDS = (EOS, SECOND_EOS)
@@ -102,31 +103,37 @@ class GrammarLife(Life):
         stops = (*ENDS, rng.randrange(2, LOGITS), ord("e")) if rng.random() < 0.05 else ENDS
         samples, first = rng.choice([1, 1, 1, 1, 3]), self.last_ticket + 1
         adapter = rng.choice(["", "", "", "a", "b", "c"])
-        common: dict[str, Any] = {
-            "priority": rng.randrange(3),
-            "adapter": adapter,
-            "adapter_loading": bool(adapter) and rng.random() < 0.5,
-            "salt": rng.choice(["", "", "tenant"]),
-            "group": first if samples > 1 else None,
-            "deadline": self.now + rng.random() * 60 if rng.random() < 0.08 else None,
-            "inter_token_timeout": 30.0 if rng.random() < 0.04 else None,
-        }
+        priority, loads = rng.randrange(3), bool(adapter) and rng.random() < 0.5
+        options = RequestOptions(adapter or None, priority=priority, cache_salt=rng.choice([None, None, "tenant"]))
+        asked = RequestSpec(
+            0,
+            tuple(prompt),
+            params,
+            len(prompt) + budget,
+            options,
+            stop_ids=stops,
+            arrival=self.now,
+            group=first if samples > 1 else None,
+            deadline=self.now + rng.random() * 60 if rng.random() < 0.08 else None,
+            inter_token_timeout=30.0 if rng.random() < 0.04 else None,
+        )
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
-            spec = RowSpec(ticket, params, ticket if samples > 1 else 0, len(prompt), stops)
+            spec = replace(asked, ticket=ticket, seed=ticket if samples > 1 else 0)
             ready = None if found is None else self._plan_grammar(spec, prompt, found, budget)
             if ready is None:
                 free = self.executor.model.oracle(prompt, budget, spec.seed, stops)
                 self.plans[ticket] = Plan(free, "stop" if free[-1] in stops else "length")
             else:
                 self.coming.append(ready)
-            if common["adapter_loading"]:
-                self.coming.append(AdapterReady(ticket))
+            if loads:
+                self.coming.append(AdapterReady(ticket, adapter))
             self.received[ticket] = []
-            needs = ready is not None
-            self._apply(Generate(spec, tuple(prompt), len(prompt) + budget, self.now, needs_grammar=needs, **common))
+            self._apply(spec)
+            if adapter and not loads:
+                self._apply(AdapterReady(ticket, adapter))
 
-    def _plan_grammar(self, spec: RowSpec, prompt: list[int], found: SmallGrammar, budget: int) -> GrammarReady:
+    def _plan_grammar(self, spec: RequestSpec, prompt: list[int], found: SmallGrammar, budget: int) -> GrammarReady:
         """What the request must answer, and the message that will bring its matcher (or, seldom, an error)."""
         rng, params = self.rng, spec.params
         if rng.random() < 0.02:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, Generate, Message, StopText
-from asyncengine.step import Batch, RowSpec, StepResult
+from asyncengine.scheduler.messages import Abort, Message, StopText
+from asyncengine.step import Batch, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 
 EOS = 1
@@ -107,22 +109,23 @@ class Life:
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
-            spec = RowSpec(ticket, SamplingParams(), ticket if samples > 1 else 0, len(prompt), (EOS,))
+            salt = rng.choice([None, None, "tenant"]) if samples == 1 else None
+            spec = RequestSpec(
+                ticket,
+                tuple(prompt),
+                SamplingParams(),
+                max_total,
+                RequestOptions(priority=priority, cache_salt=salt),
+                seed=ticket if samples > 1 else 0,
+                stop_ids=(EOS,),
+                arrival=self.now,
+                group=first if samples > 1 else None,
+                deadline=deadline,
+                inter_token_timeout=30.0 if rng.random() < 0.05 else None,
+            )
             self.expected[ticket] = self.executor.model.oracle(prompt, max_total - len(prompt), spec.seed, (EOS,))
             self.received[ticket] = []
-            self._apply(
-                Generate(
-                    spec,
-                    tuple(prompt),
-                    max_total,
-                    self.now,
-                    priority=priority,
-                    salt=rng.choice(["", "", "tenant"]) if samples == 1 else "",
-                    group=first if samples > 1 else None,
-                    deadline=deadline,
-                    inter_token_timeout=30.0 if rng.random() < 0.05 else None,
-                )
-            )
+            self._apply(spec)
 
     def _someone_leaves(self) -> None:
         if self.scheduler.requests and self.rng.random() < 0.05:

@@ -21,8 +21,9 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.service import GrammarService
 from asyncengine.lora.admission import AdapterSlots
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
-from asyncengine.scheduler.messages import Generate, GrammarReady
+from asyncengine.scheduler.messages import GrammarReady
 from asyncengine.testing import FakeExecutor, FakeModel, Recording, replay
 from asyncengine.testing.leaks import assert_nothing_held
 
@@ -125,9 +126,9 @@ def test_a_saved_recording_with_grammars_replays_to_the_same_outputs(tmp_path: P
     """Matchers are code; the grammars they are made of again are in the file."""
     templates = {small_grammar(name).grammar: small_grammar(name).template for name in NAMES}
 
-    def matcher(asked: Generate) -> Matcher:
-        params = asked.spec.params
-        return Matcher(templates[params.grammar], asked.max_total - asked.spec.prompt_len, params.on_budget)
+    def matcher(asked: RequestSpec) -> Matcher:
+        params = asked.params
+        return Matcher(templates[params.grammar], asked.max_total - asked.prompt_len, params.on_budget)
 
     for seed in (3, 28):
         life = GrammarLife(seed, faults=False)

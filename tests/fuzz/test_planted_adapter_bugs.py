@@ -16,7 +16,6 @@ from asyncengine.lora.claims import Claims
 from asyncengine.lora.host_store import HostStore
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.messages import AdapterReady
 from asyncengine.scheduler.scheduler import Scheduler
 from asyncengine.scheduler.slots import Slots
 from asyncengine.step import AdapterSwap
@@ -67,7 +66,7 @@ def keep_the_old_slot_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
     def acquired(self: Slots, request: Any, running: Any) -> None:
         acquire(self, request, running)
-        if request.preemptions and request.adapter:
+        if request.preemptions and request.adapter_digest:
             request.adapter_slot = old[id(request)]
 
     patch.setattr(Slots, "release", released)
@@ -79,8 +78,8 @@ def keep_the_adapter_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
     def broken(self: Scheduler, request: Any) -> None:
-        if request.adapter:
-            self._slots._adapters.admit(request.adapter, [])  # type: ignore[union-attr]
+        if request.adapter_digest:
+            self._slots._adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
         preempt(self, request)
 
     patch.setattr(Scheduler, "_preempt", broken)
@@ -113,8 +112,10 @@ def share_prefixes_across_adapters(patch: pytest.MonkeyPatch) -> None:
 def let_go_when_the_adapter_is_there(patch: pytest.MonkeyPatch) -> None:
     """The claim ends when the request leaves the adapter queue: what it will copy may be dropped under it."""
 
-    def broken(self: EngineLoop, ticket: int, error: Exception | None) -> None:
-        self.inbox.post(AdapterReady(ticket, error))
+    done = EngineLoop._adapter_done
+
+    def broken(self: EngineLoop, ticket: int, outcome: str | Exception) -> None:
+        done(self, ticket, outcome)
         if self.adapters is not None:
             self.adapters.cancel(ticket)
 
@@ -237,8 +238,9 @@ def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Frontend, prepared: Any) -> None:
-        if prepared.adapter is not None and self.adapters is not None:
-            prepared.use_adapter(self.adapters.claim(prepared.tickets, prepared.adapter))
+        name = prepared.spec.options.adapter
+        if name is not None and self.adapters is not None:
+            self.adapters.claim(prepared.tickets, name)
 
     patch.setattr(Frontend, "_claim_adapter", broken)
 

@@ -118,7 +118,7 @@ def forget_tokens_when_preempted(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: Scheduler, request: Any) -> None:
         preempt(self, request)
-        request.tokens = request.tokens[: request.prompt_len]
+        request.tokens = request.tokens[: request.spec.prompt_len]
 
     patch.setattr(Scheduler, "_preempt", broken)
 

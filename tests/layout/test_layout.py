@@ -141,8 +141,8 @@ def test_what_only_makers_run_is_not_shipped() -> None:
 # ---------------------------------------------------------------- imports
 
 BASE = {
-    "errors", "sampling_params", "options", "config", "step", "outputs", "info", "events", "stats", "checks",
-    "grammar.interface", "lora.interface",
+    "errors", "sampling_params", "options", "request_spec", "config", "step", "outputs", "info", "events", "stats",
+    "checks", "grammar.interface", "lora.interface",
 }  # fmt: skip
 """Plain data and plug points: anybody may import them."""
 
@@ -167,8 +167,8 @@ ALLOWED = {
     "lora.layers": {"lora.layers", "layers", "attention", "device", "kernels"},
 }
 PURE = (
-    "kvcache", "scheduler", "step", "sampling_params", "options", "config", "checks", "outputs", "info",
-    "lora.interface",
+    "kvcache", "scheduler", "step", "sampling_params", "options", "request_spec", "config", "checks", "outputs",
+    "info", "lora.interface",
 )  # fmt: skip
 """No await, no torch."""
 

@@ -37,8 +37,12 @@ class Engine:
         drawn = self.steps.add(prompt, self.chance.randrange(1, 9), adapter=digest, adapter_loading=True)
         assert drawn == ticket
         self.alive[ticket] = None
-        self.registry.start(ticket, lambda ticket, error: self.inbox.put(AdapterReady(ticket, error)))
+        self.registry.start(ticket, self.done)
         return ticket
+
+    def done(self, ticket: int, outcome: str | Exception) -> None:
+        failed = isinstance(outcome, Exception)
+        self.inbox.put(AdapterReady(ticket, error=outcome) if failed else AdapterReady(ticket, outcome))
 
     def turn(self) -> None:
         self.hear(wait=False)

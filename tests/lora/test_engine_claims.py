@@ -98,7 +98,7 @@ async def test_unloaded_between_accept_and_post(when_full: str) -> None:
             core.post(prepared)
         assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (0, 0)
         assert not core.loop.delivery.expected
-        assert not core.abort(prepared.request_id)
+        assert not core.abort(prepared.spec.request_id)
         await lab.settled()
         assert lab.right(await lab.engine.generate(PROMPT, greedy(4), adapter="b"), PROMPT, 4, "b")
 

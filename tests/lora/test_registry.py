@@ -16,6 +16,10 @@ from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, Engi
 from asyncengine.lora.registry import AdapterRegistry
 
 
+def error_in(outcome: str | Exception) -> Exception | None:
+    return outcome if isinstance(outcome, Exception) else None
+
+
 class Desk:
     """A registry, its loader, and what was told to whom."""
 
@@ -36,7 +40,7 @@ class Desk:
 
     def start(self, ticket: int) -> Future[Exception | None]:
         self.told[ticket] = Future()
-        self.registry.start(ticket, lambda ticket, error: self.told[ticket].set_result(error))
+        self.registry.start(ticket, lambda ticket, outcome: self.told[ticket].set_result(error_in(outcome)))
         return self.told[ticket]
 
     def request(self, name: str) -> int:
@@ -350,7 +354,7 @@ def test_under_threads(desk_of: Make):
                 except AdapterNotFound:
                     continue
                 told: Future[Exception | None] = Future()
-                desk.registry.start(ticket, lambda _, error, told=told: told.set_result(error))
+                desk.registry.start(ticket, lambda _, outcome, told=told: told.set_result(error_in(outcome)))
                 if chance.random() < 0.7:
                     error = told.result(20)
                     assert error is None or isinstance(error, AdapterError), error

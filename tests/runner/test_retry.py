@@ -18,9 +18,10 @@ from support.device_modes import FailOnce
 from support.drive import prompts
 from support.tiny_models import VOCAB
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Batch, Row, RowSpec, StepResult
+from asyncengine.step import Batch, Row, StepResult
 
 STEPS = 3
 FAILING = 1
@@ -64,7 +65,7 @@ class Counting:
 
 @dataclass
 class Request:
-    spec: RowSpec
+    spec: RequestSpec
     slot: int
     tokens: list[int]
     pages: list[int]
@@ -74,7 +75,7 @@ class Request:
 def requests() -> list[Request]:
     made = []
     for slot, (prompt, (kind, params)) in enumerate(zip(prompts([4, 6, 3, 5, 4], VOCAB), ASKED.items(), strict=True)):
-        spec = RowSpec(slot + 1, params, slot, len(prompt), ())
+        spec = RequestSpec(slot + 1, tuple(prompt), params, 32, seed=slot)
         pages = list(range(1 + 8 * slot, 9 + 8 * slot))
         made.append(Request(spec, slot, list(prompt), pages, Counting() if kind == "constrained" else None))
     return made

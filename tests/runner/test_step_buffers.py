@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.step_buffers import StepBuffers
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 CPU = torch.device("cpu")
 
@@ -15,7 +16,7 @@ def row(
     slot: int, start: int, count: int, tokens: list[int], pages: list[int], prompt_len: int = 4, **more: object
 ) -> Row:
     scores = bool(more.pop("prompt_logprobs", False))
-    spec = RowSpec(slot, SamplingParams(temperature=0.0, prompt_logprobs=scores), 0, prompt_len)
+    spec = RequestSpec(slot, (0,) * prompt_len, SamplingParams(temperature=0.0, prompt_logprobs=scores), 64)
     return Row(spec, slot, start, count, tokens, bool(more.get("in_flight")), pages, bool(more.get("samples", True)))
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.device_modes import DEVICE, FailOnce, NoWaiting
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Row, RowSpec
+from asyncengine.step import Row
 
 VOCAB = 20
 TOKENS = [3, 4, 4, 7, 7, 9]
@@ -17,7 +18,7 @@ TOKENS = [3, 4, 4, 7, 7, 9]
 
 def row(in_flight: bool, num_prompt: int = 3) -> Row:
     """All of `TOKENS` in one step, and behind them a token that only the device knows."""
-    spec = RowSpec(1, SamplingParams(repetition_penalty=1.2), 0, num_prompt, ())
+    spec = RequestSpec(1, tuple(TOKENS[:num_prompt]), SamplingParams(repetition_penalty=1.2), 64)
     return Row(spec, 2, 0, len(TOKENS) + in_flight, TOKENS, in_flight, [1], True)
 
 

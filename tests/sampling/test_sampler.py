@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from collections import Counter
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from support import reference_sampler as reference
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.sampler import NON_FINITE, Sampler
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Row, RowSpec
+from asyncengine.step import Row
 
 VOCAB = 1200
 CPU = torch.device("cpu")
@@ -29,7 +32,7 @@ def row(
     **fields: Any,
 ) -> Row:
     params = SamplingParams(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, **fields})
-    spec = RowSpec(slot, params, seed, prompt_len, stop_ids)
+    spec = RequestSpec(slot, tokens[:prompt_len], params, 64, seed=seed, stop_ids=stop_ids)
     return Row(spec, slot, 0, len(tokens), list(tokens), False, [], True)
 
 
@@ -119,7 +122,7 @@ def test_penalty_state_follows_the_request() -> None:
     fields: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 2.0}
     first = row(5, tokens=(0, 1), prompt_len=1, **fields)
 
-    def step(spec: RowSpec, tokens: list[int], in_flight: bool = False) -> int:
+    def step(spec: RequestSpec, tokens: list[int], in_flight: bool = False) -> int:
         total = len(tokens) + in_flight
         step_row = Row(spec, 5, total - 1, 1, tokens, in_flight, [], True)
         return sample([step_row], logits, sampler, last_token=last)[0]
@@ -244,3 +247,15 @@ def test_ties_do_not_depend_on_how_many_are_sorted() -> None:
     lone = row(0, seed=3, top_p=0.6)
     wide = row(1, seed=4, top_k=3000)
     assert sample([lone], logits)[0] == sample([lone, wide], logits.expand(2, -1))[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"presence_penalty": 1.0}])
+def test_a_slot_that_nobody_uses_keeps_no_prompt_in_memory(fields: dict[str, Any]) -> None:
+    """Up to `max_num_seqs` prompts as long as the context would otherwise lie there until their slots are taken."""
+    sampler = Sampler(8, 50, CPU)
+    ended = row(5, **fields)
+    sample([ended], torch.zeros(1, 50), sampler, last_token=torch.zeros(8, dtype=torch.int64))
+    spec = ref(ended.spec)
+    del ended
+    gc.collect()
+    assert spec() is None

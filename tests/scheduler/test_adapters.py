@@ -97,7 +97,7 @@ def test_only_the_slot_that_a_starving_adapter_waits_for_drains():
     assert victim in steps.scheduler.running
     assert started["S"] == 0
     assert started["L"] > 0
-    assert {request.adapter for request in steps.scheduler.running.values()} == {"L", "B"}
+    assert {request.adapter_digest for request in steps.scheduler.running.values()} == {"L", "B"}
 
 
 def test_requests_behind_those_of_blocked_adapters_fill_the_batch():
@@ -124,7 +124,7 @@ def test_a_loading_adapter_queues_its_request_aside():
     steps = Steps(adapters=AdapterSlots(1))
     loading, other = steps.add([2, 3], 3, adapter="A", adapter_loading=True), steps.add([4, 5], 3)
     assert rows(steps.step()) == {other: 2}
-    steps.apply(AdapterReady(loading))
+    steps.apply(AdapterReady(loading, "A"))
     steps.run()
     steps.assert_right()
 

@@ -149,7 +149,6 @@ def test_two_thousand_deadlines_in_one_step():
 def _bulk(ticket: int):
     from support.fake_engine import greedy
 
-    from asyncengine.scheduler.messages import Generate
-    from asyncengine.step import RowSpec
+    from asyncengine.request_spec import RequestSpec
 
-    return Generate(RowSpec(ticket, greedy(4), 0, 3), (2, 3, 4), 7, 0.0, deadline=5.0)
+    return RequestSpec(ticket, (2, 3, 4), greedy(4), 7, deadline=5.0)

@@ -74,7 +74,7 @@ def test_a_preempted_request_keeps_its_tokens_and_computes_them_again():
     before = list(steps.tokens[victim])
     assert before
     request = steps.request(victim)
-    assert request.tokens[request.prompt_len :] == before
+    assert request.tokens[request.spec.prompt_len :] == before
     assert (request.num_computed, request.table) == (0, None)
     steps.run()
     assert steps.tokens[victim][: len(before)] == before

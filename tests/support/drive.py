@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.step import Batch, Row, RowSpec, StepResult, TokenLogprob
+from asyncengine.step import Batch, Row, StepResult, TokenLogprob
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 class Job:
     """One request: what it asks and where it stands."""
 
-    spec: RowSpec
+    spec: RequestSpec
     tokens: list[int]
     want: int
     pages: list[int] = field(default_factory=list)
@@ -60,7 +61,8 @@ class Driver:
         grammar: Any = None,
     ) -> Job:
         self.tickets += 1
-        spec = RowSpec(self.tickets, params, seed, len(prompt), stop_ids)
+        total = len(prompt) + want
+        spec = RequestSpec(self.tickets, tuple(prompt), params, total, seed=seed, stop_ids=stop_ids)
         return Job(spec, list(prompt), want, grammar=grammar)
 
     def admit(self, job: Job) -> None:

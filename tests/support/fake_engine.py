@@ -14,10 +14,12 @@ from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
+from asyncengine.options import RequestOptions
+from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, Generate
+from asyncengine.scheduler.messages import Abort, AdapterReady
 from asyncengine.scheduler.request import Request
-from asyncengine.step import Batch, RowSpec, StepResult
+from asyncengine.step import Batch, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,15 +68,32 @@ class Steps:
         self._tickets = 0
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int = 8, *, params: SamplingParams | None = None, **message: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        *,
+        params: SamplingParams | None = None,
+        needs_grammar: bool = False,
+        adapter: str | None = None,
+        adapter_loading: bool = False,
+        priority: int = 0,
+        salt: str | None = None,
+        **fields: Any,
     ) -> int:
-        """Submit one sample; its ticket."""
+        """Submit one sample; its ticket. `fields` of its `RequestSpec`. What the test brings a matcher for, or an
+        adapter whose name is its digest, is not there yet, unless an adapter is not `adapter_loading`."""
         self._tickets += 1
         params = params or greedy(max_tokens)
-        seed, stops = message.pop("seed", 0), message.pop("stop_ids", ())
-        spec = RowSpec(self._tickets, params, seed, len(prompt), stops)
-        self.expected[self._tickets] = self.executor.model.oracle(prompt, max_tokens, seed, stops)
-        self.scheduler.apply(Generate(spec, tuple(prompt), len(prompt) + max_tokens, self.now, **message))
+        if needs_grammar and params.grammar is None:
+            params = params.replace(grammar="the test's")
+        adapter = adapter or ("A" if adapter_loading else None)
+        options = RequestOptions(adapter=adapter, priority=priority, cache_salt=salt)
+        total = len(prompt) + max_tokens
+        spec = RequestSpec(self._tickets, tuple(prompt), params, total, options, arrival=self.now, **fields)
+        self.expected[self._tickets] = self.executor.model.oracle(prompt, max_tokens, spec.seed, spec.stop_ids)
+        self.scheduler.apply(spec)
+        if adapter and not adapter_loading:
+            self.scheduler.apply(AdapterReady(self._tickets, adapter))
         return self._tickets
 
     def add_group(self, prompt: Sequence[int], samples: int, max_tokens: int = 8) -> list[int]:

@@ -1,0 +1,53 @@
+"""One sample to generate, as it was asked for and checked: what the rest of the engine goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncengine.options import RequestOptions
+from asyncengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class RequestSpec:
+    """A request's specification: made once, when the request is checked, and never changed or copied again.
+
+    The same object is what is posted to the engine, what the scheduler's `Request` and the `Row`s of its steps hold,
+    and what its output stream and its consumer read; compare by identity. Whoever needs a parameter or an option of
+    the request takes it from here, so that a new one concerns the file that declares it and the file that uses it.
+
+    A request with n samples has n of these, of the same prompt.
+    """
+
+    ticket: int
+    """Number of the request, never used again: its key everywhere."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    """With every `None` resolved except `max_tokens` and `grammar`: temperature, top_p, top_k, repetition_penalty are
+    numbers (top_k 0 = all)."""
+    max_total: int
+    """Prompt plus output tokens, at most; fits the model and the KV cache."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    """As the caller gave them, checked. An adapter is named here; which content that is, `AdapterReady` says."""
+    request_id: str = ""
+    """The caller's label, or a fresh one."""
+    seed: int = 0
+    """Resolved, in [0, 2**64): what the sampler's random numbers are a function of, with position and token id."""
+    stop_ids: tuple[int, ...] = ()
+    """End-of-sequence ids (unless ignore_eos) and stop_token_ids: masked while fewer than `min_tokens` are out."""
+    arrival: float = 0.0
+    """Clock reading at submit."""
+    index: int = 0
+    """Which of the samples of its prompt this is."""
+    group: int | None = None
+    """Ticket of sample 0 if this is one of several."""
+    deadline: float | None = None
+    """Clock reading at which it ends with reason "timeout"."""
+    waiting_deadline: float | None = None
+    """The same if it has not started by then."""
+    inter_token_timeout: float | None = None
+    """Seconds between two of its tokens, at most."""
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)

@@ -40,6 +40,7 @@ class _TileWriter:
         self.parts = form.chunk // GROUP
         """Of a chunk, with one scale of x each."""
         self.dots = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
+        self.scaled = {cell: cgutils.alloca_once(builder, FLOATS) for cell in self.cells}
         self.totals = self._zeros()
         self.of_block = self._zeros() if form.block else self.totals
         self.minima = self._zeros() if form.block and form.below == "minima" else {}
@@ -89,31 +90,35 @@ class _TileWriter:
         builder, form = self.builder, self.form
         groups, bytes_of_part = GROUP // form.summed, GROUP // UNIT * form.unit_bytes
         numbers = builder.add(chunk, builder.add(LONG(form.head), builder.mul(part, LONG(bytes_of_part))))
-        found: dict[tuple[int, int], Any] = {}
-        for group in range(groups):
-            where = builder.add(builder.mul(place, LONG(4 * groups)), LONG(4 * group))
+        if groups > 1:
+            for cell in self.cells:
+                builder.store(vectors.constant(FLOATS, 0.0), self.scaled[cell])
+        with cgutils.for_range(builder, LONG(groups)) as loop:
+            group = loop.index
+            where = builder.mul(builder.add(builder.mul(place, LONG(groups)), group), LONG(4))
             x_sums = [at(builder, self.sums, sizes[1], row, where) for row in range(self.rows)]
             for row, panel in self.cells:
                 start = vectors.constant(WORDS, 0)
                 if form.offset:
                     start = vectors.splat(builder, load(builder, x_sums[row], WORD))
                 builder.store(start, self.dots[row, panel])
-            first = builder.add(builder.mul(place, LONG(GROUP)), LONG(group * form.summed))
-            self._add_lines(builder.add(numbers, LONG(group * bytes_of_part // groups)), first, x_size, ahead)
-            self._add_group(found, chunk, self._group_of(part, group), x_sums)
+            first = builder.add(builder.mul(place, LONG(GROUP)), builder.mul(group, LONG(form.summed)))
+            own = builder.add(numbers, builder.mul(group, LONG(bytes_of_part // groups)))
+            self._add_lines(own, first, x_size, ahead)
+            self._add_group(chunk, self._group_of(part, group), x_sums, groups > 1)
         for row in range(self.rows):
             where = builder.mul(place, LONG(4))
             scale = vectors.splat(builder, load(builder, at(builder, self.x_scales, sizes[0], row, where), FLOAT))
             for panel in range(PANELS):
-                total = self.of_block[row, panel]
-                builder.store(vectors.multiply_add(builder, found[row, panel], scale, builder.load(total)), total)
+                total, found = self.of_block[row, panel], builder.load(self.scaled[row, panel])
+                builder.store(vectors.multiply_add(builder, found, scale, builder.load(total)), total)
 
-    def _group_of(self, part: Any, group: int) -> Any:
+    def _group_of(self, part: Any, group: Any) -> Any:
         """The number in its chunk of the group with those inputs."""
         builder, size = self.builder, self.form.group
         if size > GROUP:
             return builder.udiv(part, LONG(size // GROUP))
-        return builder.add(builder.mul(part, LONG(GROUP // (size or GROUP))), LONG(group))
+        return builder.add(builder.mul(part, LONG(GROUP // (size or GROUP))), group)
 
     def _add_lines(self, numbers: Any, first: Any, x_size: Any, ahead: Any) -> None:
         """Products of the integers of a group, from byte `numbers` of a panel and input `first` on."""
@@ -158,8 +163,8 @@ class _TileWriter:
         high = vectors.constant(WORDS, _HIGH)
         return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
 
-    def _add_group(self, found: dict[tuple[int, int], Any], chunk: Any, group: Any, x_sums: list[Any]) -> None:
-        """Add a group's integers times its scale to `found`; take off its minimum."""
+    def _add_group(self, chunk: Any, group: Any, x_sums: list[Any], several: bool) -> None:
+        """Add a group's integers times its scale to those of its 64 inputs; take off its minimum."""
         builder, form = self.builder, self.form
         scaled = "steps" if form.block else "scales"
         scales = [self._plane(scaled, panel, chunk, group) if form.group else None for panel in range(PANELS)]
@@ -176,12 +181,12 @@ class _TileWriter:
                 else:
                     own = (self.minima or self.totals)[row, panel]
                     builder.store(vectors.multiply_add(builder, taken[panel], x_sum, builder.load(own)), own)
-            if scales[panel] is None:
-                found[row, panel] = number
-            elif (row, panel) in found:
-                found[row, panel] = vectors.multiply_add(builder, number, scales[panel], found[row, panel])
-            else:
-                found[row, panel] = builder.fmul(number, scales[panel])
+            into = self.scaled[row, panel]
+            if several:
+                number = vectors.multiply_add(builder, number, scales[panel], builder.load(into))
+            elif scales[panel] is not None:
+                number = builder.fmul(number, scales[panel])
+            builder.store(number, into)
 
     def _add_block(self, chunk: Any) -> None:
         builder = self.builder

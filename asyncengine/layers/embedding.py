@@ -30,7 +30,8 @@ class Embedding:
         self._dtype, self._device = options.dtype, options.device
         self._head = head
         self._release = options.release
-        self._table = options.zeros(tokens, width) if head is None else None
+        self._stored = options.table(path, tokens, width) if head is None else None
+        self._table = options.zeros(tokens, width) if head is None and self._stored is None else None
 
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""
@@ -40,6 +41,9 @@ class Embedding:
                 raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
         if self._head is not None:
             out = self._head.embed(ids.contiguous(), self._dtype)
+        elif self._stored is not None:
+            out = new_tensor((len(ids), self.width), self._dtype)
+            self._stored.read_rows(ids.contiguous(), out)
         else:
             assert self._table is not None
             out = functional.embedding(ids, self._table)
@@ -51,17 +55,21 @@ class Embedding:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        if self._table is not None:
-            yield f"{self.path}.weight", TensorSlot(tuple(self._table.shape), self._load)
+        if self._head is None:
+            yield f"{self.path}.weight", TensorSlot((self.num_embeddings, self.width), self._load)
 
     def _load(self, table: torch.Tensor | StoredMatrix) -> None:
+        if self._stored is not None:
+            self._stored.load(0, table)
+            return
         assert self._table is not None
         for first, part in parts_of(table, self._release):
             self._table[first : first + len(part)].copy_(part)
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._table is None else self._table.nbytes
+        kept = self._table if self._stored is None else self._stored
+        return 0 if kept is None else kept.nbytes
 
 
 class LMHead:
@@ -76,7 +84,7 @@ class LMHead:
         self.path, self.vocab_size, self.inputs = path, tokens, width
         self.parts = (Part(path, tokens),)
         self._weight_path = path if tied is None else tied
-        self.weight: WeightForm = options.head_weight(tokens, width, tied=tied is not None)
+        self.weight: WeightForm = options.head_weight(tokens, width, tied=tied is not None, path=self._weight_path)
         self.bias = options.zeros(tokens, dtype=self.weight.bias_dtype) if bias else None
         self._memory = OutputBufferPool()
 

@@ -85,22 +85,22 @@ def fused_layers(
         return None
     spans, heads = [], []
     first: Any = layers[0].before_attention
-    products = [layer.attention.qkv.weight.product(layer.attention.qkv.bias) for layer in layers]
+    products = [layer.attention.qkv.weight.products(layer.attention.qkv.bias) for layer in layers]
     for layer, following, product in zip(layers, [*layers[1:], None], [*products[1:], None], strict=True):
         linears = (layer.attention.out, layer.mlp.up, layer.mlp.down)
-        own = [linear.weight.product(linear.bias) for linear in linears]
+        own: Any = [linear.weight.products(linear.bias) for linear in linears]
         own += [] if following is None else [product]
-        if any(each is None or each.bits != own[0].bits for each in own):
+        if any(each is None for each in own):
             return None
         before: Any = layer.before_mlp
         after: Any = norm if following is None else following.before_attention
         norms = [(each.weight, each.config.epsilon) for each in (before, after)]
-        spans.append(FusedLayerKernel(own, norms, _form(layer), scale))
+        spans.append(FusedLayerKernel(own, norms, _form(layer), scale, options.dtype))
         merged: Any = layer.merged
         heads.append(
             Heads(merged.num_heads, merged.key_dim, merged.value_dim, merged.q_norm, merged.k_norm, merged.epsilon)
         )
-    if products[0] is None or products[0].bits != (0 if spans[0].bits is None else int(spans[0].bits)):
+    if products[0] is None:
         return None
     chain = FusedLayersKernel((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
     needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)

@@ -36,7 +36,8 @@ class Linear:
         self.inputs, self.outputs = inputs, sum(part.outputs for part in parts)
         self.transposed = transposed
         self._firsts = [0, *accumulate(part.outputs for part in parts)]
-        self.weight = options.weight(self.outputs, inputs, self._firsts[1:-1])
+        paths = () if transposed else [part.path for part in parts]
+        self.weight = options.weight(self.outputs, inputs, self._firsts[1:-1], paths)
         self.bias = options.zeros(self.outputs, dtype=self.weight.bias_dtype) if bias else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ the others give is what tests are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
+from asyncengine.layers.stored import StoredForm
+from asyncengine.layers.stored_weight import stored_weight
 from asyncengine.layers.weight_forms import (
     DenseWeight,
     OneDnnWeight,
@@ -42,6 +44,9 @@ class LayerOptions:
     """Told of each part of a mapped file that has been read and is not needed again."""
     memory: Arena = field(default_factory=Arena)
     """Where weights on a CPU lie."""
+    forms: Mapping[str, StoredForm] = field(default_factory=dict)
+    """Of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others, and all
+    of them where there are no compiled kernels, are kept as if they came in a float type."""
 
     @property
     def compiled(self) -> bool:
@@ -53,11 +58,19 @@ class LayerOptions:
         """Of the weights of norms: float32 wherever a kernel or plain torch takes it."""
         return self.kernels.norm_dtype or self.dtype
 
-    def weight(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
+    def weight(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:
         """Memory for the weight [outputs, inputs] of a linear layer, in the form that is fastest here.
 
-        `bounds`: rows at which one checkpoint matrix ends and the next begins.
+        `bounds`: rows at which one checkpoint matrix ends and the next begins. `paths`: the names of all of them.
         """
+        stored = None
+        if self.forms and self.compiled:
+            stored = stored_weight(
+                paths, self.forms, outputs, inputs, bounds, self.dtype, self._plain, self.memory.empty
+            )
+        return stored or self._plain(outputs, inputs, bounds)
+
+    def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
             return QuantizedWeight(outputs, inputs, self.bits, self.dtype, bounds, self.release, self.memory.empty)
         if self._packs(outputs, inputs):
@@ -66,8 +79,11 @@ class LayerOptions:
             return OneDnnWeight(outputs, inputs, self.dtype)
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
 
-    def head_weight(self, outputs: int, inputs: int, *, tied: bool) -> WeightForm:
+    def head_weight(self, outputs: int, inputs: int, *, tied: bool, path: str = "") -> WeightForm:
         """The same for an output layer, whose logits are float32. `tied`: embeddings are looked up in it."""
+        stored = self.table(path, outputs, inputs)
+        if stored is not None:
+            return stored
         if self.bits is not None:
             return QuantizedWeight(outputs, inputs, HEAD_BITS, self.dtype, (), self.release, self.memory.empty)
         if self._packs(outputs, inputs):
@@ -75,6 +91,12 @@ class LayerOptions:
         if self.compiled and RowMajorWeight.fits(outputs, inputs, self.dtype):
             return RowMajorWeight(outputs, inputs, self.dtype, self.release, self.memory.empty)
         return DenseWeight(outputs, inputs, self.dtype, self.device, self.release, self.memory.empty)
+
+    def table(self, path: str, outputs: int, inputs: int) -> WeightForm | None:
+        """The weight of one matrix that stays as it is stored; None: it does not."""
+        if path not in self.forms or not self.compiled:
+            return None
+        return stored_weight([path], self.forms, outputs, inputs, (), self.dtype, self._plain, self.memory.empty)
 
     def _packs(self, outputs: int, inputs: int) -> bool:
         if not self.compiled:

@@ -41,6 +41,15 @@ class NumberForm:
     """Sixteen values of -128 .. 127, with `below` "table" (MXFP4: twice the number; IQ4_NL)."""
 
 
+class StoredForm(NamedTuple):
+    """What is known of a `StoredMatrix` before it is read: layers make memory for it by this."""
+
+    name: str
+    numbers: NumberForm
+    ordered: bool = False
+    """Whether it may have an `order`."""
+
+
 class GroupedRows(NamedTuple):
     """Some rows of such a matrix. n rows; G = inputs / group; B = inputs / block, or G without blocks."""
 

@@ -83,8 +83,8 @@ class WeightForm(Protocol):
         """Take rows from `first` on: weight [n, inputs] of any float dtype or quantized, perhaps mapped from a file."""
         ...
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype."""
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias, [..., inputs] -> [..., outputs], in x's dtype; into `out`, whose rows may lie apart."""
         ...
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
@@ -95,7 +95,7 @@ class WeightForm(Protocol):
         """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range)."""
         ...
 
-    def product(self, bias: torch.Tensor | None) -> Any:
+    def products(self, bias: torch.Tensor | None) -> list[Any] | None:
         """What fused layers take (`kernels.cpu.fused_layer.LinearWeights`); None: they do not take this form."""
         ...
 
@@ -123,8 +123,9 @@ class DenseWeight:
         for begin, part in parts_of(weight, self._release):
             self.weight[first + begin : first + begin + len(part)].copy_(part)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(x, self.weight, bias)
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = linear(x, self.weight, bias)
+        return found if out is None else out.copy_(found)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return linear(x, self.weight, bias).float()
@@ -132,7 +133,7 @@ class DenseWeight:
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(self.weight, 0, ids, out=out)
 
-    def product(self, bias: torch.Tensor | None) -> None:
+    def products(self, bias: torch.Tensor | None) -> None:
         return None
 
 
@@ -200,9 +201,9 @@ class OneDnnWeight:
             self._packed = None  # before there is another
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
-        return out
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return found if out is None else out.copy_(found)
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         return self.multiply(x, bias).float()
@@ -210,7 +211,7 @@ class OneDnnWeight:
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         raise RuntimeError("rows of a weight in oneDNN's layout cannot be read")
 
-    def product(self, bias: torch.Tensor | None) -> None:
+    def products(self, bias: torch.Tensor | None) -> None:
         return None
 
 
@@ -240,43 +241,85 @@ class PackedWeight:
         for begin, part in parts_of(weight, self._release):
             self._panels.pack_rows(part, self.weight, first + begin)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty((*x.shape[:-1], self.outputs))
-        self._panels.gemm(x, self.weight, out, bias)
-        return out
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._panels.gemm(x, self.weight, found, bias)
+        return found
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        out = memory.take((*x.shape[:-1], self.outputs))
-        self._panels.gemm(x, self.weight, out, bias)
-        return out
+        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         self._panels.read_rows(ids, self.weight, out)
 
-    def product(self, bias: torch.Tensor | None) -> Any:
+    def products(self, bias: torch.Tensor | None) -> list[Any]:
         from asyncengine.kernels.cpu.fused_layer import LinearWeights
 
-        return LinearWeights(self.weight, None, bias, self.inputs, self.outputs, 0)
+        return [LinearWeights(self.weight, bias, self.inputs, self.outputs)]
 
 
-class QuantizedWeight:
-    """In 8 or 4 bits (`kernels.cpu.gemm_quantized`), rounded while it is read; x is rounded to 8 bits as it comes."""
+class PanelWeight:
+    """Quantized, in panels of sixteen outputs (`kernels.cpu.gemm_quantized`); x is rounded to 8 bits as it comes.
+
+    A row's result depends neither on the rows beside it nor on the number of threads.
+    """
+
+    def __init__(
+        self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
+        empty: Empty = ordinary,
+    ) -> None:  # fmt: skip
+        """`form`: a `kernels.cpu.panel_form.PanelForm`. `ordered`: inputs may lie in another order than those of x."""
+        from asyncengine.kernels.cpu import gemm_quantized as products
+        from asyncengine.kernels.cpu import quantized_panels as packing
+
+        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        self._form, self._products, self._packing, self._dtype = form, products, packing, dtype
+        self.panels = packing.empty_panels(form, outputs, inputs, empty)
+        self.row_scales = torch.ones(outputs, dtype=torch.float32) if row_scales else None
+        self.order = torch.arange(inputs) if ordered else None
+        self._matrix = products.QuantizedMatrix(form, self.panels, self.row_scales, inputs, outputs, self.order)
+        self._fields = self._matrix.fields()
+
+    @property
+    def nbytes(self) -> int:
+        parts = (self.panels, self.row_scales, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        self._products.gemm(x, self._matrix, found, bias, self._fields)
+        return found
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        return self.multiply(x, bias, memory.take((*x.shape[:-1], self.outputs)))
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        found = out if self.order is None else torch.empty_like(out)
+        self._packing.read_rows(self._form, self.panels, self.row_scales, ids, found)
+        if self.order is not None:
+            out[:, self.order] = found
+
+    def products(self, bias: torch.Tensor | None) -> list[Any]:
+        from asyncengine.kernels.cpu.fused_layer import LinearWeights
+
+        return [LinearWeights(self._matrix, bias, self.inputs, self.outputs)]
+
+
+class QuantizedWeight(PanelWeight):
+    """In 8 or 4 bits, rounded while it is read."""
 
     def __init__(
         self, outputs: int, inputs: int, bits: int, dtype: torch.dtype, bounds: Sequence[int] = (),
         release: Release = keep_all, empty: Empty = ordinary,
     ) -> None:  # fmt: skip
         """`bounds`: rows at which one checkpoint matrix ends and the next begins."""
-        from asyncengine.kernels.cpu import gemm_quantized as quantized
         from asyncengine.kernels.cpu import quantize as quantizing
-        from asyncengine.kernels.cpu.quantized_tiles import PANEL
+        from asyncengine.kernels.cpu.panel_form import PANEL, int_form
 
-        self.outputs, self.inputs, self.bias_dtype = outputs, inputs, torch.float32
+        super().__init__(outputs, inputs, int_form(bits), bits == 8, False, dtype, empty)
         self.bits = bits
-        self._quantized, self._quantizing = quantized, quantizing
-        self._dtype = dtype
+        self._quantizing = quantizing
         self._release = release
-        self.numbers, self.scales = quantizing.empty(outputs, inputs, bits, empty)
         self._panel = PANEL
         self._meets = any(bound % PANEL for bound in bounds)
         """Rows of two matrices share a panel: they wait until all are there."""
@@ -286,10 +329,6 @@ class QuantizedWeight:
     def name(self) -> str:
         return f"int{self.bits}"
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.numbers.nbytes + self.scales.nbytes)
-
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
         if not self._meets:
@@ -297,27 +336,11 @@ class QuantizedWeight:
             if first % panel or (last % panel and last != self.outputs):
                 raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
             for begin, part in parts_of(weight, self._release):
-                rounded = part.to(self._dtype)
-                self._quantizing.quantize_rows(rounded, self.numbers, self.scales, self.bits, first + begin)
+                self._round(part.to(self._dtype), first + begin)
             return
         whole = self._waiting.add(first, weight)
         if whole is not None:
-            self._quantizing.quantize_rows(whole, self.numbers, self.scales, self.bits, 0)
+            self._round(whole, 0)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = x.new_empty((*x.shape[:-1], self.outputs))
-        self._quantized.gemm(x, self.numbers, self.scales, self.bits, out, bias)
-        return out
-
-    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        out = memory.take((*x.shape[:-1], self.outputs))
-        self._quantized.gemm(x, self.numbers, self.scales, self.bits, out, bias)
-        return out
-
-    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        self._quantizing.read_rows(ids, self.numbers, self.scales, out)
-
-    def product(self, bias: torch.Tensor | None) -> Any:
-        from asyncengine.kernels.cpu.fused_layer import LinearWeights
-
-        return LinearWeights(self.numbers, self.scales, bias, self.inputs, self.outputs, self.bits)
+    def _round(self, rows: torch.Tensor, first: int) -> None:
+        self._quantizing.quantize_rows(rows, self.panels, self.row_scales, self.bits, first)

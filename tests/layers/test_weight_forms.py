@@ -177,7 +177,7 @@ def test_quantized_rows_that_share_a_panel_are_no_block() -> None:
 @pytest.mark.parametrize("name", ["dense", "packed", "int8", "int4"])
 def test_memory_is_what_the_form_needs(name: str) -> None:
     """And each part of a mapped file is given back once it is read."""
-    weight, released = random(8192 + 32, 64, dtype=torch.bfloat16), []
+    weight, released = random(8192 + 32, 128, dtype=torch.bfloat16), []
     form = filled(name, weight)
     assert form.nbytes == sum(each.nbytes for each in tensors_in(form))
     bits = {"dense": 16, "packed": 16, "int8": 8, "int4": 4}[name]

@@ -159,7 +159,9 @@ def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
 class KernelCache:
     """What numba asks for a function's code before it compiles, and gives it to afterwards.
 
-    Takes the place of `numba.core.caching.FunctionCache`; what is kept of a compilation is what that one keeps.
+    Takes the place of `numba.core.caching.FunctionCache`; what is kept of a compilation is what that one keeps. A
+    function that others are made with (tiles, say) has an attribute `made_for`, a text that says for what: such parts
+    have no lasting names.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -194,7 +196,8 @@ class KernelCache:
 
     def _name(self, signature: Any) -> str:
         function = self._function
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        made_for = getattr(function, "made_for", None)
+        cells = [made_for] if made_for else [cell.cell_contents for cell in function.__closure__ or ()]
         parts = (
             _source(inspect.getfile(function)), function.__module__, function.__qualname__,
             function.__code__.co_firstlineno, function.__code__.co_code, dumps(cells) if cells else b"",

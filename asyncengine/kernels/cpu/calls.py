@@ -91,10 +91,13 @@ def _call(_: Any, function: Any, arguments: Any) -> Any:
 def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
     whole = numba.types.int64
     types = (whole, whole, whole, *map(numba.types.unliteral, arguments.types))
-    name, run = _name_of(function, types), _name_of(numba.typeof(_run), (whole,) * 4)
+    run = _name_of(numba.typeof(_run), (whole,) * 4)
+    known = numba.types.unliteral(function) == whole
+    name = "unknown" if known else _name_of(function, types)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        values = [_emit_address(context, builder, name), *cgutils.unpack_tuple(builder, given[3])]
+        address = given[0] if known else _emit_address(context, builder, name)
+        values = [address, *cgutils.unpack_tuple(builder, given[3])]
         record = cgutils.alloca_once(builder, ir.LiteralStructType([value.type for value in values]))
         for place, value in enumerate(values):
             builder.store(value, cgutils.gep_inbounds(builder, record, 0, place))
@@ -103,7 +106,8 @@ def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any)
         _emit_call(builder, runner, [piece, builder.ptrtoint(record, LONG), given[2], given[1]])
         return context.get_dummy_value()
 
-    return numba.types.void(function, whole, whole, numba.types.BaseTuple.from_types(types[3:])), generate
+    first = whole if known else function
+    return numba.types.void(first, whole, whole, numba.types.BaseTuple.from_types(types[3:])), generate
 
 
 def _emit_part(module: Any, name: str, record: Any) -> Any:
@@ -128,7 +132,7 @@ parallel_for: Any = intrinsic(_parallel_for)
 
 Call function(piece, pieces, worker, arguments...) for all pieces, by the threads of a team (`team.use_team`; 0: by the
 caller alone), in any order and side by side. Pieces of one `worker` come one after the other: what it needs to work in
-may be its own.
+may be its own. The function may be given by its address (`jit.compiled_for`), whose types must be these.
 """
 
 

@@ -19,7 +19,9 @@ from asyncengine.kernels.cpu.attention_write import prepare_and_write
 from asyncengine.kernels.cpu.fused_layer import (
     LINEAR_FIELDS,
     FusedLayerKernel,
+    LinearRecord,
     LinearWeights,
+    forms_of,
     multiply_any,
     run_fused_layer,
 )
@@ -53,26 +55,23 @@ class FusedLayersKernel:
     """The layers of one model, from the first norm to what the output layer reads.
 
     `first` are weight and epsilon of the first norm, `projection` is the first layer's merged one; `layers` and `heads`
-    are those of each layer. All weights are of the same bits. Raises `ValueError` if they are not.
+    are those of each layer.
     """
 
     def __init__(
         self,
         first: tuple[torch.Tensor, float],
-        projection: LinearWeights,
+        projection: Sequence[LinearWeights],
         layers: Sequence[FusedLayerKernel],
         heads: Sequence[Heads],
         dtype: torch.dtype,
     ) -> None:
-        if projection.bits != (0 if layers[0].bits is None else int(layers[0].bits)):
-            raise ValueError("the first projection's weights are of other bits than the others")
-        if any(layer.bits != layers[0].bits for layer in layers):
-            raise ValueError("weights are of different bits")
-        self._held = (first, projection, layers, heads)  # an address keeps nothing where it is
+        self._projection = LinearRecord(projection, dtype)
+        self._held = (first, layers, heads)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
-        self._bits = layers[0].bits
+        self._forms = forms_of([self._projection, *(record for layer in layers for record in layer.records)])
         self._first = (first[0].data_ptr(), np.float32(first[1]))
-        self._projection = np.array(projection.fields(), dtype=np.int64)
+        self._projection_fields = np.array(self._projection.fields, dtype=np.int64)
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
         self._numbers = np.zeros((len(layers), NUMBERS), dtype=np.float32)
         for place, (layer, own) in enumerate(zip(layers, heads, strict=True)):
@@ -82,8 +81,8 @@ class FusedLayersKernel:
                 layer.address, activation, projects, *norms, own.number, own.key_dim * self._size
             )  # fmt: skip
             self._numbers[place] = np.array([factor, *epsilons, own.epsilon], dtype=np.float32)
-        self._width = projection.inputs
-        self._outputs = max(projection.outputs, *(layer.outputs for layer in layers))
+        self._width = self._projection.inputs
+        self._outputs = max(self._projection.outputs, *(layer.outputs for layer in layers))
         self._query = max(own.number * own.key_dim for own in heads)
         self._attended = max(own.number * own.value_dim for own in heads)
 
@@ -111,9 +110,9 @@ class FusedLayersKernel:
         self._table[:, POOL:] = places
         _run_layers(
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
-            self._projection.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+            self._projection_fields.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
-            *packed.tiles_for(rows), self._bits, self._kind, *tile_types, self._size, *adapters,
+            *packed.tiles_for(rows), *self._forms, self._kind, *tile_types, self._size, *adapters,
             use_team(),
         )  # fmt: skip
 
@@ -122,8 +121,8 @@ class FusedLayersKernel:
 def _run_layers(
     table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int, adapters: int,
-    adapter_rows: int, memory: int, team: int,
+    rounds: np.generic | None, packs: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int,
+    adapters: int, adapter_rows: int, memory: int, team: int,
 ) -> None:  # fmt: skip
     fields = array(pointer(table, np.int64(0)), (count, FIELDS))
     values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
@@ -132,7 +131,7 @@ def _run_layers(
     attended = query + rows * queries * size
     norm(residual, weight, normed, rows, width, epsilon, kind, team)
     linear = array(pointer(projection, np.int64(0)), (LINEAR_FIELDS,))
-    multiply_any(normed, linear, x, scratch, rows, tile, tiles, bits, kind, size, team)
+    multiply_any(normed, linear, x, scratch, rows, tile, tiles, rounds, packs, kind, size, team)
     add_adapters(normed, x, adapters, 0, adapter_rows, memory, kind, team)
     for index in range(count):
         spec, number = fields[index], values[index]
@@ -146,6 +145,6 @@ def _run_layers(
             join(attended, spec[POOL], spec[STEP], kind, spec[JOINS], team)
         run_fused_layer(
             spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
-            number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, bits,
-            kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
+            number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, rounds,
+            packs, kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
         )  # fmt: skip

@@ -1,43 +1,37 @@
-"""x W^T with weights in 8 or 4 bits and x rounded to 8 bits as it comes: integer products, scaled in float32.
+"""x W^T with quantized weights and x rounded to 8 bits as it comes: integer products, scaled in float32.
 
-Weights are whole numbers above an offset (128 or 8), sixteen outputs side by side, four inputs of each together, which
-is what the CPU's instruction for such products takes (AVX512-VNNI; elsewhere plain arithmetic does the same). x is
-rounded in groups of 64 numbers of one row, each with a scale of its own, so that one large value costs its group alone.
-Sums of integers are exact, and those of the groups are made in one order: a row's result depends neither on the rows
-beside it nor on the number of threads.
+Weights are whole numbers, sixteen outputs side by side, four inputs of each together, which is what the CPU's
+instruction for such products takes (AVX512-VNNI; elsewhere plain arithmetic does the same). They are stored without
+sign, above an offset or as they are; what offset, zero or minimum add is a multiple of the sum of x, which is made when
+x is rounded: in groups of 64 numbers of one row, each with a scale of its own, so that one large value costs its group
+alone. Sums of integers are exact (64 products of 255 and 127 at most: 2^21), and those of the groups are made in one
+order: a row's result depends neither on the rows beside it nor on the number of threads.
 
-Memory, for panels of sixteen outputs and inputs padded with zeros to whole groups:
-8 bits: weights uint8 [panels, inputs / 4, 16, 4]; scales float32 [outputs]
-4 bits: weights uint8 [panels, inputs / 8, 16, 4]: of eight inputs the first four in the lower halves of the bytes, the
-others in the upper ones; scales bfloat16 [panels, inputs / 64, 16]
+Where weights lie: `panel_form`. For each form that a model has, the part that multiplies is compiled by itself, and
+called by its address: whoever calls it is the same for all forms.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
+    compiled_for,
     kind_of,
     narrow,
     pointer,
     serial_in_order,
     widen,
 )
-from asyncengine.kernels.cpu.quantized_tiles import (
-    GROUP,
-    MOST,
-    PANEL,
-    PANELS,
-    tile1,
-    tile2,
-    tile3,
-    tile4,
-    tile5,
-    tile6,
-)
+from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
+from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import bits_of, number_of
@@ -48,148 +42,208 @@ _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
+_SMALLEST = 16
+"""Numbers of x whose sum may be wanted."""
+# What is known of a quantized matrix: int64 by place. Addresses (0: there is none), and sizes.
+PANELS_AT, ROW_SCALES, ORDER, INPUTS, OUTPUTS, CHUNKS, CHUNK_INPUTS, BYTES, SUMMED, SUM_FORM = range(10)
+MATRIX_FIELDS = 10
+_PLAIN, _SCALED = 0, -1
+"""SUM_FORM: sums of x are wanted as float32, whole or times the scale of x; above 0: as int32, times minus this."""
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix [outputs, inputs] in panels, as `quantized_panels` fills them."""
+
+    form: PanelForm
+    panels: torch.Tensor
+    row_scales: torch.Tensor | None
+    """float32 [outputs]"""
+    inputs: int
+    outputs: int
+    order: torch.Tensor | None = None
+    """int64 [inputs]: which number of x an input of the weights is multiplied with; None: its own."""
+
+    def fields(self) -> NDArray[np.int64]:
+        """PANELS_AT .. SUM_FORM. Addresses keep nothing where it is."""
+        form, chunks = self.form, self.form.chunks(self.inputs)
+        addresses = [0 if part is None else part.data_ptr() for part in (self.panels, self.row_scales, self.order)]
+        sums = form.offset or (_SCALED if form.below == "minima" else _PLAIN)
+        sizes = [self.inputs, self.outputs, chunks, form.chunk, self.panels.nbytes, form.summed, sums]
+        return np.array([*addresses, *sizes], dtype=np.int64)
 
 
 def scratch_bytes(rows: int, inputs: int) -> int:
-    """What `gemm` needs beside its arguments."""
-    groups = -(-inputs // GROUP)
-    return rows * groups * (GROUP + 8)
+    """What a product needs beside its arguments, whatever its form."""
+    groups = -(-inputs // GROUP) + 3  # a chunk may be of four groups
+    return rows * groups * (GROUP + 4 + 4 * GROUP // _SMALLEST)
 
 
 def gemm(
-    x: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: torch.Tensor, matrix: QuantizedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None,
+    fields: NDArray[np.int64] | None = None,
 ) -> None:  # fmt: skip
-    """out [..., outputs] = x [..., inputs] W^T + bias; `bias` float32 [outputs], `out` contiguous, of either type."""
+    """out [..., outputs] = x [..., inputs] W^T + bias; `bias` float32 [outputs], `out` of either type.
+
+    `out` may be columns of a wider matrix: its rows are `out.stride(-2)` apart, and contiguous each. `fields`: those of
+    the matrix, where they are at hand.
+    """
     x = x.contiguous()
-    inputs, outputs = x.shape[-1], out.shape[-1]
+    inputs = x.shape[-1]
+    if inputs != matrix.inputs:
+        raise ValueError(f"x is of {inputs}, the weight of {matrix.inputs}")
     rows = x.numel() // inputs
     scratch = torch.empty(scratch_bytes(rows, inputs), dtype=torch.uint8)
-    multiply_rounded(
-        x.data_ptr(), weights.data_ptr(), scales.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-        scratch.data_ptr(), rows, inputs, outputs, np.uint8(bits) if bits == 8 else np.int8(bits),
-        kind_of(x.dtype), kind_of(out.dtype), x.element_size(), use_team(),
+    known = matrix.fields() if fields is None else fields
+    stride = out.stride(-2) if out.dim() > 1 else matrix.outputs
+    _multiply(
+        x.data_ptr(), known.ctypes.data, code_for(matrix.form, out.dtype), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), stride, scratch.data_ptr(), rows, kind_of(x.dtype), kind_of(out.dtype), x.element_size(),
+        use_team(),
     )  # fmt: skip
+
+
+def code_for(form: PanelForm, dtype: torch.dtype) -> int:
+    """The address of what multiplies weights of this form, for a result of that type. Compiled now if need be."""
+    address: int = _code_for(form, "uint16" if dtype == torch.bfloat16 else "float32").address
+    return address
+
+
+@functools.cache
+def _code_for(form: PanelForm, kind: str) -> Any:
+    """It stays where it is."""
+    return compiled_for(_make_part(form), f"void({', '.join(['int64'] * 12)}, {kind})")
+
+
+@serial_in_order
+def _multiply(
+    x: int, matrix: int, code: int, bias: int, out: int, stride: int, scratch: int, rows: int, kind: np.generic,
+    out_kind: np.generic, size: int, team: int,
+) -> None:  # fmt: skip
+    fields = array(pointer(matrix, np.int64(0)), (MATRIX_FIELDS,))
+    multiply_rounded(x, fields, code, bias, out, stride, scratch, rows, kind, out_kind, size, team)
 
 
 @serial_in_order
 def multiply_rounded(
-    x: int, weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, inputs: int, outputs: int,
-    bits: np.generic, kind: np.generic, out_kind: np.generic, size: int, team: int,
+    x: int, matrix: NDArray[np.int64], code: int, bias: int, out: int, stride: int, scratch: int, rows: int,
+    kind: np.generic, out_kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """`gemm` by address. `size` is the bytes of a number of x."""
-    groups = -(-inputs // GROUP)
-    offset = 128 if bits == 8 else 8
+    """`gemm` by address. `code` is what `code_for` says, `stride` numbers from one row of `out` to the next, `size` the
+    bytes of a number of x."""
+    inputs, outputs, chunks = matrix[INPUTS], matrix[OUTPUTS], matrix[CHUNKS]
+    groups = chunks * matrix[CHUNK_INPUTS] // GROUP
     parallel_for(
         _round_part,
         team,
         pieces_of(rows * inputs * _ROUNDING, rows, team),
-        (x, scratch, rows, inputs, offset, kind, size),
+        (x, matrix[ORDER], scratch, rows, inputs, groups, matrix[SUMMED], matrix[SUM_FORM], kind, size),
     )
-    size_of_weights = groups * GROUP * outputs // 8 * (8 if bits == 8 else 4)
     pairs = -(-outputs // (PANELS * PANEL))
-    pieces = pieces_of(size_of_weights * reads_worth(rows, _EVEN), pairs, team)
-    parallel_for(_gemm_part, team, pieces, (weights, scales, bias, out, scratch, rows, groups, outputs, bits, out_kind))
+    pieces = pieces_of(matrix[BYTES] * reads_worth(rows, _EVEN), pairs, team)
+    known = (matrix[PANELS_AT], matrix[ROW_SCALES], bias, out, scratch, rows, chunks, outputs, stride, out_kind)
+    parallel_for(code, team, pieces, known)
 
 
 @serial_in_order
 def _round_part(
-    piece: int,
-    pieces: int,
-    worker: int,
-    x: int,
-    scratch: int,
-    rows: int,
-    inputs: int,
-    offset: int,
-    kind: np.generic,
-    size: int,
-) -> None:
-    """Rows of x, those of one of `pieces`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then int32
-    alike: what a sum begins with, so that the offset of the weights falls out of it. `size`: bytes of a number of x.
+    piece: int, pieces: int, worker: int,
+    x: int, order: int, scratch: int, rows: int, inputs: int, groups: int, summed: int, sum_form: int,
+    kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    """Rows of x, those of one of `pieces`, as int8 [rows, groups * 64], then scales float32 [rows, groups], then sums
+    of every `summed` numbers [rows, groups * 64 / summed], as `sum_form` says. `size`: bytes of a number of x.
 
     NaN and infinities make the scale of their group, and so every result of their row, NaN or infinite.
     """
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    groups = -(-inputs // GROUP)
     rounded = array(pointer(scratch, np.int8(0)), (rows, groups, GROUP))
     scales = array(pointer(scratch + rows * groups * GROUP, np.float32(0)), (rows, groups))
-    starts = array(pointer(scratch + rows * groups * (GROUP + 4), np.int32(0)), (rows, groups))
+    parts = GROUP // summed
+    sums = array(pointer(scratch + rows * groups * (GROUP + 4), np.int32(0)), (rows, groups, parts))
+    ordered = array(pointer(order, np.int64(0)), (inputs,))
+    taken = np.empty(GROUP, np.float32)
     for row in range(first, last):
         for group in range(groups):
-            count = min(GROUP, inputs - group * GROUP)
-            values = array(pointer(x + (row * inputs + group * GROUP) * size, kind), (GROUP,))
+            count = max(0, min(GROUP, inputs - group * GROUP))
+            if order == 0:
+                values = array(pointer(x + (row * inputs + group * GROUP) * size, kind), (GROUP,))
+                for index in range(count):
+                    taken[index] = widen(values[index])
+            else:
+                values = array(pointer(x + row * inputs * size, kind), (inputs,))
+                for index in range(count):
+                    taken[index] = widen(values[ordered[group * GROUP + index]])
             largest = np.int32(0)
             for index in range(count):  # as bits, which order like the numbers; floats would be compared one by one
-                largest = max(largest, bits_of(widen(values[index])) & np.int32(0x7FFFFFFF))
+                largest = max(largest, bits_of(taken[index]) & np.int32(0x7FFFFFFF))
             scale = number_of(largest) / np.float32(127)
             factor = np.float32(1) / scale if scale > np.float32(1e-30) else np.float32(0)
             numbers = rounded[row, group]
-            total = np.int32(0)
             for index in range(count):
-                shifted = widen(values[index]) * factor + _ROUNDER
-                number = bits_of(shifted) - _ROUNDER_BITS
-                numbers[index] = number
-                total += number
+                shifted = taken[index] * factor + _ROUNDER
+                numbers[index] = bits_of(shifted) - _ROUNDER_BITS
             for index in range(count, GROUP):
                 numbers[index] = 0
             scales[row, group] = scale
-            starts[row, group] = -offset * total
+            for part in range(parts):
+                total = np.int32(0)
+                for index in range(part * summed, (part + 1) * summed):
+                    total += numbers[index]
+                if sum_form > 0:
+                    sums[row, group, part] = -sum_form * total
+                else:
+                    found = np.float32(total) * (scale if sum_form == _SCALED else np.float32(1))
+                    sums[row, group, part] = bits_of(found)
 
 
-@serial_in_order
-def _gemm_part(
-    piece: int, pieces: int, worker: int,
-    weights: int, scales: int, bias: int, out: int, scratch: int, rows: int, groups: int,
-    outputs: int, bits: np.generic, kind: np.generic,
-) -> None:  # fmt: skip
-    """Outputs of the pairs of panels of one of `pieces`, for all rows."""
-    pairs = -(-outputs // (PANELS * PANEL))
-    first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
-    panel = groups * GROUP * PANEL // 8 * (8 if bits == 8 else 4)
-    numbers, x_scales = scratch, scratch + rows * groups * GROUP
-    starts = x_scales + rows * groups * 4
-    results = array(pointer(out, kind), (rows, outputs))
-    found = np.empty((MOST, PANELS * PANEL), np.float32)
-    by_output = array(pointer(scales, np.float32(0)), (outputs,))
-    added = array(pointer(bias, np.float32(0)), (outputs,))
-    panels = -(-outputs // PANEL)
-    turns = -(-rows // MOST)
-    for pair in range(first, last):
-        one, width = pair * PANELS, min(PANELS * PANEL, outputs - pair * PANELS * PANEL)
-        two = min(one + 1, panels - 1)
-        for turn in range(turns):
-            row, end = rows * turn // turns, rows * (turn + 1) // turns
-            _tile(
-                end - row, numbers + row * groups * GROUP, x_scales + row * groups * 4, starts + row * groups * 4,
-                weights + one * panel, (two - one) * panel, scales + one * groups * PANEL * 2,
-                (two - one) * groups * PANEL * 2, groups, turn, turns, found.ctypes.data, bits,
-            )  # fmt: skip
-            for place in range(row, end):
-                for lane in range(width):
-                    value = found[place - row, lane]
-                    column = one * PANEL + lane
-                    if bits == 8:
-                        value *= by_output[column]
-                    if bias != 0:
-                        value += added[column]
-                    results[place, column] = narrow(value, kind)
+def _make_part(form: PanelForm) -> Any:
+    """What computes the outputs of the pairs of panels of one of `pieces`, for all rows, compiled for one form."""
+    tile1, tile2, tile3, tile4, tile5, tile6 = (make_tile(form, min(rows, MOST)) for rows in range(1, 7))
+    parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
 
+    def multiply_part(
+        piece: int, pieces: int, worker: int,
+        panels: int, row_scales: int, bias: int, out: int, scratch: int, rows: int, chunks: int, outputs: int,
+        stride: int, kind: np.generic,
+    ) -> None:  # fmt: skip
+        pairs = -(-outputs // (PANELS * PANEL))
+        first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
+        groups, panel, last_panel = chunks * parts, chunks * chunk_bytes, -(-outputs // PANEL) - 1
+        results = array(pointer(out, kind), (rows, stride))
+        found = np.empty((MOST, PANELS * PANEL), np.float32)
+        by_output = array(pointer(row_scales, np.float32(0)), (outputs,))
+        added = array(pointer(bias, np.float32(0)), (outputs,))
+        turns = -(-rows // MOST)
+        for pair in range(first, last):
+            one, width = pair * PANELS, min(PANELS * PANEL, outputs - pair * PANELS * PANEL)
+            own, other = panels + one * panel, (min(one + 1, last_panel) - one) * panel
+            for turn in range(turns):
+                row, end = rows * turn // turns, rows * (turn + 1) // turns
+                numbers = scratch + row * groups * GROUP
+                scales = scratch + rows * groups * GROUP + row * groups * 4
+                sums = scratch + rows * groups * (GROUP + 4) + row * chunks * sums_of_chunk * 4
+                count, target = end - row, found.ctypes.data
+                if count == 1:
+                    tile1(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                elif count == 2:
+                    tile2(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                elif count == 3:
+                    tile3(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                elif count == 4:
+                    tile4(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                elif count == 5:
+                    tile5(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                elif count == 6:
+                    tile6(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                for place in range(row, end):
+                    for lane in range(width):
+                        value = found[place - row, lane]
+                        column = one * PANEL + lane
+                        if row_scales != 0:
+                            value *= by_output[column]
+                        if bias != 0:
+                            value += added[column]
+                        results[place, column] = narrow(value, kind)
 
-@serial_in_order
-def _tile(
-    rows: int, x: int, x_scales: int, starts: int, weights: int, panel: int, scales: int, scale_panel: int, groups: int,
-    turn: int, turns: int, out: int, bits: np.generic,
-) -> None:  # fmt: skip
-    if rows == 1:
-        tile1(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-    elif rows == 2:
-        tile2(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-    elif rows == 3:
-        tile3(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-    elif rows == 4:
-        tile4(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-    elif rows == 5:
-        tile5(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
-    elif rows == 6:
-        tile6(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+    multiply_part.made_for = repr(form)  # type: ignore[attr-defined]
+    return serial_in_order(multiply_part)

@@ -117,9 +117,10 @@ def pack_weight(*weights: torch.Tensor, read: Callable[[torch.Tensor], object] |
 
 
 def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """out = x W^T + bias; x [..., inputs], `out` [..., outputs] contiguous and float32 or of x's type.
+    """out = x W^T + bias; x [..., inputs], `out` [..., outputs] float32 or of x's type.
 
-    `panels` is the weight from `pack_weight`, `bias` float32 [outputs]. Raises `ValueError` if x is of another type or
+    `out` may be columns of a wider matrix: its rows are `out.stride(-2)` apart, and contiguous each. `panels`
+    is the weight from `pack_weight`, `bias` float32 [outputs]. Raises `ValueError` if x is of another type or
     width than the weight.
     """
     x = x.contiguous()
@@ -131,9 +132,9 @@ def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.T
     rows = x.numel() // inputs
     if rows == 0:
         return
-    size = inputs * x.element_size()
+    size, across = inputs * x.element_size(), (out.stride(-2) if out.dim() > 1 else outputs) * out.element_size()
     multiply(
-        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), rows, size,
+        x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
         outputs // WIDTH, *tiles_for(rows), panels_at_once(rows, size), kind_of(x.dtype), kind_of(out.dtype),
         out.element_size(), use_team(),
     )  # fmt: skip
@@ -165,27 +166,27 @@ def panels_at_once(rows: int, size: int) -> int:
 
 @serial_in_order
 def multiply(
-    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int, tiles: int, block: int,
-    kind: np.generic, out_kind: np.generic, out_size: int, team: int,
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int, tiles: int,
+    block: int, kind: np.generic, out_kind: np.generic, out_size: int, team: int,
 ) -> None:  # fmt: skip
-    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`tiles_for`)."""
+    """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`tiles_for`). `across` is bytes from a
+    row of `out` to the next."""
     most = -(-count // block)
     parallel_for(
         _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
-        (x, panels, bias, out, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
+        (x, panels, bias, out, across, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
     )  # fmt: skip
 
 
 @serial_in_order
 def _multiply_part(
     piece: int, pieces: int, worker: int,
-    x: int, panels: int, bias: int, out: int, rows: int, size: int, count: int, tile: int,
+    x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int,
     tiles: int, block: int, kind: np.generic, out_kind: np.generic, out_size: int,
 ) -> None:  # fmt: skip
     """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
     first, last = count * piece // pieces, count * (piece + 1) // pieces
     lines = size * WIDTH // (_VECTORS * LINE)
-    across = count * WIDTH * out_size
     for begin in range(first, last, block):
         for turn in range(tiles):
             row = min(turn * tile, rows - tile)

@@ -1,4 +1,4 @@
-"""The tile of a product with weights in 8 or 4 bits, in LLVM's terms. What it multiplies: `gemm_quantized`."""
+"""The tile of a product with quantized weights, in LLVM's terms. What it multiplies: `gemm_quantized`, `panel_form`."""
 
 from __future__ import annotations
 
@@ -10,104 +10,209 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
+from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, FLOATS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
 
-GROUP = 64
-"""Inputs of a row that share a scale."""
-PANEL = LANES
 PANELS = 2
 """Panels of a tile."""
 MOST = 6 if cpu_has("avx512f") else 1
 """Rows of x in the largest tile whose sums fit in the registers."""
-_UNROLL = 4
+_LINES = 4
+"""Of numbers, that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
+_BYTES = ir.VectorType(BYTE, LANES)
+_LOW, _HIGH = 0x0F0F0F0F, 0x30303030
 
 
 class _TileWriter:
-    """Writes the tile of one number of rows. out float32 [rows, 32]; `panel` is the bytes from one to the other."""
+    """Writes the tile of one number of rows. out float32 [rows, 32]; `panel` is the bytes from one to the other.
 
-    def __init__(self, builder: Any, rows: int, bits: int, arguments: Any) -> None:
-        self.builder, self.rows, self.bits = builder, rows, bits
-        (self.x, self.x_scales, self.starts, self.weights, self.panel, self.scales, self.scale_panel, self.groups,
-         self.turn, self.turns, self.out) = arguments  # fmt: skip
-        self.line_inputs = 4 if bits == 8 else 8
-        """Inputs in a line of a panel's weights."""
+    For 64 inputs: t = sum over groups of scale * (integer sum - zero * sum of x); total += t * scale of x. Where scales
+    are steps of a block's, totals of the block are made so, and times its scale added to the total. Minima times sums
+    of x (as numbers) are taken off.
+    """
+
+    def __init__(self, builder: Any, form: PanelForm, rows: int, arguments: Any) -> None:
+        self.builder, self.form, self.rows = builder, form, rows
+        (self.x, self.x_scales, self.sums, self.weights, self.panel, self.chunks, self.turn, self.turns,
+         self.out) = arguments  # fmt: skip
         self.cells = [(row, panel) for row in range(rows) for panel in range(PANELS)]
+        self.parts = form.chunk // GROUP
+        """Of a chunk, with one scale of x each."""
+        self.dots = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
+        self.scaled = {cell: cgutils.alloca_once(builder, FLOATS) for cell in self.cells}
+        self.totals = self._zeros()
+        self.of_block = self._zeros() if form.block else self.totals
+        self.minima = self._zeros() if form.block and form.below == "minima" else {}
+
+    def _zeros(self) -> dict[tuple[int, int], Any]:
+        zero = vectors.constant(FLOATS, 0.0)
+        return {cell: cgutils.alloca_once_value(self.builder, zero) for cell in self.cells}
 
     def write(self) -> None:
-        builder = self.builder
-        zero = vectors.constant(FLOATS, 0.0)
-        totals = {cell: cgutils.alloca_once_value(builder, zero) for cell in self.cells}
-        sums = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
-        lines = GROUP // self.line_inputs
-        with cgutils.for_range(builder, self.groups) as loop:
-            group = loop.index
-            word = builder.mul(group, LONG(4))
-            x_size = builder.mul(self.groups, LONG(GROUP))
-            for row in range(self.rows):
-                start = vectors.splat(
-                    builder, load(builder, at(builder, self.starts, self._word_row(), row, word), WORD)
-                )
-                for panel in range(PANELS):
-                    builder.store(start, sums[row, panel])
-            ahead = self._ahead(group)
-            with cgutils.for_range(builder, LONG(lines // _UNROLL)) as inner:
-                for step in range(_UNROLL):
-                    line = builder.add(builder.mul(inner.index, LONG(_UNROLL)), LONG(step))
-                    line = builder.add(line, builder.mul(group, LONG(lines)))
-                    self._add_line(sums, line, x_size, ahead)
-            for row in range(self.rows):
-                scale = load(builder, at(builder, self.x_scales, self._word_row(), row, word), ir.FloatType())
-                self._add_group(totals, sums, row, vectors.splat(builder, scale), group)
+        builder, form = self.builder, self.form
+        x_size = builder.mul(self.chunks, LONG(form.chunk))
+        sizes = [builder.mul(self.chunks, LONG(4 * count)) for count in (self.parts, form.chunk // form.summed)]
+        with cgutils.for_range(builder, self.chunks) as outer:
+            chunk = builder.mul(outer.index, LONG(form.chunk_bytes))
+            for own in (self.of_block if form.block else {}, self.minima):
+                for cell in own.values():
+                    builder.store(vectors.constant(FLOATS, 0.0), cell)
+            with cgutils.for_range(builder, LONG(self.parts)) as inner:
+                place = builder.add(builder.mul(outer.index, LONG(self.parts)), inner.index)
+                ahead = self._ahead(place)
+                self._ask_for_head(chunk, inner.index, ahead)
+                self._add_part(chunk, inner.index, place, x_size, sizes, ahead)
+            if form.block:
+                self._add_block(chunk)
         for row, panel in self.cells:
             target = builder.add(self.out, LONG((row * PANELS + panel) * LINE))
-            vectors.store(builder, builder.load(totals[row, panel]), target)
+            vectors.store(builder, builder.load(self.totals[row, panel]), target)
 
-    def _word_row(self) -> Any:
-        return self.builder.mul(self.groups, LONG(4))
-
-    def _ahead(self, group: Any) -> Any:
+    def _ahead(self, place: Any) -> Any:
         """How far ahead weights are asked for: the tiles that share these take turns at asking for the next."""
         builder = self.builder
-        mine = builder.icmp_signed("==", builder.srem(group, self.turns), self.turn)
+        mine = builder.icmp_signed("==", builder.srem(place, self.turns), self.turn)
         return builder.select(mine, builder.mul(self.panel, LONG(PANELS)), LONG(0))
 
-    def _add_line(self, sums: Any, line: Any, x_size: Any, ahead: Any) -> None:
+    def _ask_for_head(self, chunk: Any, part: Any, ahead: Any) -> None:
+        """Each part of a chunk asks for its share."""
         builder = self.builder
-        offset = builder.mul(line, LONG(LINE))
-        halves: list[list[Any]] = []
+        share = -(-self.form.head // LINE // self.parts)
+        begin = builder.add(builder.mul(part, LONG(share * LINE)), builder.add(chunk, ahead))
         for panel in range(PANELS):
-            address = at(builder, self.weights, self.panel, panel, offset)
+            for line in range(share):
+                address = at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE)))
+                vectors.prefetch(builder, address)
+
+    def _add_part(self, chunk: Any, part: Any, place: Any, x_size: Any, sizes: list[Any], ahead: Any) -> None:
+        """64 inputs: `part` is their number in the chunk, `place` in the row."""
+        builder, form = self.builder, self.form
+        groups, bytes_of_part = GROUP // form.summed, GROUP // UNIT * form.unit_bytes
+        numbers = builder.add(chunk, builder.add(LONG(form.head), builder.mul(part, LONG(bytes_of_part))))
+        if groups > 1:
+            for cell in self.cells:
+                builder.store(vectors.constant(FLOATS, 0.0), self.scaled[cell])
+        with cgutils.for_range(builder, LONG(groups)) as loop:
+            group = loop.index
+            where = builder.mul(builder.add(builder.mul(place, LONG(groups)), group), LONG(4))
+            x_sums = [at(builder, self.sums, sizes[1], row, where) for row in range(self.rows)]
+            for row, panel in self.cells:
+                start = vectors.constant(WORDS, 0)
+                if form.offset:
+                    start = vectors.splat(builder, load(builder, x_sums[row], WORD))
+                builder.store(start, self.dots[row, panel])
+            first = builder.add(builder.mul(place, LONG(GROUP)), builder.mul(group, LONG(form.summed)))
+            own = builder.add(numbers, builder.mul(group, LONG(bytes_of_part // groups)))
+            self._add_lines(own, first, x_size, ahead)
+            self._add_group(chunk, self._group_of(part, group), x_sums, groups > 1)
+        for row in range(self.rows):
+            where = builder.mul(place, LONG(4))
+            scale = vectors.splat(builder, load(builder, at(builder, self.x_scales, sizes[0], row, where), FLOAT))
+            for panel in range(PANELS):
+                total, found = self.of_block[row, panel], builder.load(self.scaled[row, panel])
+                builder.store(vectors.multiply_add(builder, found, scale, builder.load(total)), total)
+
+    def _group_of(self, part: Any, group: Any) -> Any:
+        """The number in its chunk of the group with those inputs."""
+        builder, size = self.builder, self.form.group
+        if size > GROUP:
+            return builder.udiv(part, LONG(size // GROUP))
+        return builder.add(builder.mul(part, LONG(GROUP // (size or GROUP))), group)
+
+    def _add_lines(self, numbers: Any, first: Any, x_size: Any, ahead: Any) -> None:
+        """Products of the integers of a group, from byte `numbers` of a panel and input `first` on."""
+        builder, form = self.builder, self.form
+        units = form.summed // UNIT
+        at_once = min(units, max(1, _LINES // (UNIT * form.bits // 8 // 4)))
+        with cgutils.for_range(builder, LONG(units // at_once)) as loop:
+            for step in range(at_once):
+                unit = builder.add(builder.mul(loop.index, LONG(at_once)), LONG(step))
+                begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
+                quads = [self._unit(panel, begin, ahead) for panel in range(PANELS)]
+                inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
+                for quad in range(UNIT // 4):
+                    for row in range(self.rows):
+                        where = at(builder, self.x, x_size, row, builder.add(inputs, LONG(4 * quad)))
+                        values = vectors.splat(builder, load(builder, where, WORD))
+                        for panel in range(PANELS):
+                            cell = self.dots[row, panel]
+                            builder.store(_add_bytes(builder, builder.load(cell), quads[panel][quad], values), cell)
+
+    def _unit(self, panel: int, begin: Any, ahead: Any) -> list[Any]:
+        """The numbers of sixteen inputs, four in each vector."""
+        builder, bits = self.builder, self.form.bits
+        lines = []
+        for line in range(self.form.unit_bytes // LINE):
+            address = at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE)))
             vectors.prefetch(builder, builder.add(address, ahead))
-            halves.append(self._unpack(load(builder, address, WORDS)))
-        place = builder.mul(line, LONG(self.line_inputs))
-        for half in range(self.line_inputs // 4):
-            for row in range(self.rows):
-                four = load(builder, at(builder, self.x, x_size, row, builder.add(place, LONG(4 * half))), WORD)
-                values = vectors.splat(builder, four)
-                for panel in range(PANELS):
-                    cell = sums[row, panel]
-                    builder.store(_add_bytes(builder, builder.load(cell), halves[panel][half], values), cell)
+            lines.append(load(builder, address, WORDS))
+        if bits == 8:
+            return lines
+        low = vectors.constant(WORDS, _LOW)
+        quads = []
+        for words in lines[:2]:
+            upper = builder.lshr(words, vectors.constant(WORDS, 4))
+            quads += [builder.and_(words, low), builder.and_(upper, low)]
+        if self.form.below == "table":
+            return [vectors.look_up(builder, quad, [entry + 128 for entry in self.form.table]) for quad in quads]
+        if bits == 4:
+            return quads
+        shifts = ((builder.shl, 4), (builder.shl, 2), (builder.lshr, 0), (builder.lshr, 2))
+        tops = [shift(lines[2], vectors.constant(WORDS, count)) for shift, count in shifts]
+        high = vectors.constant(WORDS, _HIGH)
+        return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
 
-    def _unpack(self, words: Any) -> list[Any]:
-        if self.bits == 8:
-            return [words]
-        mask = vectors.constant(WORDS, 0x0F0F0F0F)
-        upper = self.builder.lshr(words, vectors.constant(WORDS, 4))
-        return [self.builder.and_(words, mask), self.builder.and_(upper, mask)]
+    def _add_group(self, chunk: Any, group: Any, x_sums: list[Any], several: bool) -> None:
+        """Add a group's integers times its scale to those of its 64 inputs; take off its minimum."""
+        builder, form = self.builder, self.form
+        scaled = "steps" if form.block else "scales"
+        scales = [self._plane(scaled, panel, chunk, group) if form.group else None for panel in range(PANELS)]
+        taken: list[Any] = []
+        if form.below in ("zeros", "minima"):
+            name = form.below if not form.block else "minimum_steps"
+            taken = [builder.fneg(self._plane(name, panel, chunk, group)) for panel in range(PANELS)]
+        for row, panel in self.cells:
+            number = builder.sitofp(builder.load(self.dots[row, panel]), FLOATS)
+            if taken:
+                x_sum = vectors.splat(builder, load(builder, x_sums[row], FLOAT))
+                if form.below == "zeros":  # all whole numbers below 2^24: exact
+                    number = vectors.multiply_add(builder, taken[panel], x_sum, number)
+                else:
+                    own = (self.minima or self.totals)[row, panel]
+                    builder.store(vectors.multiply_add(builder, taken[panel], x_sum, builder.load(own)), own)
+            into = self.scaled[row, panel]
+            if several:
+                number = vectors.multiply_add(builder, number, scales[panel], builder.load(into))
+            elif scales[panel] is not None:
+                number = builder.fmul(number, scales[panel])
+            builder.store(number, into)
 
-    def _add_group(self, totals: Any, sums: Any, row: int, scale: Any, group: Any) -> None:
+    def _add_block(self, chunk: Any) -> None:
         builder = self.builder
-        for panel in range(PANELS):
-            number = builder.sitofp(builder.load(sums[row, panel]), FLOATS)
-            if self.bits == 4:
-                half = ir.VectorType(ir.IntType(16), LANES)
-                offset = builder.mul(group, LONG(2 * PANEL))
-                stored = load(builder, at(builder, self.scales, self.scale_panel, panel, offset), half)
-                bits = builder.shl(builder.zext(stored, WORDS), vectors.constant(WORDS, 16))
-                number = builder.fmul(number, builder.bitcast(bits, FLOATS))
-            total = totals[row, panel]
-            builder.store(vectors.multiply_add(builder, number, scale, builder.load(total)), total)
+        for name, own in (("scales", self.of_block), ("minima", self.minima)):
+            if not own:
+                continue
+            scales = [self._plane(name, panel, chunk, LONG(0)) for panel in range(PANELS)]
+            for row, panel in self.cells:
+                total = self.totals[row, panel]
+                added = builder.load(own[row, panel])
+                builder.store(vectors.multiply_add(builder, added, scales[panel], builder.load(total)), total)
+
+    def _plane(self, name: str, panel: int, chunk: Any, index: Any) -> Any:
+        """What the group or block of that number has, sixteen outputs as float32."""
+        builder = self.builder
+        offset, size, _ = self.form.planes[name]
+        place = builder.add(builder.mul(index, LONG(size * PANEL)), builder.add(chunk, LONG(offset)))
+        address = at(builder, self.weights, self.panel, panel, place)
+        if name == "zeros":
+            return builder.uitofp(load(builder, address, _BYTES), FLOATS)
+        if size == 1:
+            return builder.sitofp(builder.sext(load(builder, address, _BYTES), WORDS), FLOATS)
+        if size == 4:
+            return load(builder, address, FLOATS)
+        halves = load(builder, address, ir.VectorType(ir.IntType(16), LANES))
+        return vectors.widen_halves(builder, halves, self.form.scale)
 
 
 def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
@@ -122,16 +227,15 @@ def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     return total
 
 
-def _make_tile(rows: int) -> Any:
-    def typed(_: Any, x: Any, x_scales: Any, starts: Any, weights: Any, panel: Any, scales: Any, scale_panel: Any,
-              groups: Any, turn: Any, turns: Any, out: Any, bits: Any) -> Any:  # fmt: skip
+def make_tile(form: PanelForm, rows: int) -> Any:
+    """tile(x, x_scales, sums, panels, panel, chunks, turn, turns, out), of int64, inside kernels."""
+
+    def typed(_: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any, turn: Any, turns: Any,
+              out: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _TileWriter(builder, rows, 8 if bits == numba.types.uint8 else 4, arguments[:11]).write()
+            _TileWriter(builder, form, rows, arguments).write()
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 11, bits), generate
+        return numba.types.void(*[numba.types.int64] * 9), generate
 
     return intrinsic(typed)
-
-
-tile1, tile2, tile3, tile4, tile5, tile6 = map(_make_tile, range(1, 7))

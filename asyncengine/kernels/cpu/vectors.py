@@ -112,6 +112,8 @@ WIDE = cpu_has("avx512f")
 """The CPU has vectors of sixteen, and what there is for them only."""
 PAIRS = cpu_has("avx512bf16")
 """The CPU has an instruction for products of pairs of bfloat16."""
+HALVES = cpu_has("f16c") or WIDE
+"""The CPU has an instruction that widens float16."""
 
 
 def constant(kind: Any, value: float) -> Any:
@@ -196,6 +198,46 @@ def narrow(builder: Any, floats: Any) -> Any:
     number = builder.fcmp_ordered("ord", floats, floats)
     kept = builder.select(number, rounded, constant(WORDS, 0x7FC0))  # rounding would make some NaN a number
     return builder.trunc(kept, ir.VectorType(ir.IntType(16), LANES))
+
+
+def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
+    """Sixteen "bfloat16" or "float16", as a vector of int16, as float32. Infinities of float16 become 65,536."""
+    words = builder.zext(halves, WORDS)
+    if kind == "bfloat16":
+        return builder.bitcast(builder.shl(words, constant(WORDS, 16)), FLOATS)
+    if HALVES:
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    number = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))
+    number = builder.bitcast(builder.fmul(builder.bitcast(number, FLOATS), constant(FLOATS, 2.0**112)), WORDS)
+    sign = builder.shl(builder.and_(words, constant(WORDS, 0x8000)), constant(WORDS, 16))
+    return builder.bitcast(builder.or_(number, sign), FLOATS)
+
+
+def look_up(builder: Any, words: Any, table: list[int]) -> Any:
+    """Each byte of sixteen words, which is below 16, replaced by that entry of a table of 16 bytes."""
+    count = LANES * 4
+    places = builder.bitcast(words, ir.VectorType(BYTE, count))
+    if cpu_has("avx512bw"):
+        kind = ir.VectorType(BYTE, count)
+        entries = ir.Constant(kind, table * 4)
+        return builder.bitcast(call(builder, "llvm.x86.avx512.pshuf.b.512", kind, [entries, places]), WORDS)
+    if cpu_has("ssse3"):  # sixteen at a time
+        kind = ir.VectorType(BYTE, 16)
+        entries = ir.Constant(kind, table)
+        made = []
+        for first in range(0, count, 16):
+            lanes = ir.Constant(ir.VectorType(WORD, 16), list(range(first, first + 16)))
+            own = builder.shuffle_vector(places, places, lanes)
+            made.append(call(builder, "llvm.x86.ssse3.pshuf.b.128", kind, [entries, own]))
+        while len(made) > 1:
+            lanes = ir.Constant(ir.VectorType(WORD, 2 * made[0].type.count), list(range(2 * made[0].type.count)))
+            made = [builder.shuffle_vector(*pair, lanes) for pair in zip(made[::2], made[1::2], strict=True)]
+        return builder.bitcast(made[0], WORDS)
+    found = constant(ir.VectorType(BYTE, count), table[0])
+    for index, entry in enumerate(table[1:], 1):
+        same = builder.icmp_unsigned("==", places, constant(ir.VectorType(BYTE, count), index))
+        found = builder.select(same, constant(ir.VectorType(BYTE, count), entry), found)
+    return builder.bitcast(found, WORDS)
 
 
 def _add_floats(builder: Any, left: Any, right: Any, total: Any) -> Any:

@@ -29,17 +29,16 @@ def product(outputs: int, inputs: int, bits: int, dtype: torch.dtype, bias: bool
     weight = random(outputs, inputs, dtype=dtype) * inputs**-0.5
     added = random(outputs, dtype=torch.float32) if bias else None
     if bits == 0:
-        return LinearWeights(packed.pack_weight(weight), None, added, inputs, outputs, 0)
-    return LinearWeights(*quantize.quantize(weight, bits), added, inputs, outputs, bits)
+        return LinearWeights(packed.pack_weight(weight), added, inputs, outputs)
+    return LinearWeights(quantize.quantize(weight, bits), added, inputs, outputs)
 
 
 def multiply(x: torch.Tensor, by: LinearWeights) -> torch.Tensor:
     out = x.new_empty((x.shape[0], by.outputs))
-    if by.bits == 0:
+    if isinstance(by.weights, torch.Tensor):
         packed.gemm(x, by.weights, out, by.bias)
     else:
-        assert by.scales is not None
-        gemm_quantized.gemm(x, by.weights, by.scales, by.bits, out, by.bias)
+        gemm_quantized.gemm(x, by.weights, out, by.bias)
     return out
 
 
@@ -53,7 +52,8 @@ class Parts:
         self.gate, self.factor = gate, factor
         form = activation.activation_id(gate)
         assert form is not None
-        self.span = FusedLayerKernel(self.products, list(zip(self.norms, EPSILONS, strict=True)), form, factor)
+        norms = list(zip(self.norms, EPSILONS, strict=True))
+        self.span = FusedLayerKernel([[each] for each in self.products], norms, form, factor, dtype)
 
     def one_by_one(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, both, down, *after = self.products

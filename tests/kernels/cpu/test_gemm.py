@@ -9,7 +9,7 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import gemm_quantized, gemm_rowmajor, quantize, vectors
+from asyncengine.kernels.cpu import gemm_quantized, gemm_rowmajor, quantize, quantized_panels, vectors
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -80,16 +80,20 @@ def test_what_the_plain_product_takes(features: int, outputs: int, fits: bool) -
 # ---------------------------------------------------------------- weights in 8 and 4 bits
 
 
-def unpacked(numbers: torch.Tensor, scales: torch.Tensor, bits: int, outputs: int, inputs: int) -> torch.Tensor:
-    """float64 [outputs, inputs], by the layout that the module documents."""
-    panels, lines = numbers.shape[:2]
-    if bits == 8:
-        whole = (numbers.double() - 128).permute(0, 2, 1, 3).reshape(panels * 16, lines * 4)
-        return whole[:outputs, :inputs] * scales.double()[:, None]
-    halves = torch.stack((numbers & 15, numbers >> 4), 3).double() - 8
-    whole = halves.permute(0, 2, 1, 3, 4).reshape(panels * 16, lines * 8)
-    by_input = scales.double().permute(0, 2, 1).reshape(panels * 16, -1).repeat_interleave(gemm_quantized.GROUP, 1)
-    return (whole * by_input)[:outputs, :inputs]
+def unpacked(matrix: gemm_quantized.QuantizedMatrix) -> torch.Tensor:
+    """float64 [outputs, inputs], by the layout that `panel_form` documents, of whole chunks without filling up."""
+    panels, chunks = matrix.panels.shape[:2]
+    head = matrix.form.head
+    lines = matrix.panels[..., head:].reshape(panels, -1, 16, 4)
+    if matrix.form.bits == 8:
+        assert matrix.row_scales is not None
+        whole = (lines.double() - 128).permute(0, 2, 1, 3).reshape(panels * 16, -1)
+        return whole[: matrix.outputs, : matrix.inputs] * matrix.row_scales.double()[:, None]
+    halves = torch.stack((lines & 15, lines >> 4), 2).double() - 8
+    whole = halves.permute(0, 3, 1, 2, 4).reshape(panels * 16, -1)
+    scales = matrix.panels[..., :head].contiguous().view(torch.bfloat16).view(panels, chunks * 2, 16)
+    by_input = scales.double().transpose(1, 2).reshape(panels * 16, -1).repeat_interleave(64, 1)
+    return (whole * by_input)[: matrix.outputs, : matrix.inputs]
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +108,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty((*x.shape[:-1], weight.shape[0]))
-    gemm_quantized.gemm(x, *quantize.quantize(weight, bits), bits, out, bias)
+    gemm_quantized.gemm(x, quantize.quantize(weight, bits), out, bias)
     return out
 
 
@@ -113,7 +117,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor
 def test_integer_products_are_exact(bits: int, outputs: int, inputs: int) -> None:
     """Against the same rounded numbers in float64; widths that are no multiples of panels or groups are padded."""
     weight = random(outputs, inputs)
-    held = unpacked(*quantize.quantize(weight, bits), bits, outputs, inputs)
+    held = unpacked(quantize.quantize(weight, bits))
     for rows in (1, 2, 5, 6, 7, 33):
         x = random(rows, inputs)
         expected = rounded(x) @ held.T
@@ -146,7 +150,7 @@ def test_quantized_rows_at_1_to_33_do_not_depend_on_their_neighbours(bits: int) 
 def test_bias_and_type_of_the_result(bits: int) -> None:
     x, weight, bias = random(3, 64, dtype=torch.bfloat16), random(20, 64, dtype=torch.bfloat16), random(20)
     out = torch.empty((3, 20), dtype=torch.bfloat16)
-    gemm_quantized.gemm(x, *quantize.quantize(weight, bits), bits, out, bias)
+    gemm_quantized.gemm(x, quantize.quantize(weight, bits), out, bias)
     assert torch.equal(out, product(x, weight, bits, bias).bfloat16())
     assert torch.allclose(product(x, weight, bits, bias), product(x, weight, bits) + bias)
 
@@ -168,7 +172,7 @@ def test_zeros(bits: int) -> None:
 
 def test_four_bits_choose_better_than_the_largest_weight_alone() -> None:
     weight = random(64, 64)
-    held = unpacked(*quantize.quantize(weight, 4), 4, 64, 64)
+    held = unpacked(quantize.quantize(weight, 4))
     at = weight.abs().argmax(1, keepdim=True)
     scale = weight.gather(1, at) / -8
     naive = (weight / scale).round().clamp(-8, 7) * scale
@@ -178,11 +182,11 @@ def test_four_bits_choose_better_than_the_largest_weight_alone() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_are_read_back(dtype: torch.dtype) -> None:
     weight = random(37, 100, dtype=dtype)
-    numbers, scales = quantize.quantize(weight, 8)
+    matrix = quantize.quantize(weight, 8)
     ids = torch.tensor([36, 0, 17, 17])
     out = torch.empty((4, 100), dtype=dtype)
-    quantize.read_rows(ids, numbers, scales, out)
-    expected = unpacked(numbers, scales, 8, 37, 100)[ids]
+    quantized_panels.read_rows(matrix.form, matrix.panels, matrix.row_scales, ids, out)
+    expected = unpacked(matrix)[ids]
     assert torch.allclose(out.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
     assert error(out, weight[ids].double()) < 0.01
 

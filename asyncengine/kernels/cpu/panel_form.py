@@ -1,0 +1,119 @@
+"""How a quantized matrix lies in memory: panels of sixteen outputs, each one stream of chunks.
+
+A chunk is `chunk` inputs of a panel's outputs: first what their groups have (scales, steps, minima, zeros), filled up
+to whole lines of 64 bytes, then the numbers, sixteen inputs after sixteen. So a panel is read from its beginning to its
+end, and whatever is asked for ahead, it is one distance.
+
+    numbers of 16 inputs   8 bits: 4 lines, each 4 inputs of 16 outputs
+                           4 bits: 2 lines, each 8 inputs: the first four in the lower halves of the bytes
+                           6 bits: the same 2 lines of the lower four bits, and a line with the upper two of all 16
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from asyncengine.kernels.cpu.vectors import LANES, LINE
+
+PANEL = LANES
+"""Outputs of a panel."""
+GROUP = 64
+"""Inputs of a row of x that share a scale."""
+UNIT = 16
+"""Inputs whose numbers follow each other in whole lines."""
+GROUPS = (128, 64, 32, 16)
+"""Inputs of a weight that can share a scale."""
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class PanelForm:
+    """What of `layers.stored.NumberForm` a kernel is compiled for. Raises `ValueError` for what there is no kernel for.
+
+    Whether rows have scales of their own is not part of it: that is one product more at the end.
+    """
+
+    bits: int
+    """4, 6 or 8."""
+    group: int
+    """16, 32, 64 or 128; 0: there are row scales only."""
+    below: str = "middle"
+    """"middle", "zeros", "minima" or "table"."""
+    block: int = 0
+    """Inputs that share a scale of scales; 0: scales are numbers of their own."""
+    scale: str = "float16"
+    """The type of scales and minima (of blocks, where there are blocks)."""
+    table: tuple[int, ...] = ()
+    """With `below` "table"; it has sixteen entries of -128 .. 127."""
+
+    def __post_init__(self) -> None:
+        wrong = self.bits not in (4, 6, 8) or self.group not in (0, *GROUPS) or self.scale not in _SIZES
+        wrong |= self.below not in ("middle", "zeros", "minima", "table")
+        wrong |= (self.below == "table") != (len(self.table) == 16) or (self.below == "table" and self.bits != 4)
+        wrong |= self.block % max(self.group, GROUP) != 0 or (self.block > 0 and self.group == 0)
+        wrong |= self.below in ("zeros", "minima") and self.group == 0
+        if wrong or (self.below == "zeros" and self.block > 0):
+            raise ValueError(f"there is no kernel for {self}")
+
+    @cached_property
+    def chunk(self) -> int:
+        """Inputs of a chunk: those of a block, or so many that few bytes are lost to filling up."""
+        if self.block:
+            return self.block
+        return 2 * GROUP if self.group == 2 * GROUP or self.group * _SIZES[self.scale] == 2 * GROUP else GROUP
+
+    @cached_property
+    def planes(self) -> dict[str, tuple[int, int, int]]:
+        """Of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a chunk has
+        for each output)."""
+        if not self.group:
+            return {}
+        groups, size = self.chunk // self.group, _SIZES[self.scale]
+        wide = (size, 1 if self.block else groups)
+        parts = {"scales": wide, **({"minima": wide} if self.below == "minima" else {})}
+        if self.block:
+            parts["steps"] = (1, groups)
+            if self.below == "minima":
+                parts["minimum_steps"] = (1, groups)
+        if self.below == "zeros":
+            parts["zeros"] = (1, groups)
+        found, offset = {}, 0
+        for name, (each, count) in parts.items():
+            found[name] = (offset, each, count)
+            offset += each * count * PANEL
+        return found
+
+    @cached_property
+    def head(self) -> int:
+        """Bytes before a chunk's numbers."""
+        used = max((offset + size * count * PANEL for offset, size, count in self.planes.values()), default=0)
+        return -(-used // LINE) * LINE
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """Of the numbers of `UNIT` inputs."""
+        return UNIT * PANEL * self.bits // 8
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        return self.head + self.chunk // UNIT * self.unit_bytes
+
+    @cached_property
+    def summed(self) -> int:
+        """Inputs of x whose sum a product needs: those of a group, 64 at most."""
+        return min(self.group or GROUP, GROUP)
+
+    @cached_property
+    def offset(self) -> int:
+        """What stored numbers are above those that are multiplied, which the sums of x take off again."""
+        return 128 if self.below == "table" else 1 << (self.bits - 1) if self.below == "middle" else 0
+
+    def chunks(self, inputs: int) -> int:
+        """How many a panel has."""
+        return -(-inputs // self.chunk)
+
+
+def int_form(bits: int) -> PanelForm:
+    """What `quantize` rounds to: 8 bits with a scale for each output, or 4 bits with one for every 64 inputs."""
+    return PanelForm(8, 0) if bits == 8 else PanelForm(4, 64, scale="bfloat16")

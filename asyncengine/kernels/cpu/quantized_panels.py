@@ -1,0 +1,236 @@
+"""Numbers and scales of quantized matrices put into panels (`panel_form`), and rows of them read back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.arena import Empty, ordinary
+from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, serial_in_order
+from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import bits_of, number_of
+
+_WORK = 2
+"""Bytes that could be read while a number is put in its place."""
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_KINDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0)}
+_PLANES = ("scales", "minima", "steps", "minimum_steps", "zeros")
+_LOW = np.uint32(0x0F0F0F0F)
+_TOP = np.uint32(0x03030303)
+_HALF, _BFLOAT, _FLOAT = 1, 2, 3
+_SCALES = {"float16": _HALF, "bfloat16": _BFLOAT, "float32": _FLOAT}
+_BELOW = {"middle": 0, "zeros": 1, "minima": 2, "table": 3}
+
+
+def empty_panels(form: PanelForm, outputs: int, inputs: int, empty: Empty = ordinary) -> torch.Tensor:
+    """Memory for a matrix [outputs, inputs], to be filled by `pack_rows`: uint8 [panels, chunks, bytes of one]."""
+    return empty((-(-outputs // PANEL), form.chunks(inputs), form.chunk_bytes), torch.uint8)
+
+
+def pack_rows(
+    form: PanelForm, panels: torch.Tensor, first: int, numbers: NDArray[np.uint8], **planes: NDArray[Any] | torch.Tensor
+) -> None:
+    """Put rows in the place of rows `first` to `first + n` of the whole: numbers uint8 [n, inputs], and what groups
+    have, as `PanelForm.planes` and `layers.stored.GroupedRows` name it, each [n, groups] or [n, blocks].
+
+    `first` is a multiple of `PANEL`; so is n, or these are the last rows. Raises `ValueError` for parts that are
+    missing or of other sizes.
+    """
+    rows, inputs = numbers.shape
+    chunks, panel = panels.shape[1], panels[first // PANEL :]
+    if form.chunks(inputs) != chunks or first % PANEL or -(-rows // PANEL) > len(panel):
+        raise ValueError(f"numbers {numbers.shape} do not fit into panels of {tuple(panels.shape)}")
+    if sorted(planes) != sorted(form.planes):
+        raise ValueError(f"{', '.join(planes) or 'nothing'} is given, {', '.join(form.planes) or 'nothing'} is needed")
+    team, sizes = use_team(), (form.chunk, form.chunk_bytes)
+    numbers = np.ascontiguousarray(numbers)
+    _pack_numbers(
+        numbers.ctypes.data, panel.data_ptr(), rows, inputs, chunks, *sizes, form.head, form.bits, team
+    )  # fmt: skip
+    for name, (offset, size, count) in form.planes.items():
+        given = torch.as_tensor(planes[name]).reshape(rows, -1)
+        part = given.contiguous() if size == 1 else given.to(_DTYPES[form.scale]).contiguous()
+        wanted = -(-inputs * count // form.chunk)
+        if part.shape[1] != wanted:
+            raise ValueError(f"{name} {tuple(part.shape)}: {wanted} are needed for each row")
+        _pack_plane(
+            part.data_ptr(), panel.data_ptr(), rows, wanted, chunks, count, form.chunk_bytes, offset, _KINDS[size]
+        )
+
+
+def read_rows(
+    form: PanelForm, panels: torch.Tensor, row_scales: torch.Tensor | None, ids: torch.Tensor, out: torch.Tensor
+) -> None:
+    """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range): exact, and rounded once to `out`'s type."""
+    offsets = [form.planes[name][0] if name in form.planes else -1 for name in _PLANES]
+    table = np.array(form.table or [0], dtype=np.int32)
+    settings = np.array(
+        [form.chunk, form.chunk_bytes, form.head, form.bits, form.group, form.block, _SCALES[form.scale],
+         _BELOW[form.below], form.offset, *offsets],
+        dtype=np.int64,
+    )  # fmt: skip
+    _read_rows(
+        ids.data_ptr(), panels.data_ptr(), 0 if row_scales is None else row_scales.data_ptr(), out.data_ptr(),
+        ids.numel(), out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, kind_of(out.dtype),
+        use_team(),
+    )  # fmt: skip
+
+
+@serial
+def _pack_numbers(
+    numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int, head: int, bits: int,
+    team: int,
+) -> None:  # fmt: skip
+    count = -(-rows // PANEL)
+    pieces = pieces_of(rows * inputs * _WORK, count, team)
+    parallel_for(_pack_part, team, pieces, (numbers, panels, rows, inputs, chunks, chunk, chunk_bytes, head, bits))
+
+
+@serial
+def _pack_part(
+    piece: int, pieces: int, worker: int,
+    numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int, head: int, bits: int,
+) -> None:  # fmt: skip
+    count = -(-rows // PANEL)
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
+    wide = chunks * chunk
+    own = np.empty(PANEL * wide if inputs != wide or rows % PANEL != 0 else 1, np.uint8)
+    for panel in range(first, last):
+        source, present = numbers + panel * PANEL * inputs, min(PANEL, rows - panel * PANEL)
+        if inputs != wide or present < PANEL:
+            given = array(pointer(source, np.uint8(0)), (present, inputs))
+            padded = own.reshape((PANEL, wide))
+            padded[:, :] = 0
+            for row in range(present):
+                padded[row, :inputs] = given[row]
+            source = np.int64(own.ctypes.data)
+        words = array(pointer(source, np.uint32(0)), (PANEL, wide // 4))
+        for place in range(chunks):
+            target = panels + (panel * chunks + place) * chunk_bytes + head
+            _pack_units(words, target, place * chunk // UNIT, chunk // UNIT, bits)
+
+
+@inline
+def _pack_units(words: Any, target: int, begin: int, count: int, bits: int) -> None:
+    """`count` units from number `begin` on. Four inputs are a word."""
+    for lane in range(PANEL):
+        row = words[lane]
+        for unit in range(count):
+            where = 4 * (begin + unit)
+            one, two, three, four = row[where], row[where + 1], row[where + 2], row[where + 3]
+            if bits == 8:
+                lines = array(pointer(target + unit * 256, np.uint32(0)), (4, PANEL))
+                lines[0, lane], lines[1, lane], lines[2, lane], lines[3, lane] = one, two, three, four
+            else:
+                lines = array(pointer(target + unit * (192 if bits == 6 else 128), np.uint32(0)), (3, PANEL))
+                lines[0, lane] = (one & _LOW) | ((two & _LOW) << np.uint32(4))
+                lines[1, lane] = (three & _LOW) | ((four & _LOW) << np.uint32(4))
+                if bits == 6:
+                    low = ((one >> np.uint32(4)) & _TOP) | (((two >> np.uint32(4)) & _TOP) << np.uint32(2))
+                    high = ((three >> np.uint32(4)) & _TOP) | (((four >> np.uint32(4)) & _TOP) << np.uint32(2))
+                    lines[2, lane] = low | (high << np.uint32(4))
+
+
+@serial
+def _pack_plane(
+    source: int, panels: int, rows: int, items: int, chunks: int, count: int, chunk_bytes: int, offset: int,
+    kind: np.generic,
+) -> None:  # fmt: skip
+    """`items` of each row, `count` in a chunk. What a last chunk has beyond them is 0."""
+    given = array(pointer(source, kind), (rows, items))
+    for panel in range(-(-rows // PANEL)):
+        for place in range(chunks):
+            target = array(pointer(panels + (panel * chunks + place) * chunk_bytes + offset, kind), (count, PANEL))
+            for item in range(count):
+                column = place * count + item
+                for lane in range(PANEL):
+                    row = panel * PANEL + lane
+                    target[item, lane] = given[row, column] if row < rows and column < items else 0
+
+
+@serial
+def _read_rows(
+    ids: int, panels: int, row_scales: int, out: int, count: int, inputs: int, chunks: int, settings: int, table: int,
+    kind: np.generic, team: int,
+) -> None:  # fmt: skip
+    pieces = pieces_of(count * inputs * _WORK, count, team)
+    known = (ids, panels, row_scales, out, inputs, count, chunks, settings, table, kind)
+    parallel_for(_read_part, team, pieces, known)
+
+
+@serial_in_order
+def _read_part(
+    piece: int, pieces: int, worker: int,
+    ids: int, panels: int, row_scales: int, out: int, inputs: int, count: int, chunks: int, settings: int, table: int,
+    kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = count * piece // pieces, count * (piece + 1) // pieces
+    wanted = array(pointer(ids, np.int64(0)), (count,))
+    results = array(pointer(out, kind), (count, inputs))
+    known = array(pointer(settings, np.int64(0)), (14,))
+    chunk, chunk_bytes, head, bits, group, block, scale, below, offset = known[:9]
+    entries = array(pointer(table, np.int32(0)), (16,))
+    for place in range(first, last):
+        row = wanted[place]
+        panel, lane = panels + row // PANEL * chunks * chunk_bytes, row % PANEL
+        by_row = np.float32(1)
+        if row_scales != 0:
+            by_row = array(pointer(row_scales + row * 4, np.float32(0)), (1,))[0]
+        factor, lowest, zero = np.float32(1), np.float32(0), np.float32(0)
+        for index in range(inputs):
+            here, inside = panel + index // chunk * chunk_bytes, index % chunk
+            if group > 0 and inside % group == 0:
+                of_group, of_block = inside // group, 0 if block > 0 else inside // group
+                factor = _wide(here + known[9], of_block * PANEL + lane, scale)
+                if block > 0:
+                    factor *= _step(here + known[11], of_group * PANEL + lane)
+                if below == 1:
+                    zero = np.float32(array(pointer(here + known[13], np.uint8(0)), (chunk,))[of_group * PANEL + lane])
+                elif below == 2:
+                    lowest = _wide(here + known[10], of_block * PANEL + lane, scale)
+                    if block > 0:
+                        lowest *= _step(here + known[12], of_group * PANEL + lane)
+            number = _number(here + head, inside, lane, bits)
+            value = np.float32(entries[number]) if below == 3 else np.float32(number - offset) - zero
+            results[place, index] = narrow((value * factor - lowest) * by_row, kind)
+
+
+@inline
+def _number(numbers: int, index: int, lane: int, bits: int) -> int:
+    """Number `index` of a chunk's, as it is stored."""
+    unit, inside = index // UNIT, index % UNIT
+    quad = inside // 4
+    place = lane * 4 + inside % 4
+    if bits == 8:
+        line = array(pointer(numbers + (unit * 4 + quad) * 64, np.uint8(0)), (64,))
+        return int(line[place])
+    start = numbers + unit * (192 if bits == 6 else 128)
+    line = array(pointer(start + quad // 2 * 64, np.uint8(0)), (64,))
+    found = (int(line[place]) >> (4 * (quad % 2))) & 15
+    if bits == 6:
+        tops = array(pointer(start + 128, np.uint8(0)), (64,))
+        found |= ((int(tops[place]) >> (2 * quad)) & 3) << 4
+    return found
+
+
+@inline
+def _step(address: int, place: int) -> np.float32:
+    return np.float32(array(pointer(address + place, np.int8(0)), (1,))[0])
+
+
+@inline
+def _wide(address: int, place: int, scale: int) -> np.float32:
+    """A scale of that type as float32."""
+    if scale == _FLOAT:
+        return array(pointer(address + place * 4, np.float32(0)), (1,))[0]
+    half = np.int32(array(pointer(address + place * 2, np.uint16(0)), (1,))[0])
+    if scale == _BFLOAT:
+        return number_of(np.int32(half << 16))
+    whole = number_of(np.int32((half & 0x7FFF) << 13)) * np.float32(2.0**112)
+    return number_of(np.int32(bits_of(whole) | ((half & 0x8000) << 16)))

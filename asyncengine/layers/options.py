@@ -6,13 +6,14 @@ the others give is what tests are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import LayerKernels
+from asyncengine.layers.stored import StoredForm
 from asyncengine.layers.weight_forms import (
     DenseWeight,
     OneDnnWeight,
@@ -39,6 +40,9 @@ class LayerOptions:
     """Of the weights of linear layers: 8 or 4; None: those of `dtype`."""
     release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
+    forms: Mapping[str, StoredForm] = field(default_factory=dict)
+    """Of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others, and all
+    of them where there are no compiled kernels, are kept as if they came in a float type."""
 
     @property
     def compiled(self) -> bool:

@@ -41,6 +41,15 @@ class NumberForm:
     """Sixteen values of -128 .. 127, with `below` "table" (MXFP4: twice the number; IQ4_NL)."""
 
 
+class StoredForm(NamedTuple):
+    """What is known of a `StoredMatrix` before it is read: layers make memory for it by this."""
+
+    name: str
+    numbers: NumberForm
+    ordered: bool = False
+    """Whether it may have an `order`."""
+
+
 class GroupedRows(NamedTuple):
     """Some rows of such a matrix. n rows; G = inputs / group; B = inputs / block, or G without blocks."""
 
@@ -78,6 +87,17 @@ class StoredMatrix(Protocol):
     def release(self, first: int, last: int) -> None:
         """Rows [first, last) will not be read again: the system may take back their pages."""
         ...
+
+
+def bytes_of(form: NumberForm, numbers: int) -> int:
+    """What so many numbers take with their scales and the like, about."""
+    each = form.bits / 8
+    if form.group:
+        scale = {"float16": 2, "bfloat16": 2, "float32": 4}[form.scale_dtype]
+        parts = 2 if form.below == "minima" else 1
+        each += parts * (scale / form.block + 1 / form.group if form.block else scale / form.group)
+        each += (form.below == "zeros") / form.group
+    return round(numbers * each)
 
 
 def dequantize(rows: GroupedRows, form: NumberForm) -> torch.Tensor:

@@ -11,22 +11,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.layers.stored import GroupedRows, NumberForm
 from asyncengine.models.formats.gptq import form_of_zeros
 from asyncengine.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.models.formats.stored_tensors import SCALES, StoredTensors, integer
-from asyncengine.models.formats.unpacking import floats, repeated
+from asyncengine.models.formats.unpacking import along_outputs, floats, grouped_rows
 
 _LAYOUTS = ("gemm", "exllama", "ipex", "marlin")
 """Of `version`: kernels that read one layout."""
 _OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of a word's eight outputs the n-th four bits are."""
-_BLOCK = 64
 
 
 def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
@@ -53,28 +48,13 @@ def _matrix(path: str, group: int, tensors: StoredTensors) -> FoundMatrix:
         raise tensors.wrong(f"{path}.scales", f"has {groups} groups for {inputs} inputs, not groups of {size}")
     form = form_of_zeros(tensors, path, inputs, groups, 4, scales.kind, 0)
     parts = {"numbers": f"{path}.qweight", "scales": f"{path}.scales", "zeros": f"{path}.qzeros"}
-    return FoundMatrix("awq", (outputs, inputs), form, parts, partial(_unpack, form=form), None, ())
+    return FoundMatrix(
+        "awq", (outputs, inputs), form, parts, partial(_unpack, form=form), sliced=(),
+        turned=("numbers", "scales", "zeros"),
+    )  # fmt: skip
 
 
 def _unpack(parts: Parts, first: int, last: int, *, form: NumberForm) -> GroupedRows:
-    numbers = _outputs(parts["numbers"], first, last)
-    scales = floats(parts["scales"][:, first:last].T)
-    if form.group == 0:
-        return GroupedRows(numbers, row_scales=scales[:, 0])
-    inputs = numbers.shape[1]
-    zeros = None
-    if form.below == "zeros":
-        zeros = repeated(_outputs(parts["zeros"], first, last), form, inputs)
-    return GroupedRows(numbers, repeated(scales, form, inputs), zeros=zeros)  # type: ignore[arg-type]
-
-
-def _outputs(words: torch.Tensor, first: int, last: int) -> NDArray[np.uint8]:
-    """[last - first, m] of numbers packed along the outputs, int32 [m, outputs / 8]."""
-    low, high = first // 8, -(-last // 8)
-    turned = words[:, low:high].T.contiguous().numpy().view(np.uint32)
-    numbers = np.empty((high - low, 8, words.shape[0]), dtype=np.uint8)
-    for begin in range(0, high - low, _BLOCK):
-        block = turned[begin : begin + _BLOCK]
-        for place, output in enumerate(_OUTPUTS):
-            numbers[begin : begin + _BLOCK, output] = (block >> np.uint32(4 * place)).astype(np.uint8) & np.uint8(15)
-    return numbers.reshape(-1, words.shape[0])[first - 8 * low : last - 8 * low]
+    numbers = along_outputs(parts["numbers"], first, last, 4, _OUTPUTS)
+    zeros = along_outputs(parts["zeros"], first, last, 4, _OUTPUTS) if form.below == "zeros" else None
+    return grouped_rows(form, numbers, floats(parts["scales"][first:last]), zeros)

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import GroupedRows, NumberForm
 from asyncengine.models.formats import fp8, mxfp4, nvfp4
-from asyncengine.models.formats.gptq import order_of, zeros_along_rows
+from asyncengine.models.formats.gptq import order_of
 from asyncengine.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.models.formats.stored_tensors import SCALES, StoredTensors, integer
-from asyncengine.models.formats.unpacking import floats, form_of_groups, numbers_of, repeated, rows_of
+from asyncengine.models.formats.unpacking import along_inputs, along_outputs, floats, form_of_groups, grouped_rows
 
 logger = logging.getLogger("asyncengine")
 
@@ -179,22 +179,16 @@ def _unpack(
     if stored.dtype == torch.int8:
         numbers = stored[first:last].view(torch.uint8).numpy() ^ np.uint8(0x80)
     else:
-        numbers = np.ascontiguousarray(numbers_of(rows_of(stored, first, last), form.bits)[:, :inputs])
+        numbers = np.ascontiguousarray(along_inputs(stored, first, last, form.bits)[:, :inputs])
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
-    scales = floats(_rows(parts["scales"], first, last))
-    if form.group == 0:
-        return GroupedRows(numbers, row_scales=scales[:, 0])
     zeros = None
-    if form.below == "zeros":
-        kept = parts["zeros"]
-        if kept.dtype == torch.int8:
-            zeros = _rows(kept, first, last).contiguous().view(torch.uint8).numpy() ^ np.uint8(1 << (form.bits - 1))
-            zeros &= np.uint8((1 << form.bits) - 1)
-        else:
-            zeros = zeros_along_rows(kept.T, first, last, form.bits, 0)
-        zeros = repeated(zeros, form, inputs)  # type: ignore[assignment]
-    return GroupedRows(numbers, repeated(scales, form, inputs), zeros=zeros)  # type: ignore[arg-type]
+    if form.below == "zeros" and parts["zeros"].dtype == torch.int8:
+        signed = _rows(parts["zeros"], first, last).contiguous().view(torch.uint8).numpy()
+        zeros = (signed ^ np.uint8(1 << (form.bits - 1))) & np.uint8((1 << form.bits) - 1)
+    elif form.below == "zeros":
+        zeros = along_outputs(parts["zeros"], first, last, form.bits)
+    return grouped_rows(form, numbers, floats(_rows(parts["scales"], first, last)), zeros)
 
 
 def _rows(scales: torch.Tensor, first: int, last: int) -> torch.Tensor:

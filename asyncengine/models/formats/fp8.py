@@ -2,9 +2,10 @@
 
 They are kept as eight-bit whole numbers in groups of `GROUP` inputs, whose step is a power of two: of a group's largest
 number all four significant bits are kept, and whatever is at least a sixteenth of it stays exact. What is smaller is
-rounded to that step. Of normally distributed weights this loses 0.3 % of a product (the norm of the difference over
-that of the result); rounding x to 8 bits by groups costs 0.5 %, the eight-bit floats themselves 2.6 %. bfloat16, the
-alternative, would read twice the bytes for every token.
+rounded to that step, to both sides alike. A product loses 0.40 % by it (the norm of the difference over that of the
+result) where weights are normally distributed, 0.50 % where their tails are those of Student's t with 10 degrees of
+freedom, 0.69 % with 5; rounding x to 8 bits costs 0.59 %, and the eight-bit floats themselves 2.6 %. Steps of a 127th
+of the largest number, as usual, lose 0.54, 0.60 and 0.67 %. bfloat16 would read twice the bytes for every token.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from asyncengine.models.formats.unpacking import floats
 
 GROUP = 32
 _KIND = "F8_E4M3"
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 """Numbers that are worked on at once: they stay in a core's cache."""
-_LEAST_EXPONENT = 4
-"""Of a group's largest number, as stored: with a smaller one all numbers are exact in the step of this."""
+_LEAST_EXPONENT = 127 - 3
+"""Of a group's largest number, as float32 has it: with a smaller one all numbers are exact in the step of this."""
 
 Reach = Literal["matrix", "rows", "blocks"]
 
@@ -116,17 +117,21 @@ def whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray
     rows, inputs = floats.shape
     numbers = np.empty((rows, inputs), dtype=np.uint8)
     steps = np.empty((rows, inputs // GROUP), dtype=np.float32)
-    block = max(1, _BLOCK // inputs)
+    block = min(rows, max(1, _BLOCK // inputs))
+    halves, values = np.empty((block, inputs), dtype=np.int16), torch.empty((block, inputs))
+    sizes = torch.empty((block, inputs))
     for first in range(0, rows, block):
-        part = floats[first : first + block]
-        exponents = (part & np.uint8(0x7F)).reshape(len(part), -1, GROUP).max(-1) >> 3
-        shifts = np.maximum(exponents, _LEAST_EXPONENT).astype(np.int32) - 13
-        steps[first : first + block] = np.ldexp(np.float32(1), shifts)
+        count = min(block, rows - first)
+        own, part = halves[:count], values[:count]
         # a half-precision float of the same bits is a 256th of the number
-        halves = (part.view(np.int8).astype(np.int16) << np.int16(7)) & np.int16(-16385)
-        values = torch.from_numpy(halves.view(np.float16)).float().numpy().reshape(len(part), -1, GROUP)
-        values *= np.ldexp(np.float32(256), -shifts)[:, :, None]
-        np.rint(values, out=values)
-        values += np.float32(128)
-        numbers[first : first + block] = values.reshape(len(part), inputs).astype(np.uint8)
+        own[...] = floats[first : first + count].view(np.int8)
+        own <<= np.int16(7)
+        own &= np.int16(-16385)
+        part.copy_(torch.from_numpy(own.view(np.float16)))
+        largest = torch.abs(part, out=sizes[:count]).view(count, -1, GROUP).amax(-1).mul_(256.0)
+        exponents = (largest.view(torch.int32) >> 23).clamp_(min=_LEAST_EXPONENT)
+        step = (exponents - 6 << 23).view(torch.float32)
+        part.view(count, -1, GROUP).mul_((256.0 / step)[..., None]).round_().add_(128.0)
+        steps[first : first + count] = step.numpy()
+        np.copyto(numbers[first : first + count], part.numpy(), casting="unsafe")
     return numbers, steps

@@ -24,11 +24,11 @@ from asyncengine.layers.stored import GroupedRows, NumberForm
 from asyncengine.models.formats.mapped_matrix import FoundMatrix, Parts
 from asyncengine.models.formats.stored_tensors import SCALES, StoredTensors, integer, switch
 from asyncengine.models.formats.unpacking import (
-    columns,
+    along_inputs,
+    along_outputs,
     floats,
     form_of_groups,
-    numbers_of,
-    repeated,
+    grouped_rows,
 )
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
@@ -97,7 +97,10 @@ def _matrix(path: str, settings: Settings, tensors: StoredTensors) -> FoundMatri
     if f"{path}.g_idx" in tensors.headers:
         parts["index"] = f"{path}.g_idx"
     unpack = partial(_unpack, form=form, order=order, added=settings.added)
-    return FoundMatrix("gptq" if bits == 4 else f"gptq {bits} bits", (outputs, inputs), form, parts, unpack, order, ())
+    return FoundMatrix(
+        "gptq" if bits == 4 else f"gptq {bits} bits", (outputs, inputs), form, parts, unpack, order,
+        sliced=(), turned=("numbers", "scales", "zeros"),
+    )  # fmt: skip
 
 
 def form_of_zeros(
@@ -137,21 +140,11 @@ def _order(tensors: StoredTensors, path: str, inputs: int, groups: int, settings
 def _unpack(
     parts: Parts, first: int, last: int, *, form: NumberForm, order: NDArray[np.int64] | None, added: int
 ) -> GroupedRows:
-    numbers = numbers_of(columns(parts["numbers"], first, last), form.bits)
+    numbers = along_inputs(parts["numbers"], first, last, form.bits)
     if order is not None:
         numbers = np.take(numbers, order, axis=1)
-    scales = floats(parts["scales"][:, first:last].T)
-    if form.group == 0:
-        return GroupedRows(numbers, row_scales=scales[:, 0])
-    inputs = numbers.shape[1]
     zeros = None
     if form.below == "zeros":
-        zeros = repeated(zeros_along_rows(parts["zeros"], first, last, form.bits, added), form, inputs)
-    return GroupedRows(numbers, repeated(scales, form, inputs), zeros=zeros)  # type: ignore[arg-type]
-
-
-def zeros_along_rows(words: torch.Tensor, first: int, last: int, bits: int, added: int) -> NDArray[np.uint8]:
-    """[last - first, groups] of zeros packed along the outputs, int32 [groups, outputs bits / 32]."""
-    packed = words.contiguous().numpy().astype("<i4", copy=False).view(np.uint8)
-    zeros = (numbers_of(packed, bits)[:, first:last] + np.uint8(added)) & np.uint8((1 << bits) - 1)
-    return np.ascontiguousarray(zeros.T)
+        zeros = along_outputs(parts["zeros"], first, last, form.bits)
+        zeros = (zeros + np.uint8(added)) & np.uint8((1 << form.bits) - 1)
+    return grouped_rows(form, numbers, floats(parts["scales"][first:last]), zeros)

@@ -32,6 +32,8 @@ class FoundMatrix:
     order: NDArray[np.int64] | None = None
     sliced: tuple[str, ...] = ("numbers",)
     """Those parts whose first dimension is the outputs: pages of rows that have been read can go."""
+    turned: tuple[str, ...] = ()
+    """Those parts whose last dimension is the outputs: they are turned before anything is unpacked, once."""
     ignored: tuple[str, ...] = ()
     """Names of tensors beside it that say something of activations, which are rounded here as they come."""
     experts: int = 0
@@ -39,20 +41,26 @@ class FoundMatrix:
 
 
 class MappedMatrix:
-    """A `StoredMatrix` of mapped tensors."""
+    """A `StoredMatrix` of mapped tensors. Turned parts take memory of their own, and their pages go at once."""
 
     def __init__(self, found: FoundMatrix, parts: Parts, release: Callable[[torch.Tensor], object]) -> None:
         """`release`: told of tensors whose pages will not be read again."""
         self.name, self.shape, self.form, self.order = found.kind, found.shape, found.form, found.order
         self._found, self._parts, self._release = found, parts, release
+        self._turned: Parts | None = None
 
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked."""
-        return self._found.unpack(self._parts, first, last)
+        if self._turned is None:
+            self._turned = {**self._parts, **{name: self._parts[name].T.contiguous() for name in self._found.turned}}
+            for name in self._found.turned:
+                self._release(self._parts[name])
+        return self._found.unpack(self._turned, first, last)
 
     def release(self, first: int, last: int) -> None:
         """Let the system take back the pages of these rows; with the last of them, those of the whole matrix."""
         if last == self.shape[0]:
+            self._turned = None
             for part in self._parts.values():
                 self._release(part)
             return

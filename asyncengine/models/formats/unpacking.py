@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.layers.stored import NumberForm
+from asyncengine.layers.stored import GroupedRows, NumberForm
 
 Bytes = NDArray[np.uint8]
 
@@ -31,20 +33,32 @@ def spread(packed: Bytes) -> Bytes:
     return numbers
 
 
-def columns(words: torch.Tensor, first: int, last: int) -> Bytes:
-    """Columns [first, last) of int32 [m, n], each a row of bytes: [last - first, 4 m], the lowest byte first."""
-    turned = words[:, first:last].T.contiguous().numpy()
-    return turned.astype("<i4", copy=False).view(np.uint8)
+def along_inputs(words: torch.Tensor, first: int, last: int, bits: int) -> Bytes:
+    """Rows [first, last) of numbers in words int32 [outputs, m], the lowest bits first: [last - first, 32 m / bits]."""
+    packed = words[first:last].contiguous().numpy().view(np.uint8)
+    return spread(packed) if bits == 4 else packed.copy()
 
 
-def rows_of(words: torch.Tensor, first: int, last: int) -> Bytes:
-    """Rows [first, last) of int32 [n, m] as bytes [last - first, 4 m]."""
-    return words[first:last].contiguous().numpy().astype("<i4", copy=False).view(np.uint8)
+def along_outputs(words: torch.Tensor, first: int, last: int, bits: int, places: Sequence[int] = range(8)) -> Bytes:
+    """Rows [first, last) of numbers in words int32 [m, k], each of which holds those of 32 / bits outputs: [n, k].
 
-
-def numbers_of(packed: Bytes, bits: int) -> Bytes:
-    """Numbers of 4 or 8 bits from bytes."""
-    return spread(packed) if bits == 4 else packed
+    `places`: which of a word's outputs its n-th four bits are.
+    """
+    each, width = 32 // bits, words.shape[1]
+    low, high = first // each, -(-last // each)
+    numbers = np.empty((high - low, each, width), dtype=np.uint8)
+    block = max(1, _BLOCK // (8 * width))
+    for begin in range(low, high, block):
+        part = words[begin : min(begin + block, high)].contiguous().view(torch.uint8).view(-1, width, 4)
+        planes = part.transpose(1, 2).contiguous().numpy()
+        into = numbers[begin - low : begin - low + block]
+        if bits == 8:
+            into[...] = planes
+            continue
+        for byte in range(4):
+            np.bitwise_and(planes[:, byte], np.uint8(15), out=into[:, places[2 * byte]])
+            np.right_shift(planes[:, byte], np.uint8(4), out=into[:, places[2 * byte + 1]])
+    return numbers.reshape(-1, width)[first - each * low : last - each * low]
 
 
 def floats(scales: torch.Tensor) -> NDArray[np.float32]:
@@ -73,7 +87,14 @@ def form_of_groups(
     return NumberForm(bits, size, "zeros" if zeros else "middle", scale_dtype=dtype)  # type: ignore[arg-type]
 
 
-def repeated(values: NDArray[np.generic], form: NumberForm, inputs: int) -> NDArray[np.generic]:
-    """[n, groups of the file] -> [n, groups of the form]."""
-    times = inputs // form.group // values.shape[1]
-    return values if times == 1 else np.repeat(values, times, axis=1)
+def grouped_rows(
+    form: NumberForm, numbers: Bytes, scales: NDArray[np.float32], zeros: Bytes | None = None
+) -> GroupedRows:
+    """Rows of a form of `form_of_groups`, with the file's scales [n, groups], and zeros of the same shape."""
+    if form.group == 0:
+        return GroupedRows(numbers, row_scales=scales[:, 0])
+    times = numbers.shape[1] // form.group // scales.shape[1]
+    if times > 1:
+        scales = np.repeat(scales, times, axis=1)
+        zeros = None if zeros is None else np.repeat(zeros, times, axis=1)
+    return GroupedRows(numbers, scales, zeros=zeros)

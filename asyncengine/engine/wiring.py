@@ -26,7 +26,7 @@ from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.admission import AdapterSlots
-from asyncengine.models.checkpoint import Checkpoint, open_checkpoint
+from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Executor
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from asyncengine.grammar.service import GrammarService
     from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
+    from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loading import LoadedModel
     from asyncengine.runner.model_runner import ModelRunner
 
@@ -103,7 +104,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 
 def _load_frontend(
-    path: str, checkpoint: Checkpoint, config: EngineConfig, device: torch.device, attempt: LoadAttempt
+    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt
 ) -> Frontend:
     from asyncengine.device.cores import Cores
     from asyncengine.device.memory import in_words

@@ -89,6 +89,17 @@ class StoredMatrix(Protocol):
         ...
 
 
+def bytes_of(form: NumberForm, numbers: int) -> int:
+    """What so many numbers take with their scales and the like, about."""
+    each = form.bits / 8
+    if form.group:
+        scale = {"float16": 2, "bfloat16": 2, "float32": 4}[form.scale_dtype]
+        parts = 2 if form.below == "minima" else 1
+        each += parts * (scale / form.block + 1 / form.group if form.block else scale / form.group)
+        each += (form.below == "zeros") / form.group
+    return round(numbers * each)
+
+
 def dequantize(rows: GroupedRows, form: NumberForm) -> torch.Tensor:
     """float32 [n, inputs], in the order of the numbers."""
     count, inputs = rows.numbers.shape

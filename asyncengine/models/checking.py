@@ -8,7 +8,8 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.models.checkpoint import Checkpoint, first_line
+from asyncengine.models.checkpoint import first_line
+from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.kinds import not_causal
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -16,7 +17,7 @@ _STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
 """Last parts of the names of weights that recurrent layers have and attention has not."""
 
 
-def load_config(checkpoint: Checkpoint, config: EngineConfig) -> Any:
+def load_config(checkpoint: CheckpointSource, config: EngineConfig) -> Any:
     """transformers' config object. Raises `UnsupportedModel` for an unknown family or one that needs its own code."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -40,7 +41,7 @@ def load_config(checkpoint: Checkpoint, config: EngineConfig) -> Any:
         ) from error
 
 
-def check_config(hf_config: Any, checkpoint: Checkpoint, *, native: bool) -> None:
+def check_config(hf_config: Any, checkpoint: CheckpointSource, *, native: bool) -> None:
     """Refuse what the config alone shows cannot run. Raises `UnsupportedModel`.
 
     `native`: the family is written down here, so that transformers' classes need not be looked at: importing them
@@ -49,9 +50,12 @@ def check_config(hf_config: Any, checkpoint: Checkpoint, *, native: bool) -> Non
     family = hf_config.model_type
     if not native:
         _check_family(hf_config, checkpoint)
-    if quantized := checkpoint.config.get("quantization_config"):
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
-        raise UnsupportedModel(f"quantized checkpoints ({method}) are not supported; use the unquantized weights")
+    kinds = sorted({stored.kind for stored in checkpoint.tensors.values() if stored.quantized})
+    if kinds and not native:
+        raise UnsupportedModel(
+            f"family {family!r} runs through transformers' modules here, which take no quantized weights "
+            f"({', '.join(kinds)}); use the unquantized weights"
+        )
     text_config = hf_config.get_text_config()
     for kind in getattr(text_config, "layer_types", None) or ():
         if kind not in _ATTENTION_LAYERS:
@@ -60,7 +64,7 @@ def check_config(hf_config: Any, checkpoint: Checkpoint, *, native: bool) -> Non
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
 
 
-def _check_family(hf_config: Any, checkpoint: Checkpoint) -> None:
+def _check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
     """Refuse a family that transformers does not have as a causal language model, or not within our reach."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,5 +1,7 @@
 """What can be known about a model's folder before any weight is read: config, shards, sizes, what is missing.
 
+Nothing here needs torch before a quantized checkpoint is found: wrong paths are refused at once.
+
 Only safetensors files are ever opened. Pickled weights (`pytorch_model.bin`, `*.pt`) run code when loaded; they are
 refused, never read.
 """
@@ -10,42 +12,74 @@ import json
 import math
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.config import EngineConfig
-from asyncengine.errors import ModelNotFound, shorten
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.kinds import GGUF, check_architectures, check_files
+from asyncengine.models.mapped import OpenFiles
 from asyncengine.models.sizes import check_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.layers.stored import StoredMatrix
+    from asyncengine.models.formats import CheckpointSource
+    from asyncengine.models.formats.mapped_matrix import FoundMatrix
 
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
+_ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+"""Kinds of tensors, by safetensors' names for dtypes."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes: safetensors' own limit."""
+
+
 class StoredTensor(NamedTuple):
-    """What a file's header says of a tensor."""
+    """A tensor as files have it, or a quantized matrix, which may be several tensors there."""
 
     kind: str
-    """Its dtype as safetensors calls it."""
+    """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
     shape: tuple[int, ...]
+    """Of a matrix, that of what it stands for."""
     file: Path
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def quantized(self) -> bool:
+        """Whether reading it gives a `StoredMatrix`."""
+        return self.kind not in _ITEM_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete model folder; of a model whose weights are made up, without files and tensors."""
+    """A complete model folder: a `CheckpointSource`. Where weights are made up, it has no files and no tensors."""
 
     folder: Path
     config: dict[str, Any]
     """config.json as it stands."""
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
-    """By name, over all files."""
+    """By name, over all files. Quantized matrices have the names that they have without quantization."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Nothing: what is said beside the tensors is in files of its own."""
+    matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
+    """The quantized ones."""
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """All tensors by the names that the files have, where there are quantized ones."""
+    opened: OpenFiles = field(default_factory=OpenFiles)
 
     @property
     def weight_bytes(self) -> int:
@@ -55,18 +89,39 @@ class Checkpoint:
     def elements(self) -> int:
         return sum(stored.elements for stored in self.tensors.values())
 
+    def read(self, name: str) -> torch.Tensor | StoredMatrix:
+        """A tensor or quantized matrix, mapped and not copied. Raises `KeyError` for an unknown name."""
+        found = self.matrices.get(name)
+        if found is None:
+            return self.opened.read(self.tensors[name].file, name)
+        from asyncengine.models.formats.mapped_matrix import MappedMatrix
 
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
+        parts = {part: self.opened.read(self.stored[stored].file, stored) for part, stored in found.parts.items()}
+        return MappedMatrix(found, parts, self.opened.release)
+
+    def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
+        """What `read` gave, or part of it, will not be read again: the system may take back its pages."""
+        from torch import Tensor
+
+        if isinstance(tensor, Tensor):
+            self.opened.release(tensor)
+        else:
+            tensor.release(0, tensor.shape[0])
+
+    def stored_types(self) -> dict[str, str]:
+        """{name: kind} of everything."""
+        return {name: stored.kind for name, stored in self.tensors.items()}
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig) -> Checkpoint:
+def open_checkpoint(path_or_id: str, config: EngineConfig) -> CheckpointSource:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
+
+    Of a GGUF file, its header.
 
     Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
     """
+    if (gguf := _open_gguf(path_or_id)) is not None:
+        return gguf
     folder = _find_folder(path_or_id, config)
     check_files(folder)
     raw = read_json(folder / "config.json", path_or_id)
@@ -74,9 +129,41 @@ def open_checkpoint(path_or_id: str, config: EngineConfig) -> Checkpoint:
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors.update(_read_header(file))
+        tensors.update(read_header(file))
     check_sizes(raw, len(tensors) if files else None)
-    return Checkpoint(folder, raw, files, tensors)
+    return _with_matrices(Checkpoint(folder, raw, files, tensors))
+
+
+def _with_matrices(plain: Checkpoint) -> Checkpoint:
+    """The same by the names that its matrices have without quantization."""
+    from asyncengine.models.formats.methods import by_logical_name, find_matrices, method_of, quantization_of
+    from asyncengine.models.formats.stored_tensors import StoredTensors
+
+    settings = quantization_of(plain.folder, plain.config)
+    if settings is None:
+        return plain
+    if not plain.files:
+        raise UnsupportedModel(f"load_format='dummy' makes up no quantized weights ({method_of(settings)})")
+
+    def read(name: str) -> torch.Tensor:
+        return plain.opened.read(plain.tensors[name].file, name)
+
+    matrices = find_matrices(settings, StoredTensors(plain.folder, plain.tensors, read))
+    named = by_logical_name(plain.folder, plain.tensors, matrices)
+    return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
+
+
+def _open_gguf(path_or_id: str) -> CheckpointSource | None:
+    """A GGUF file; None: `path_or_id` is no such file."""
+    expanded = Path(os.path.expanduser(path_or_id))
+    if not os.path.isfile(expanded) or expanded.suffix != ".gguf":
+        return None
+    try:
+        gguf = import_module("asyncengine.models.formats.gguf")
+    except ModuleNotFoundError:
+        raise ModelNotFound(f"{path_or_id} {GGUF}") from None
+    found: CheckpointSource = gguf.open_gguf(expanded)
+    return found
 
 
 def _find_folder(path_or_id: str, config: EngineConfig) -> Path:
@@ -84,8 +171,6 @@ def _find_folder(path_or_id: str, config: EngineConfig) -> Path:
     if path_or_id and os.path.isdir(expanded):  # not Path's own: it raises for a name that is too long
         return expanded
     if os.path.isfile(expanded):
-        if expanded.suffix == ".gguf":
-            raise ModelNotFound(f"{path_or_id} {GGUF}")
         raise ModelNotFound(f"{path_or_id} is a file; pass the folder that holds config.json and *.safetensors")
     looks_like_path = path_or_id.startswith((".", "/", "~", "\\")) or path_or_id.count("/") > 1 or "\\" in path_or_id
     if looks_like_path or not path_or_id:
@@ -138,6 +223,9 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return (single,)
+    named = sorted(folder.glob("gptq_model*.safetensors"))  # as AutoGPTQ called it
+    if len(named) == 1:
+        return (named[0],)
     if index.is_file():
         weight_map = read_json(index, path_or_id).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -164,17 +252,17 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     raise ModelNotFound(f"{path_or_id} has no model.safetensors")
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """What a file holds, after checking that it is as long as its header says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= size - 8:
+            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise ValueError("its header is cut off")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        end = _check_places(header)
         tensors = {
             name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), file)
             for name, entry in header.items()
@@ -184,6 +272,23 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     if 8 + length + end != size:
         raise ModelNotFound(f"{file} is truncated: {size} bytes, its header describes {8 + length + end}")
     return tensors
+
+
+def _check_places(header: dict[str, Any]) -> int:
+    """Where the last tensor ends. Raises `ValueError` for one that is longer or shorter than its shape, or in another.
+
+    safetensors finds this out, too, but only when a file's first tensor is read: others' may have been written by then.
+    """
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        kind, shape = entry["dtype"], entry["shape"]
+        if first != end or last < first or any(size < 0 for size in shape):
+            raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
+        if kind in _ITEM_BYTES and last - first != math.prod(shape) * _ITEM_BYTES[kind]:
+            raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
+        end = last
+    return end
 
 
 def first_line(error: BaseException) -> str:

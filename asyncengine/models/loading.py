@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +24,16 @@ from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.step import CausalLM
+from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.models.checking import check_config, check_module, load_config
-from asyncengine.models.checkpoint import Checkpoint, first_line, open_checkpoint, read_json
+from asyncengine.models.checkpoint import first_line, open_checkpoint, read_json
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import decoder_config_of
+from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
-from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of
+from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of, stored_forms
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")
@@ -65,7 +67,10 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_id: str, config: EngineConfig, progress: LoadProgress | None = None, checkpoint: Checkpoint | None = None
+    path_or_id: str,
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    checkpoint: CheckpointSource | None = None,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet).
 
@@ -80,9 +85,9 @@ def load_model(
             max_model_len = _max_model_len(hf_config, config)
             described = decoder_config_of(hf_config, max_model_len) if config.fuse else None
             check_config(hf_config, checkpoint, native=described is not None)
-            dtype = _resolve_dtype(config, hf_config, checkpoint)
-        defaults = _generation_defaults(checkpoint)
         device = resolve_device(config.device)
+        dtype = _resolve_dtype(config, hf_config, checkpoint, device)
+        defaults = _generation_defaults(checkpoint)
         bits = quantization_bits(config, dtype, device)
         if device.type == "cpu":
             bound_kernel_caches()
@@ -114,31 +119,31 @@ def load_model(
 
 
 def _load_decoder(
-    described: DecoderConfig, checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device,
-    bits: int | None, max_model_len: int, bar: LoadProgress,
+    described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
+    device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     described = settle_tie(described, checkpoint)
     outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
     slots = slots_of(outline, checkpoint)
-    if config.load_format != "dummy":
-        assign(checkpoint, slots, described.ignored)
-    elements = sum(math.prod(slot.shape) for slot in slots.values())
-    _check_memory(elements, dtype, device, bits)
-    files = MappedFiles()
+    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.ignored)
+    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
+    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
+    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    _check_memory(sum(elements.values()), dtype, device, bits, kept)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    options = LayerOptions(dtype, device, kernels, bits, files.release)
+    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms)
     decoder = Decoder(described, options, max_model_len)
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)
     else:
-        load_weights(checkpoint, slots_of(decoder, checkpoint), described.ignored, files, bar)
+        load_weights(checkpoint, slots_of(decoder, checkpoint), described.ignored, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 
 def _load_module(
-    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device,
+    checkpoint: CheckpointSource, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device,
     bits: int | None, max_model_len: int, bar: LoadProgress,
 ) -> tuple[CausalLM, list[str], int]:  # fmt: skip
     """transformers' own module, tried on a few tokens."""
@@ -155,7 +160,7 @@ def _load_module(
         bar.stage("checking attention")
         probed = probe(module, device)
     done = [] if bits is None else quantize_module(module, bits)
-    own_weights(module, MappedFiles())
+    own_weights(module, MappedFiles(checkpoint.files))
     freeze_rotary(module, max_model_len, device)
     return TransformersModel(module, probed), ["transformers x 1", *done], resident_bytes(module)
 
@@ -188,9 +193,24 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _resolve_dtype(config: EngineConfig, hf_config: Any, checkpoint: Checkpoint) -> torch.dtype:
+def _resolve_dtype(
+    config: EngineConfig, hf_config: Any, checkpoint: CheckpointSource, device: torch.device
+) -> torch.dtype:
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
+    declared = _declared_dtype(hf_config, checkpoint)
+    if is_quantized(checkpoint) and declared == torch.float16 and device.type == "cpu":
+        return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
+    return declared
+
+
+def is_quantized(checkpoint: CheckpointSource) -> bool:
+    """Whether any matrix is stored in small numbers."""
+    return any(stored.quantized for stored in checkpoint.tensors.values())
+
+
+def _declared_dtype(hf_config: Any, checkpoint: CheckpointSource) -> torch.dtype:
+    """What the configuration says, or else what most numbers are stored in."""
     declared = getattr(hf_config, "dtype", None) or getattr(hf_config.get_text_config(), "dtype", None)
     if isinstance(declared, str):
         declared = _DTYPES.get(declared)
@@ -204,7 +224,7 @@ def _resolve_dtype(config: EngineConfig, hf_config: Any, checkpoint: Checkpoint)
 
 
 def _make_module(
-    checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: CheckpointSource, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """transformers' model on `device`: from the checkpoint's files, or made up."""
     from asyncengine.models.fallback.dummy import count_elements, make_random
@@ -221,8 +241,28 @@ def _make_module(
     return module.eval().requires_grad_(False)
 
 
-def _check_memory(elements: int, dtype: torch.dtype, device: torch.device, bits: int | None = None) -> None:
-    need, free = elements * dtype.itemsize if bits is None else elements * bits // 8, free_bytes(device)
+def kept_forms(
+    stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None
+) -> dict[str, StoredForm]:
+    """Those of a checkpoint's quantized matrices that stay as they are: all, or (`bits`) what is no wider than that.
+
+    None where there are no compiled kernels, which a line of the log says.
+    """
+    missing = compiler_missing(dtype, device)
+    if stored and missing is not None:
+        kinds, form = ", ".join(sorted({each.name for each in stored.values()})), str(dtype).removeprefix("torch.")
+        logger.warning(
+            "%d quantized matrices (%s) become %s: %s", len(stored), kinds, form, missing
+        )  # fmt: skip
+        return {}
+    return {path: each for path, each in stored.items() if bits is None or each.numbers.bits <= bits}
+
+
+def _check_memory(
+    elements: int, dtype: torch.dtype, device: torch.device, bits: int | None = None, stored: int = 0
+) -> None:
+    """`stored`: bytes of matrices that stay as the checkpoint has them; `elements`: numbers of all others."""
+    need, free = stored + (elements * dtype.itemsize if bits is None else elements * bits // 8), free_bytes(device)
     if need > free:
         form = str(dtype).removeprefix("torch.") if bits is None else f"int{bits}"
         raise OutOfMemory(
@@ -230,7 +270,7 @@ def _check_memory(elements: int, dtype: torch.dtype, device: torch.device, bits:
         )
 
 
-def _from_pretrained(checkpoint: Checkpoint, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> Any:
+def _from_pretrained(checkpoint: CheckpointSource, hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     with _quiet_transformers():
@@ -283,7 +323,7 @@ def _quiet_transformers() -> Iterator[None]:
 _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def _generation_defaults(checkpoint: Checkpoint) -> dict[str, Any]:
+def _generation_defaults(checkpoint: CheckpointSource) -> dict[str, Any]:
     """What generation_config.json sets. Raises `ModelNotFound` for a value that no request could be served with."""
     file = checkpoint.folder / "generation_config.json"
     content = read_json(file, str(checkpoint.folder)) if file.is_file() else {}

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
+from safetensors import safe_open
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_OPEN = 2
+"""Files that are kept open: parts of a matrix lie in one file or in neighbours."""
 
 
 class MappedFiles:
     """The address ranges of weight files mapped into this process when it was made, or last looked."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Iterable[Path] | None = None) -> None:
+        """Of `files`, or (None) of all whose names end as safetensors files' do. A hub's download is known only by its
+        path: links lead to files with names of their own."""
+        self._files = None if files is None else frozenset(map(os.path.realpath, files))
         self._ranges: list[tuple[int, int]] = []
         self.look()
+
+    def _has(self, path: str) -> bool:
+        return path.endswith(".safetensors") if self._files is None else path in self._files
 
     def look(self) -> None:
         """Find out what is mapped now."""
@@ -29,8 +44,9 @@ class MappedFiles:
         try:
             with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
                 for line in maps:
-                    if line.rstrip().endswith(".safetensors"):
-                        begin, end = line.split(maxsplit=1)[0].split("-")
+                    fields = line.rstrip("\n").split(maxsplit=5)  # address, rights, offset, device, inode, path
+                    if len(fields) == 6 and self._has(fields[5]):
+                        begin, end = fields[0].split("-")
                         self._ranges.append((int(begin, 16), int(end, 16)))
         except OSError:  # no /proc: pages stay until the file is unmapped
             return
@@ -56,6 +72,32 @@ class MappedFiles:
         last = (tensor.data_ptr() + tensor.nbytes) // page * page
         if last > first:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+class OpenFiles:
+    """The safetensors files that were read from last, each mapped while it is open."""
+
+    def __init__(self) -> None:
+        self._streams: dict[Path, Any] = {}
+        self._mapped = MappedFiles(())
+
+    def read(self, file: Path, name: str) -> torch.Tensor:
+        """A tensor, mapped and not copied."""
+        stream = self._streams.pop(file, None)
+        known = stream is not None
+        if stream is None:
+            stream = safe_open(str(file), framework="pt")
+        self._streams[file] = stream  # the last one that was used
+        tensor: torch.Tensor = stream.get_tensor(name)
+        if not known:
+            while len(self._streams) > _MOST_OPEN:
+                del self._streams[next(iter(self._streams))]
+            self._mapped = MappedFiles(self._streams)  # a file is mapped when its first tensor is asked for
+        return tensor
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Let the system take back the pages under a tensor, or part of one; nothing happens to what is no file's."""
+        self._mapped.release(tensor)
 
 
 def own_weights(module: Any, files: MappedFiles) -> None:

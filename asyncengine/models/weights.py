@@ -8,19 +8,18 @@ refused checkpoint leaves a live model as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.models.checkpoint import Checkpoint, StoredTensor
+from asyncengine.layers.stored import StoredForm
+from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.decoder import Decoder, DecoderConfig
-from asyncengine.models.mapped import MappedFiles
+from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.progress import LoadProgress
 
 FLOATS = ("F32", "BF16", "F16", "F64")
@@ -30,7 +29,7 @@ _SPREAD = 0.02
 """Standard deviation of made-up weights."""
 
 
-def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Sequence[str]) -> dict[str, str]:
+def assign(checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str]) -> dict[str, str]:
     """The slot of each of the checkpoint's tensors that has one, {name in the file: name of the slot}.
 
     A checkpoint may leave out what all names begin with ("model."), or be without the output layer's tensor where that
@@ -43,7 +42,7 @@ def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Seq
         spellings = (name, *(prefix + name for prefix in prefixes), _new_name(name))
         slot = next((known for known in spellings if known in slots), None)
         if slot is None:
-            if not any(re.fullmatch(pattern, name) for pattern in ignored):
+            if not any(re.fullmatch(pattern, name) for pattern in ignored) and not _adds_nothing(checkpoint, name):
                 raise ModelNotFound(f"{checkpoint.folder} has a tensor that this family does not have: {name}")
             continue
         _check(checkpoint.folder, name, stored, slots[slot])
@@ -55,6 +54,15 @@ def assign(checkpoint: Checkpoint, slots: Mapping[str, TensorSlot], ignored: Seq
     return found
 
 
+def _adds_nothing(checkpoint: CheckpointSource, name: str) -> bool:
+    """True of a bias of zeros beside a quantized matrix: AutoGPTQ wrote one wherever there is none."""
+    matrix = checkpoint.tensors.get(name.removesuffix(".bias") + ".weight")
+    if not name.endswith(".bias") or matrix is None or not matrix.quantized:
+        return False
+    bias = checkpoint.read(name)
+    return isinstance(bias, torch.Tensor) and not bool(bias.any())
+
+
 def _new_name(name: str) -> str:
     """What transformers calls today what it called `name` in multimodal checkpoints before its release 4.52."""
     for old, new in (("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head.")):
@@ -63,7 +71,7 @@ def _new_name(name: str) -> str:
     return name
 
 
-def settle_tie(described: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+def settle_tie(described: DecoderConfig, checkpoint: CheckpointSource) -> DecoderConfig:
     """Whether output layer and embedding are one matrix, decided as transformers does.
 
     A checkpoint that has both, with different numbers, is not tied, whatever its configuration says. Of one with both,
@@ -72,17 +80,16 @@ def settle_tie(described: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfi
     head, table = (_stored_name(checkpoint, f"{path}.weight") for path in (described.head, described.embedding))
     if not described.tied or head is None or table is None:
         return described
-    with ExitStack() as opened:
-        left, right = (
-            opened.enter_context(safe_open(str(checkpoint.tensors[name].file), framework="pt")).get_tensor(name)
-            for name in (head, table)
-        )
-        if torch.equal(left, right):
-            return replace(described, ignored=(*described.ignored, re.escape(head)))
+    left, right = checkpoint.read(head), checkpoint.read(table)
+    same = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    for tensor in (left, right):
+        checkpoint.release(tensor)
+    if same:
+        return replace(described, ignored=(*described.ignored, re.escape(head)))
     return replace(described, tied=False)
 
 
-def slots_of(decoder: Decoder, checkpoint: Checkpoint) -> dict[str, TensorSlot]:
+def slots_of(decoder: Decoder, checkpoint: CheckpointSource) -> dict[str, TensorSlot]:
     """A decoder's slots by the checkpoint's names: of a tied model it may have the one matrix as the output layer's."""
     slots, config = decoder.slots(), decoder.config
     head, table = (f"{path}.weight" for path in (config.head, config.embedding))
@@ -91,7 +98,7 @@ def slots_of(decoder: Decoder, checkpoint: Checkpoint) -> dict[str, TensorSlot]:
     return slots
 
 
-def _stored_name(checkpoint: Checkpoint, name: str) -> str | None:
+def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:
     """What the checkpoint calls a tensor: it may leave out what all names begin with."""
     return next((known for known in (name, name.partition(".")[2]) if known in checkpoint.tensors), None)
 
@@ -101,41 +108,43 @@ def _check(folder: Path, name: str, stored: StoredTensor, slot: TensorSlot) -> N
         raise ModelNotFound(
             f"{folder} has a wrong shape for the tensor {name}: {list(stored.shape)}, not {list(slot.shape)}"
         )
-    if stored.kind not in FLOATS:
+    if stored.kind not in FLOATS and not stored.quantized:
         raise ModelNotFound(f"{folder} has the tensor {name} as {stored.kind}, not as floating-point numbers")
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointSource,
     slots: Mapping[str, TensorSlot],
     ignored: Sequence[str],
-    files: MappedFiles,
     progress: LoadProgress,
 ) -> None:
     """Fill `slots` from the checkpoint's files. Raises as `assign` does, before anything is written."""
     names = assign(checkpoint, slots, ignored)
     progress.stage("reading weights", len(names))
     with torch.inference_mode():
-        for name, tensor in _stored(checkpoint, names, files):
+        for name in _by_file(checkpoint, names):
+            tensor = checkpoint.read(name)
             slots[names[name]].load(tensor)
-            files.release(tensor)
+            checkpoint.release(tensor)
+            del tensor
             progress.advance()
 
 
-def _stored(checkpoint: Checkpoint, names: Iterable[str], files: MappedFiles) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of these names, file by file, each mapped and not copied."""
-    by_file: dict[Path, list[str]] = {file: [] for file in checkpoint.files}
-    for name in names:
-        by_file[checkpoint.tensors[name].file].append(name)
-    for file, inside in by_file.items():
-        with ExitStack() as opened:
-            stream = opened.enter_context(safe_open(str(file), framework="pt"))
-            for place, name in enumerate(inside):
-                tensor = stream.get_tensor(name)
-                if place == 0:
-                    files.look()  # a file is mapped when its first tensor is asked for
-                yield name, tensor
-                del tensor
+def _by_file(checkpoint: CheckpointSource, names: Iterable[str]) -> list[str]:
+    """The same names, file by file."""
+    places = {file: place for place, file in enumerate(checkpoint.files)}
+    return sorted(names, key=lambda name: places[checkpoint.tensors[name].file])
+
+
+def stored_forms(checkpoint: CheckpointSource, names: Mapping[str, str]) -> dict[str, StoredForm]:
+    """How each quantized matrix is stored, by its slot's path. `names`: the slots of the checkpoint's tensors."""
+    found = {}
+    for name in _by_file(checkpoint, (name for name in names if checkpoint.tensors[name].quantized)):
+        matrix = checkpoint.read(name)
+        if not isinstance(matrix, torch.Tensor):
+            path = names[name].removesuffix(".weight")
+            found[path] = StoredForm(matrix.name, matrix.form, matrix.order is not None)
+    return found
 
 
 def fill_randomly(slots: Mapping[str, TensorSlot], dtype: torch.dtype, device: torch.device) -> None:

@@ -171,7 +171,7 @@ def test_encoder_decoder_and_encoder(tmp_path: Path) -> None:
     [
         ({"model_type": "brand_new", "auto_map": {"AutoConfig": "x.Y"}}, "trust_remote_code"),
         ({"model_type": "brand_new"}, "not known to the installed transformers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantized checkpoints \(gptq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized with hqq are not read; awq, .* and GGUF are"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
     ],
 )

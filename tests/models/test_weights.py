@@ -26,7 +26,6 @@ from asyncengine.errors import ModelNotFound
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
-from asyncengine.models.mapped import MappedFiles
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.weights import load_weights, slots_of
 
@@ -60,7 +59,7 @@ def load(folder: Path, **fields: Any) -> Decoder:
 def update(model: Any, folder: Path) -> None:
     """Other weights of the same shape, into a live model."""
     checkpoint = open_checkpoint(str(folder), QUIET)
-    load_weights(checkpoint, slots_of(model, checkpoint), model.config.ignored, MappedFiles(), LoadProgress(False))
+    load_weights(checkpoint, slots_of(model, checkpoint), model.config.ignored, LoadProgress(False))
 
 
 # ---------------------------------------------------------------- refusals

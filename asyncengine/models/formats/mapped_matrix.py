@@ -1,0 +1,68 @@
+"""A quantized matrix whose parts lie in mapped safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.layers.stored import GroupedRows, NumberForm
+
+Parts = Mapping[str, torch.Tensor]
+"""A matrix's tensors by what they are in it ("numbers", "scales", ...), as the files have them."""
+Unpack = Callable[[Parts, int, int], GroupedRows]
+"""(parts, first row, last row) -> those rows, in memory of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundMatrix:
+    """Where a matrix lies, and how it is unpacked: known before any of it is read."""
+
+    kind: str
+    """Of its type, for `info`."""
+    shape: tuple[int, int]
+    """(outputs, inputs)"""
+    form: NumberForm
+    parts: Mapping[str, str]
+    """What a tensor is in the matrix -> its name in the files. The first of them is the largest."""
+    unpack: Unpack
+    order: NDArray[np.int64] | None = None
+    sliced: tuple[str, ...] = ("numbers",)
+    """Those parts whose first dimension is the outputs: pages of rows that have been read can go."""
+    turned: tuple[str, ...] = ()
+    """Those parts whose last dimension is the outputs: they are turned before anything is unpacked, once."""
+    ignored: tuple[str, ...] = ()
+    """Names of tensors beside it that say something of activations, which are rounded here as they come."""
+    experts: int = 0
+    """How many matrices of equal size lie one below the other (gpt-oss); 0: it is one."""
+
+
+class MappedMatrix:
+    """A `StoredMatrix` of mapped tensors. Turned parts take memory of their own, and their pages go at once."""
+
+    def __init__(self, found: FoundMatrix, parts: Parts, release: Callable[[torch.Tensor], object]) -> None:
+        """`release`: told of tensors whose pages will not be read again."""
+        self.name, self.shape, self.form, self.order = found.kind, found.shape, found.form, found.order
+        self._found, self._parts, self._release = found, parts, release
+        self._turned: Parts | None = None
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        """Rows [first, last), unpacked."""
+        if self._turned is None:
+            self._turned = {**self._parts, **{name: self._parts[name].T.contiguous() for name in self._found.turned}}
+            for name in self._found.turned:
+                self._release(self._parts[name])
+        return self._found.unpack(self._turned, first, last)
+
+    def release(self, first: int, last: int) -> None:
+        """Let the system take back the pages of these rows; with the last of them, those of the whole matrix."""
+        if last == self.shape[0]:
+            self._turned = None
+            for part in self._parts.values():
+                self._release(part)
+            return
+        for name in self._found.sliced:
+            self._release(self._parts[name][first:last])

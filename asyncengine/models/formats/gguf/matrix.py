@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.stored import GroupedRows, NumberForm
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
-from asyncengine.models.formats.gguf.unpack import UNPACKERS
+from asyncengine.models.formats.gguf.unpack import UNPACKERS, compiled
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +34,9 @@ class BlockMatrix:
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked into memory of their own."""
         stored = self.file.array(self.place).reshape(self.shape[0], self._row_bytes)
+        if compiler_missing(torch.float32, torch.device("cpu")) is None:
+            places = np.arange(first, last) if self.source is None else self.source[first:last]
+            return compiled(self.name, stored, places)
         wanted = stored[first:last] if self.source is None else stored[self.source[first:last]]
         return UNPACKERS[self.name](wanted.reshape(len(wanted), -1, self.place.kind.nbytes))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace, broken
-from asyncengine.models.formats.gguf.header import Header
+from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.metadata import Broken, Metadata
 from asyncengine.models.formats.gguf.names import IGNORED, hugging_face_name
@@ -25,6 +27,7 @@ from asyncengine.models.sizes import check_sizes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _MAX_NAMES = 2**20
 """Tensors after those of all experts have got names of their own."""
 
@@ -42,7 +45,7 @@ class _Entry(NamedTuple):
 class GgufModel:
     """A `CheckpointSource`."""
 
-    def __init__(self, path: Path, files: tuple[GgufFile, ...]) -> None:
+    def __init__(self, path: Path, files: tuple[GgufFile, ...], defaults: Mapping[str, Any]) -> None:
         self.path, self.folder = path, path
         self.files = tuple(file.path for file in files)
         self.metadata: Metadata = files[0].metadata
@@ -53,6 +56,8 @@ class GgufModel:
         factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
         self.config: dict[str, Any] = hugging_face_config(header, factors)
         check_sizes(self.config, len(places))
+        self.defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
+        """Of sampling, under generation_config.json's names."""
         self._entries = _entries(path, header, places)
         self.tensors = {
             name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
@@ -91,16 +96,26 @@ class GgufModel:
                     file.release(first, first + tensor.nbytes)
 
 
-def open_gguf(path: Path) -> GgufModel:
-    """Open a GGUF file, or any one of a model's several, and read its header.
+def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> GgufModel:
+    """Open a GGUF file, or any one of a model's several, and read its header. `defaults` go before the file's own.
 
     Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has an
     architecture or a type of tensors that is not read.
     """
     try:
-        return GgufModel(path, open_files(path))
+        return GgufModel(path, open_files(path), defaults)
     except Broken as error:
         raise broken(path, error) from None
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """What a file recommends, as far as it is numbers."""
+    found = {name: metadata.single(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: shortest(value) if isinstance(value, float) else value
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, TensorPlace]]) -> dict[str, _Entry]:

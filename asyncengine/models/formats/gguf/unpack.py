@@ -1,12 +1,13 @@
 """Blocks of every quantized type into numbers, scales and minima: what is right, and what runs where no compiler is.
 
-`kernels.cpu.unpack_blocks` does the same compiled, about thirty times as fast. Layouts: ggml-common.h and
+`kernels.cpu.unpack_blocks` does the same compiled, up to ten times as fast. Layouts: ggml-common.h and
 dequantize_row_* in ggml-quants.c.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,9 +64,14 @@ def _q8_0(blocks: Blocks) -> GroupedRows:
 
 
 def _mxfp4(blocks: Blocks) -> GroupedRows:
-    exponents = blocks[:, :, 0].astype(np.uint32)  # half of 2^(e - 127), which below 2 is no normal number
+    return GroupedRows(_rows(_nibbles(blocks[:, :, 1:], 16), blocks), _exponents(blocks[:, :, 0]))
+
+
+def _exponents(stored: NDArray[Any]) -> NDArray[np.float32]:
+    """Half of 2^(e - 127), as the table holds twice the numbers; below 2 that is no normal number."""
+    exponents = stored.astype(np.uint32)
     bits = np.where(exponents < 2, np.uint32(0x200000) << np.minimum(exponents, 2), (exponents - 1) << 23)
-    return GroupedRows(_rows(_nibbles(blocks[:, :, 1:], 16), blocks), bits.astype(np.uint32).view(np.float32))
+    return bits.astype(np.uint32).view(np.float32)
 
 
 def _q2_k(blocks: Blocks) -> GroupedRows:
@@ -139,7 +145,23 @@ def _six_bits(blocks: Blocks) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     return _signed(scales, blocks), _signed(minima, blocks)
 
 
+def compiled(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64]) -> GroupedRows:
+    """Rows `places` of a matrix [rows, bytes of a row], as the function of `UNPACKERS` gives them."""
+    from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks
+
+    found = unpack_blocks(kind, stored, places)
+    scales = _exponents(found.scales) if kind == "MXFP4" else found.scales.view("<f2").astype(np.float32)
+    minima = found.minima.view("<f2").astype(np.float32) if found.minima.size else None
+    return GroupedRows(
+        found.numbers, scales, found.steps if found.steps.size else None,
+        minima=-minima if kind in ADDED and minima is not None else minima,
+        minimum_steps=found.minimum_steps if found.minimum_steps.size else None,
+    )  # fmt: skip
+
+
 UNPACKERS: Mapping[str, Callable[[Blocks], GroupedRows]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _q4_0, "MXFP4": _mxfp4,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
+ADDED = ("Q4_1", "Q5_1")
+"""Types whose minimum is added to the numbers, not taken off."""

@@ -76,7 +76,7 @@ def write_gguf(
     for key, value in (more or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     found = {}
-    for name, tensor in weights.items():
+    for name, tensor in _single(weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         found |= _write(writer, architecture, config, name, tensor.float(), kind_of)
@@ -87,6 +87,41 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return found
+
+
+def _single(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the fused experts of transformers' modules as the converter has them: gate and up apart, outputs first.
+    Norms of single heads become one tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, each in weights.items():
+        stem, _, last = name.rpartition(".")
+        tensor = each
+        if ".norms." in name:
+            joined = name.partition(".norms.")[0]
+            every = [norm for key, norm in weights.items() if key.startswith(f"{joined}.norms.")]
+            found[f"{joined}.weight"] = torch.stack(every)
+            continue
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        transposed = f"{stem}.down_proj_bias" in weights  # gpt-oss, whose gate and up take turns
+        suffix = "bias" if last.endswith("_bias") else "weight"
+        tensor = tensor.transpose(1, 2) if transposed and suffix == "weight" else tensor
+        if last.startswith("down"):
+            found[f"{stem}.down_proj.{suffix}"] = tensor.contiguous()
+            continue
+        gate, up = (tensor[:, ::2], tensor[:, 1::2]) if transposed else tensor.chunk(2, dim=1)
+        found[f"{stem}.gate_proj.{suffix}"], found[f"{stem}.up_proj.{suffix}"] = gate.contiguous(), up.contiguous()
+    return found
+
+
+def _apart(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One tensor for each expert, and for each head's norm."""
+    if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and tensor.ndim == 2:
+        return {name.replace(".weight", f".norms.{index}.weight"): part for index, part in enumerate(tensor)}
+    if ".experts." not in name:
+        return {name: tensor}
+    return {name.replace(".experts.", f".experts.{index}."): part for index, part in enumerate(tensor)}
 
 
 def _write(
@@ -100,12 +135,12 @@ def _write(
     if architecture in _ADDED and name.endswith("norm.weight"):
         tensor = tensor + 1
     moved = _paired(tensor, heads) if heads else tensor
-    plain = tensor.ndim == 1 or gguf_name.endswith("_norm.weight")
+    plain = tensor.ndim == 1 or gguf_name.endswith(("_norm.weight", ".bias"))
     kind = "F32" if plain else kind_of(gguf_name, tensor)
     stored, meant = _stored(moved.numpy(), kind)
     writer.add_tensor(gguf_name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
     back = _halved(meant, heads) if heads else meant
-    return {name: back - 1 if architecture in _ADDED and name.endswith("norm.weight") else back}
+    return _apart(name, back - 1 if architecture in _ADDED and name.endswith("norm.weight") else back)
 
 
 def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
@@ -130,9 +165,7 @@ def _halved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 def _gguf_name(architecture: str, config: Any, name: str) -> str:
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    if found is None and name.endswith("sinks"):
-        found = names.get_name(name + ".weight", try_suffixes=(".weight",))
+    found = names.get_name(f"{name}.weight" if name.endswith("sinks") else name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
 

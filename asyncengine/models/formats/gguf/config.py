@@ -29,7 +29,7 @@ def header_of(path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]
         raise UnsupportedModel(f"{path}: GGUF architecture {shorten(repr(name), 60)} is not read. Read are {known}")
     if not tensors:
         raise ModelNotFound(f"{path} has no tensors: it holds a tokenizer alone")
-    return Header(metadata, name, tensors)
+    return Header(path, metadata, name, tensors)
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -42,15 +42,17 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
     known = architecture_of(header)
     heads, width = header.whole("attention.head_count"), header.whole("embedding_length")
     if not heads or not width:
-        raise ModelNotFound(f"GGUF: {header.architecture}.attention.head_count and .embedding_length must not be 0")
+        raise ModelNotFound(
+            f"{header.path}: {header.architecture}.attention.head_count and .embedding_length must not be 0"
+        )
     head_dim = header.whole("attention.key_length", width // heads)
     if header.whole("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel("GGUF: keys and values of different lengths are not read")
+        raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
     more = dict(known.more(header))
     local, yarn = more.pop("rope_local", None), more.pop("yarn_more", {})
     rope = rope_parameters(header, factors, head_dim)
     if "partial_rotary_factor" in rope and not known.partial:
-        raise UnsupportedModel(f"GGUF: {header.architecture} whose heads are rotated in part is not read")
+        raise UnsupportedModel(f"{header.path}: {header.architecture} whose heads are rotated in part is not read")
     if known.partial:
         more["partial_rotary_factor"] = rope.setdefault("partial_rotary_factor", 1.0)
     if rope["rope_type"] == "yarn":
@@ -82,7 +84,7 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
 def _vocabulary(header: Header) -> int:
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        raise ModelNotFound("GGUF: the tensor token_embd.weight is missing, or is no matrix")
+        raise ModelNotFound(f"{header.path}: the tensor token_embd.weight is missing, or is no matrix")
     return table.shape[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
@@ -15,13 +16,13 @@ from asyncengine.models.sizes import MAX_LAYERS
 class Header:
     """The values under "ARCHITECTURE.", and what tensors there are."""
 
-    def __init__(self, metadata: Metadata, architecture: str, tensors: Mapping[str, TensorPlace]) -> None:
-        self.metadata, self.architecture, self.tensors = metadata, architecture, tensors
+    def __init__(self, path: Path, metadata: Metadata, architecture: str, tensors: Mapping[str, TensorPlace]) -> None:
+        self.path, self.metadata, self.architecture, self.tensors = path, metadata, architecture, tensors
 
     def value(self, key: str) -> Any:
         name = f"{self.architecture}.{key}"
         if self.metadata.length(name) > MAX_LAYERS:
-            raise ModelNotFound(f"GGUF: {name} has {self.metadata.length(name)} values, at most {MAX_LAYERS}")
+            raise ModelNotFound(f"{self.path}: {name} has {self.metadata.length(name)} values, at most {MAX_LAYERS}")
         return self.metadata.get(name)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -30,7 +31,7 @@ class Header:
         if isinstance(found, list):
             if len(set(map(str, found))) != 1:
                 raise UnsupportedModel(
-                    f"GGUF: {self.architecture}.{key} differs from layer to layer, which is not read"
+                    f"{self.path}: {self.architecture}.{key} differs from layer to layer, which is not read"
                 )
             found = found[0]
         if found is None and default is not None:
@@ -63,7 +64,7 @@ class Header:
 
     def _wrong(self, key: str, what: str, found: object) -> ModelNotFound:
         got = "is missing" if found is None else f"must be {what}, got {shorten(repr(found), 60)}"
-        return ModelNotFound(f"GGUF: {self.architecture}.{key} {got}")
+        return ModelNotFound(f"{self.path}: {self.architecture}.{key} {got}")
 
 
 def shortest(value: float) -> float:

@@ -55,7 +55,7 @@ class GgufModel:
         header = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
         factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
         self.config: dict[str, Any] = hugging_face_config(header, factors)
-        check_sizes(self.config, len(places))
+        _check_sizes(path, self.config, len(places))
         self.defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         """Of sampling, under generation_config.json's names."""
         self._entries = _entries(path, header, places)
@@ -108,6 +108,13 @@ def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) ->
         raise broken(path, error) from None
 
 
+def _check_sizes(path: Path, config: dict[str, Any], tensors: int) -> None:
+    try:
+        check_sizes(config, tensors)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+
+
 def _sampling(metadata: Metadata) -> dict[str, Any]:
     """What a file recommends, as far as it is numbers."""
     found = {name: metadata.single(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
@@ -133,7 +140,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
                 f"{path} has the tensor {shorten(name, 100)} as {place.kind.name}, which is not read. Pass a file "
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
-        for own, part in _parts(there, place):
+        for own, part in _parts(path, there, place):
             found[own] = _Entry(file, part, _heads(name, known, header), _added(name, known))
             if len(found) > _MAX_NAMES:
                 raise broken(path, f"it has more than {_MAX_NAMES} tensors")
@@ -142,7 +149,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     return found
 
 
-def _parts(there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
+def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
     """A tensor, or those along its first axis."""
     if "{}" not in there:
         wanted = place
@@ -150,7 +157,7 @@ def _parts(there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
             wanted = place._replace(shape=(1, *place.shape))
         return [(there, wanted)]
     if len(place.shape) < 2 or place.shape[0] > _MAX_NAMES:
-        raise ModelNotFound(f"GGUF: {there} has the shape {list(place.shape)}")
+        raise ModelNotFound(f"{path}: {there} has the shape {list(place.shape)}")
     count, size = place.shape[0], place.nbytes // place.shape[0]
     return [
         (there.format(index), TensorPlace(place.kind, place.shape[1:], place.offset + index * size, size))

@@ -27,14 +27,16 @@ def rope_parameters(header: Header, factors: Factors, head_dim: int) -> dict[str
     """Of layers that attend to everything. Raises `UnsupportedModel` for a scaling that is not known."""
     theta = header.real("rope.freq_base", 10000.0)
     if theta <= 0:
-        raise ModelNotFound(f"GGUF: {header.architecture}.rope.freq_base must be positive, got {theta}")
+        raise ModelNotFound(f"{header.path}: {header.architecture}.rope.freq_base must be positive, got {theta}")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotated = header.whole("rope.dimension_count", head_dim)
     if not 0 < rotated <= head_dim or rotated % 2:
-        raise ModelNotFound(f"GGUF: {header.architecture}.rope.dimension_count is {rotated}, heads have {head_dim}")
+        raise ModelNotFound(
+            f"{header.path}: {header.architecture}.rope.dimension_count is {rotated}, heads have {head_dim}"
+        )
     if rotated != head_dim:
         found["partial_rotary_factor"] = rotated / head_dim
-    _check_lengths(factors, rotated // 2)
+    _check_lengths(header, factors, rotated // 2)
     if "rope_freqs" in factors:
         return {**found, **_divided(factors["rope_freqs"], header, theta, rotated)}
     if "rope_factors_long" in factors and "rope_factors_short" in factors:
@@ -46,14 +48,14 @@ def rope_parameters(header: Header, factors: Factors, head_dim: int) -> dict[str
     if kind == "yarn":
         return {**found, **_yarn(header, factor)}
     if kind not in (None, "none", "linear"):
-        raise UnsupportedModel(f"GGUF: {header.architecture}.rope.scaling.type {str(kind)[:40]!r} is not read")
+        raise UnsupportedModel(f"{header.path}: {header.architecture}.rope.scaling.type {str(kind)[:40]!r} is not read")
     return found
 
 
-def _check_lengths(factors: Factors, expected: int) -> None:
+def _check_lengths(header: Header, factors: Factors, expected: int) -> None:
     for name, values in factors.items():
         if values.shape != (expected,) or not np.isfinite(values).all() or not (values > 0).all():
-            raise ModelNotFound(f"GGUF: the tensor {name} must hold {expected} positive numbers")
+            raise ModelNotFound(f"{header.path}: the tensor {name} must hold {expected} positive numbers")
 
 
 def _yarn(header: Header, factor: float) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
 def test_experts(name: str, tmp_path: Path) -> None:
     """Each expert's matrices under names of their own, and the configuration of the whole."""
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = changed(name, layer_types=pattern(2, 2) if name == "gpt-oss" else None, **sizes)()
     kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0"}
     written = write_gguf(

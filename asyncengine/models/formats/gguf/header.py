@@ -1,0 +1,78 @@
+"""Hyperparameters of a GGUF header, each of the type that it must have. Raises `ModelNotFound` naming the key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.models.formats.gguf.container import TensorPlace
+from asyncengine.models.formats.gguf.metadata import Metadata
+from asyncengine.models.sizes import MAX_LAYERS
+
+
+class Header:
+    """The values under "ARCHITECTURE.", and what tensors there are."""
+
+    def __init__(self, path: Path, metadata: Metadata, architecture: str, tensors: Mapping[str, TensorPlace]) -> None:
+        self.path, self.metadata, self.architecture, self.tensors = path, metadata, architecture, tensors
+
+    def value(self, key: str) -> Any:
+        name = f"{self.architecture}.{key}"
+        if self.metadata.length(name) > MAX_LAYERS:
+            raise ModelNotFound(f"{self.path}: {name} has {self.metadata.length(name)} values, at most {MAX_LAYERS}")
+        return self.metadata.get(name)
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number, or an array of equal ones (a value for each layer)."""
+        found = self.value(key)
+        if isinstance(found, list):
+            if len(set(map(str, found))) != 1:
+                raise UnsupportedModel(
+                    f"{self.path}: {self.architecture}.{key} differs from layer to layer, which is not read"
+                )
+            found = found[0]
+        if found is None and default is not None:
+            return default
+        if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+            raise self._wrong(key, "a whole number", found)
+        return found
+
+    def real(self, key: str, default: float | None = None) -> float:
+        found = self.value(key)
+        if found is None and default is not None:
+            return default
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+            raise self._wrong(key, "a finite number", found)
+        return shortest(float(found))
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self.value(key)
+        if not isinstance(found, (bool, type(None))):
+            raise self._wrong(key, "true or false", found)
+        return default if found is None else found
+
+    def token(self, name: str) -> int | None:
+        """An id of a special token."""
+        found = self.metadata.single(f"tokenizer.ggml.{name}_token_id")
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.tensors
+
+    def _wrong(self, key: str, what: str, found: object) -> ModelNotFound:
+        got = "is missing" if found is None else f"must be {what}, got {shorten(repr(found), 60)}"
+        return ModelNotFound(f"{self.path}: {self.architecture}.{key} {got}")
+
+
+def shortest(value: float) -> float:
+    """The number with the fewest digits that has the same float32: 1e-6, not 9.99999997e-07.
+
+    Files hold float32 of what config.json had in decimal digits.
+    """
+    import numpy as np
+
+    single = np.float32(value)
+    return float(str(single)) if np.isfinite(single) and float(single) == value else value

@@ -1,0 +1,211 @@
+"""A GGUF model as a checkpoint: its configuration, and its tensors by the names that transformers gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.layers.stored import StoredMatrix
+from asyncengine.models.checkpoint import StoredTensor
+from asyncengine.models.formats.gguf.architectures import Architecture
+from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
+from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace, broken
+from asyncengine.models.formats.gguf.header import Header, shortest
+from asyncengine.models.formats.gguf.matrix import BlockMatrix
+from asyncengine.models.formats.gguf.metadata import Broken, Metadata
+from asyncengine.models.formats.gguf.names import IGNORED, hugging_face_name
+from asyncengine.models.formats.gguf.splits import open_files
+from asyncengine.models.sizes import check_sizes
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_MAX_NAMES = 2**20
+"""Tensors after those of all experts have got names of their own."""
+
+
+class _Entry(NamedTuple):
+    """Where a tensor lies, and what its converter did to it."""
+
+    file: GgufFile
+    place: TensorPlace
+    heads: int = 0
+    """Its rows are those of so many heads, neighbours rotating together; 0: they lie as transformers has them."""
+    added: float = 0.0
+
+
+class GgufModel:
+    """A `CheckpointSource`."""
+
+    def __init__(self, path: Path, files: tuple[GgufFile, ...], defaults: Mapping[str, Any]) -> None:
+        self.path, self.folder = path, path
+        self.files = tuple(file.path for file in files)
+        self.metadata: Metadata = files[0].metadata
+        places = {name: (file, place) for file in files for name, place in file.tensors.items()}
+        if len(places) != sum(len(file.tensors) for file in files):
+            raise broken(path, "two of its parts have a tensor of the same name")
+        header = header_of(path, self.metadata, {name: place for name, (_, place) in places.items()})
+        factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
+        self.config: dict[str, Any] = hugging_face_config(header, factors)
+        _check_sizes(path, self.config, len(places))
+        self.defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
+        """Of sampling, under generation_config.json's names."""
+        self._entries = _entries(path, header, places)
+        self.tensors = {
+            name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
+            for name, entry in self._entries.items()
+        }
+
+    @property
+    def elements(self) -> int:
+        return sum(stored.elements for stored in self.tensors.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(entry.place.nbytes for entry in self._entries.values())
+
+    def stored_types(self) -> dict[str, str]:
+        return {name: entry.place.kind.name for name, entry in self._entries.items()}
+
+    def read(self, name: str) -> torch.Tensor | StoredMatrix:
+        """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
+        entry = self._entries[name]
+        if entry.place.kind.form is not None:
+            return _matrix(entry)
+        tensor = _plain(entry)
+        if entry.heads:
+            tensor = tensor.index_select(0, torch.from_numpy(_source(entry)))
+        return tensor - entry.added if entry.added else tensor
+
+    def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
+        """What `read` gave will not be read again. Of a copy, nothing happens."""
+        if isinstance(tensor, BlockMatrix):
+            tensor.file.release(tensor.place.offset, tensor.place.offset + tensor.place.nbytes)
+        elif isinstance(tensor, torch.Tensor):
+            for file in dict.fromkeys(entry.file for entry in self._entries.values()):
+                first = tensor.data_ptr() - file.bytes.ctypes.data
+                if 0 <= first < len(file.bytes) and tensor.is_contiguous():
+                    file.release(first, first + tensor.nbytes)
+
+
+def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) -> GgufModel:
+    """Open a GGUF file, or any one of a model's several, and read its header. `defaults` go before the file's own.
+
+    Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has an
+    architecture or a type of tensors that is not read.
+    """
+    try:
+        return GgufModel(path, open_files(path), defaults)
+    except Broken as error:
+        raise broken(path, error) from None
+
+
+def _check_sizes(path: Path, config: dict[str, Any], tensors: int) -> None:
+    try:
+        check_sizes(config, tensors)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{path}: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """What a file recommends, as far as it is numbers."""
+    found = {name: metadata.single(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: shortest(value) if isinstance(value, float) else value
+        for name, value in found.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, TensorPlace]]) -> dict[str, _Entry]:
+    """Every tensor under its name in transformers. Raises `ModelNotFound` for one that the architecture has not."""
+    known = architecture_of(header)
+    found: dict[str, _Entry] = {}
+    for name, (file, place) in places.items():
+        if re.fullmatch(IGNORED, name):
+            continue
+        there = hugging_face_name(name, known.layer)
+        if there is None:
+            raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
+        if not place.kind.readable:
+            raise UnsupportedModel(
+                f"{path} has the tensor {shorten(name, 100)} as {place.kind.name}, which is not read. Pass a file "
+                "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
+            )
+        for own, part in _parts(path, there, place):
+            found[own] = _Entry(file, part, _heads(name, known, header), _added(name, known))
+            if len(found) > _MAX_NAMES:
+                raise broken(path, f"it has more than {_MAX_NAMES} tensors")
+    for name, entry in found.items():
+        _check_entry(path, name, entry)
+    return found
+
+
+def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
+    """A tensor, or those along its first axis."""
+    if "{}" not in there:
+        wanted = place
+        if there.endswith("shared_expert_gate.weight") and len(place.shape) == 1:
+            wanted = place._replace(shape=(1, *place.shape))
+        return [(there, wanted)]
+    if len(place.shape) < 2 or place.shape[0] > _MAX_NAMES:
+        raise ModelNotFound(f"{path}: {there} has the shape {list(place.shape)}")
+    count, size = place.shape[0], place.nbytes // place.shape[0]
+    return [
+        (there.format(index), TensorPlace(place.kind, place.shape[1:], place.offset + index * size, size))
+        for index in range(count)
+    ]
+
+
+def _heads(name: str, known: Architecture, header: Header) -> int:
+    if not known.paired:
+        return 0
+    heads = header.whole("attention.head_count")
+    if ".attn_q." in name:
+        return heads
+    return header.whole("attention.head_count_kv", heads) if ".attn_k." in name else 0
+
+
+def _added(name: str, known: Architecture) -> float:
+    return known.norm_offset if name.endswith("norm.weight") else 0.0
+
+
+def _check_entry(path: Path, name: str, entry: _Entry) -> None:
+    rows = entry.place.shape[0]
+    if entry.heads and rows % (2 * entry.heads):
+        raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {rows} rows for {entry.heads} heads")
+    if entry.place.kind.form is not None and len(entry.place.shape) != 2:
+        raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
+
+
+def _source(entry: _Entry) -> NDArray[np.int64]:
+    """Row i of transformers' tensor is row source[i] of the file: of each head, even rows first, then odd ones."""
+    rows = entry.place.shape[0]
+    return np.arange(rows, dtype=np.int64).reshape(entry.heads, -1, 2).swapaxes(1, 2).reshape(rows)
+
+
+def _matrix(entry: _Entry) -> BlockMatrix:
+    place, form = entry.place, entry.place.kind.form
+    assert form is not None
+    shape = (place.shape[0], place.shape[1])
+    return BlockMatrix(place.kind.name, shape, form, entry.file, place, _source(entry) if entry.heads else None)
+
+
+def _plain(entry: _Entry) -> torch.Tensor:
+    array = torch.from_numpy(entry.file.array(entry.place))
+    dtype = _DTYPES[entry.place.kind.plain or ""]
+    return array.view(dtype).view(entry.place.shape)
+
+
+def _vector(file: GgufFile, place: TensorPlace) -> NDArray[np.float32]:
+    if place.kind.plain != "F32" or len(place.shape) != 1:
+        raise broken(file.path, "its rotary factors are no vector of float32")
+    return file.array(place).view("<f4")

@@ -1,0 +1,104 @@
+"""What GGUF calls a tensor, and what transformers calls it: a table for each architecture.
+
+Source: gguf-py's tensor_mapping.py for the one side, transformers' modules for the other. "{}" in a name stands for the
+index of the first axis: such a tensor is several tensors there (experts, norms of single heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OUTER: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = "model.layers.{}."
+
+LLAMA: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Of a layer: "blk.N." + the name on the left + ".weight" or ".bias"."""
+HEAD_NORMS = {**LLAMA, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HUNYUAN = {**LLAMA, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+SANDWICH = {
+    **HEAD_NORMS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Gemma 2 and 3."""
+AFTER = {
+    **{name: there for name, there in HEAD_NORMS.items() if name not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""OLMo 2, EXAONE 4: norms of what a branch gives."""
+SEED = {**LLAMA, "post_attention_norm": "post_attention_layernorm"}
+PHI = {**LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+GLM = {
+    **LLAMA,
+    "ffn_up": "mlp.gate_up_proj",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+STARCODER = {**LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+STABLELM = {
+    **LLAMA,
+    "attn_q_norm": "self_attn.q_layernorm.norms.{}",
+    "attn_k_norm": "self_attn.k_layernorm.norms.{}",
+}
+MIXTRAL = {
+    **LLAMA,
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+QWEN_MOE = {
+    **HEAD_NORMS,
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+GPT_OSS = {
+    **{name: there for name, there in LLAMA.items() if name != "ffn_norm"},
+    **_EXPERTS,
+    "ffn_gate_inp": "mlp.router",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+}
+WITHOUT_SUFFIX = ("self_attn.sinks",)
+"""Parameters of a module itself: transformers adds no ".weight"."""
+
+IGNORED = r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight"
+"""Tensors that became part of the configuration, or that nobody needs."""
+
+
+def hugging_face_name(name: str, layer: Mapping[str, str]) -> str | None:
+    """The name in a checkpoint of transformers, with "{}" where a tensor is several; None: unknown."""
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        return None
+    prefix = ""
+    there = OUTER.get(stem)
+    if stem.startswith("blk."):
+        number, _, inner = stem.removeprefix("blk.").partition(".")
+        if not (number.isascii() and number.isdecimal() and len(number) < 6 and str(int(number)) == number):
+            return None
+        prefix, there = LAYER.format(number), layer.get(inner)
+    if there is None:
+        return None
+    return prefix + there if there in WITHOUT_SUFFIX else f"{prefix}{there}.{suffix}"

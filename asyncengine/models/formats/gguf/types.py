@@ -1,0 +1,90 @@
+"""ggml's tensor types: how many numbers are a block, how many bytes it takes, and what its numbers stand for.
+
+Source: ggml-common.h (block layouts). A k-quant is a block of 256 numbers in groups of 16 or 32 whose scales are small
+whole numbers times the block's; a legacy type is a block of 32 with a scale, and perhaps a minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncengine.layers.stored import NumberForm
+
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each e2m1 number; the block's scale is half of what the standard calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of tensors in a file."""
+
+    name: str
+    numbers: int
+    """Of a block, in a row."""
+    nbytes: int
+    """Of a block."""
+    form: NumberForm | None = None
+    """None: plain numbers, or a type that is not read here."""
+    plain: str | None = None
+    """What safetensors calls it, if its numbers are plain."""
+
+    @property
+    def readable(self) -> bool:
+        return self.form is not None or self.plain is not None
+
+
+def _legacy(name: str, nbytes: int, bits: int, below: str = "middle") -> BlockType:
+    table = IQ4_TABLE if below == "table" else ()
+    return BlockType(name, 32, nbytes, NumberForm(bits, 32, below, table=table))  # type: ignore[arg-type]
+
+
+def _kquant(name: str, nbytes: int, bits: int, group: int, below: str = "middle") -> BlockType:
+    table = IQ4_TABLE if below == "table" else ()
+    return BlockType(name, 256, nbytes, NumberForm(bits, group, below, block=256, table=table))  # type: ignore[arg-type]
+
+
+BLOCK_TYPES: Mapping[int, BlockType] = {
+    0: BlockType("F32", 1, 4, plain="F32"),
+    1: BlockType("F16", 1, 2, plain="F16"),
+    2: _legacy("Q4_0", 18, 4),
+    3: _legacy("Q4_1", 20, 4, "minima"),
+    6: _legacy("Q5_0", 22, 6),
+    7: _legacy("Q5_1", 24, 6, "minima"),
+    8: _legacy("Q8_0", 34, 8),
+    9: BlockType("Q8_1", 32, 40),
+    10: _kquant("Q2_K", 84, 4, 16, "minima"),
+    11: _kquant("Q3_K", 110, 4, 16),
+    12: _kquant("Q4_K", 144, 4, 32, "minima"),
+    13: _kquant("Q5_K", 176, 6, 32, "minima"),
+    14: _kquant("Q6_K", 210, 6, 16),
+    15: BlockType("Q8_K", 256, 292),
+    16: BlockType("IQ2_XXS", 256, 66),
+    17: BlockType("IQ2_XS", 256, 74),
+    18: BlockType("IQ3_XXS", 256, 98),
+    19: BlockType("IQ1_S", 256, 50),
+    20: _legacy("IQ4_NL", 18, 4, "table"),
+    21: BlockType("IQ3_S", 256, 110),
+    22: BlockType("IQ2_S", 256, 82),
+    23: _kquant("IQ4_XS", 136, 4, 32, "table"),
+    24: BlockType("I8", 1, 1),
+    25: BlockType("I16", 1, 2),
+    26: BlockType("I32", 1, 4),
+    27: BlockType("I64", 1, 8),
+    28: BlockType("F64", 1, 8, plain="F64"),
+    29: BlockType("IQ1_M", 256, 56),
+    30: BlockType("BF16", 1, 2, plain="BF16"),
+    34: BlockType("TQ1_0", 256, 54),
+    35: BlockType("TQ2_0", 256, 66),
+    39: BlockType("MXFP4", 32, 17, NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)),
+    40: BlockType("NVFP4", 64, 36),
+    41: BlockType("Q1_0", 128, 18),
+}
+"""By the number that files have."""
+
+GONE: Mapping[int, str] = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}  # fmt: skip
+"""Types that llama.cpp itself no longer reads."""

@@ -1,0 +1,43 @@
+"""Mutated GGUF files in short; `ASYNCENGINE_GGUF_CASES=20000` runs more, and so does the fuzzer's own command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fuzz.gguf_fuzz import run
+from support.gguf_bytes import STRING, array, text
+from support.gguf_files import QUANTIZED, write_gguf
+from support.tiny_models import FAMILIES, make_model
+from transformers import LlamaConfig
+
+CASES = int(os.environ.get("ASYNCENGINE_GGUF_CASES", "400"))
+
+
+def seed_files(folder: Path) -> list[bytes]:
+    """Whole models of several families, one with every quantized type."""
+    made = []
+    for name in ("llama3.1-rope", "gemma3", "qwen3moe", "stablelm"):
+        path = folder / f"{name}.gguf"
+        more = {"tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5, "tokenizer.ggml.eot_token_id": 7}
+        write_gguf(path, FAMILIES[name](), dict(make_model(name).state_dict()), lambda *_: "F16", more)
+        made.append(path.read_bytes())
+    kinds = iter([*QUANTIZED, *QUANTIZED])
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=256, head_dim=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
+    )
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config)
+    write_gguf(folder / "types.gguf", config, dict(model.state_dict()), lambda *_: next(kinds))
+    content = (folder / "types.gguf").read_bytes()
+    words = array("tokenizer.ggml.tokens", STRING, 50, b"".join(text(f"w{index}") for index in range(50)))
+    count = int.from_bytes(content[16:24], "little") + 1
+    made.append(content[:16] + count.to_bytes(8, "little") + words + content[24:])
+    return [*made, content]
+
+
+def test_mutated_files(tmp_path: Path) -> None:
+    """Opened, refused as broken and refused as unsupported: all three come up, and nothing else."""
+    found = run(seed_files(tmp_path), CASES, tmp_path)
+    assert set(found) == {"opened", "ModelNotFound", "UnsupportedModel"}

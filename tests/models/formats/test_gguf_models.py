@@ -1,0 +1,276 @@
+"""Tiny models of every family, written by the public GGUF writer: the configuration comes back, and every tensor under
+its own name, with the numbers that were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forwards import logits_of
+from support.gguf_files import PLAIN, QUANTIZED, write_gguf
+from support.tiny_models import FAMILIES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncengine.errors import ModelNotFound
+from asyncengine.layers.kernels import layer_kernels
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.stored import dense
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.families import decoder_config_of
+from asyncengine.models.formats.gguf.matrix import BlockMatrix
+from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+
+LENGTH = 256
+IDS = list(range(3, 14))
+CPU = torch.device("cpu")
+
+
+def changed(name: str, **fields: Any) -> Callable[[], Any]:
+    """The tiny model of that family with other options."""
+
+    def make() -> Any:
+        config = FAMILIES[name]()
+        return type(config)(**{**config.to_dict(), **fields})
+
+    return make
+
+
+def rope(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
+
+
+def pattern(period: int, layers: int) -> list[str]:
+    return ["full_attention" if (index + 1) % period == 0 else "sliding_attention" for index in range(layers)]
+
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
+YARN = rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0)
+PHI_LONG = {"short_factor": LONG, "long_factor": [2 * each for each in LONG], "original_max_position_embeddings": 300}
+SIX = {"num_hidden_layers": 6, "layer_types": pattern(6, 6)}
+GEMMA_ROPE = {"sliding_attention": rope("default"), "full_attention": {**rope("linear", factor=8.0), "rope_theta": 1e6}}
+CASES: dict[str, Callable[[], Any]] = {
+    **{
+        name: FAMILIES[name]
+        for name in (
+            "llama", "llama3.1-rope", "qwen2", "qwen3", "gemma", "phi3", "granite", "olmo", "olmo2", "olmo3",
+            "exaone4", "glm4", "hunyuan", "ministral3", "seedoss", "starcoder2", "cohere", "nemotron", "stablelm",
+        )
+    },
+    "mistral": changed("mistral", sliding_window=None),
+    "gemma2": changed("gemma2", query_pre_attn_scalar=16),
+    "gemma3": changed("gemma3", query_pre_attn_scalar=16, **SIX),
+    "gemma3, linear": changed("gemma3", query_pre_attn_scalar=16, rope_parameters=GEMMA_ROPE, **SIX),
+    "cohere2": changed("cohere2", num_hidden_layers=4, layer_types=pattern(4, 4)),
+    "smollm3": changed("smollm3", num_hidden_layers=4, layer_types=["full_attention"] * 4, no_rope_layers=None),
+    "llama with biases": changed("llama", attention_bias=True, mlp_bias=True),
+    "llama 3 as it is": changed(
+        "llama3.1-rope", rope_parameters=rope("llama3", original_max_position_embeddings=8192, **LLAMA_3)
+    ),
+    "llama, linear": changed("llama", rope_parameters=rope("linear", factor=4.0)),
+    "qwen2, yarn": changed("qwen2", rope_parameters=YARN),
+    "phi3, long": changed(
+        "phi3", rope_parameters=rope("longrope", **PHI_LONG), original_max_position_embeddings=300
+    ),
+    "phi3, half": changed("phi3", rope_parameters=rope("default", partial_rotary_factor=0.5)),
+    "stablelm, normed": changed("stablelm", qk_layernorm=True),
+    "stablelm, in parallel": changed("stablelm", use_parallel_residual=True),
+    "cohere, normed": changed("cohere", use_qk_norm=True),
+    "exaone4 with windows": changed("exaone4", num_hidden_layers=4, sliding_window=24, layer_types=pattern(4, 4)),
+}  # fmt: skip
+DIFFERENT = {"mistral": "llama"}
+"""What llama.cpp makes of a family that is Llama but for its name."""
+
+
+def make_model(config: Any) -> Any:
+    """A random model of transformers', norms and biases included."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn(parameter.shape))
+                else:
+                    parameter.mul_(4.0)
+    return model
+
+
+def decoder_of(model: GgufModel) -> Decoder:
+    """The decoder that is written down, in float32, with dequantized weights."""
+    config = dict(model.config)
+    described = decoder_config_of(AutoConfig.for_model(config.pop("model_type"), **config), LENGTH)
+    assert described is not None
+    decoder = Decoder(described, LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU)), LENGTH)
+    slots = decoder.slots()
+    assert slots.keys() <= model.tensors.keys()
+    with torch.inference_mode():
+        for name, slot in slots.items():
+            assert slot.shape == model.tensors[name].shape
+            slot.load(values(model, name))
+    return decoder
+
+
+def values(model: GgufModel, name: str) -> torch.Tensor:
+    found = model.read(name)
+    return (found if isinstance(found, torch.Tensor) else dense(found)).float()
+
+
+def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:
+    assert model.tensors.keys() == written.keys()
+    for name, expected in written.items():
+        assert model.tensors[name].shape == expected.shape, name
+        assert torch.equal(values(model, name), expected.float()), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_comes_back(name: str, tmp_path: Path) -> None:
+    """Configuration, tensors and logits: those of transformers with what the file's numbers stand for."""
+    config = CASES[name]()
+    reference = make_model(config)
+    written = write_gguf(
+        tmp_path / "m.gguf", config, dict(reference.state_dict()),
+        lambda _, tensor: "Q8_0" if tensor.shape[-1] % 32 == 0 else "F16",
+    )  # fmt: skip
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    fields = dict(model.config)
+    assert fields["model_type"] == DIFFERENT.get(name, config.model_type)
+    back = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    assert str(decoder_config_of(back, LENGTH)) == str(decoder_config_of(config, LENGTH))
+    assert (back.eos_token_id, back.bos_token_id) == (config.eos_token_id, config.bos_token_id)
+    reference.load_state_dict(written, strict=False)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
+    torch.testing.assert_close(
+        logits_of(decoder_of(model), IDS), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
+def test_experts(name: str, tmp_path: Path) -> None:
+    """Each expert's matrices under names of their own, and the configuration of the whole."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = changed(name, layer_types=pattern(2, 2) if name == "gpt-oss" else None, **sizes)()
+    kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0"}
+    written = write_gguf(
+        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
+        lambda tensor, _: next((kind for part, kind in kinds.items() if part in tensor), "F32"),
+    )  # fmt: skip
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    first = model.read("model.layers.1.mlp.experts.3.gate_proj.weight")
+    assert isinstance(first, BlockMatrix)
+    assert first.name == "MXFP4"
+    fields = dict(model.config)
+    back = AutoConfig.for_model(fields.pop("model_type"), **fields).to_dict()
+    given = config.to_dict()
+    for field in (
+        "model_type", "num_experts", "num_local_experts", "num_experts_per_tok", "intermediate_size", "hidden_size",
+        "moe_intermediate_size", "norm_topk_prob", "sliding_window", "layer_types", "head_dim", "attention_bias",
+    ):  # fmt: skip
+        if field in given and not (name == "qwen3moe" and field == "layer_types"):
+            assert back[field] == given[field], field
+
+
+@pytest.mark.parametrize("kind", [*QUANTIZED, *PLAIN])
+def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
+    """Queries and keys of Llama lie in another order of rows; every type comes back in the right one."""
+    config = changed("llama", hidden_size=256, head_dim=64, intermediate_size=256, num_hidden_layers=1)()
+    written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), lambda *_: kind)
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = model.read(name)
+    if kind not in PLAIN:
+        assert isinstance(stored, BlockMatrix)
+        assert torch.equal(dense(stored, 40, 77), written[name][40:77])
+        assert model.config["dtype"] == "bfloat16"
+    assert model.stored_types()[name] == kind
+    model.release(stored)
+    model.release(model.read("model.norm.weight"))
+    assert torch.equal(values(model, name), written[name].float())
+
+
+def test_mixed_types(tmp_path: Path) -> None:
+    """As Q4_K_M has them: two types for the same matrix of different layers, another for the output."""
+    config = changed("qwen3", hidden_size=256, head_dim=64, intermediate_size=256, tie_word_embeddings=False)()
+
+    def kind_of(name: str, _: torch.Tensor) -> str:
+        if name == "output.weight" or "blk.1.ffn_down" in name or "blk.1.attn_v" in name:
+            return "Q6_K"
+        return "Q4_K" if name != "token_embd.weight" else "Q5_0"
+
+    written = write_gguf(tmp_path / "m.gguf", config, dict(make_model(config).state_dict()), kind_of)
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    types = model.stored_types()
+    assert types["lm_head.weight"] == types["model.layers.1.mlp.down_proj.weight"] == "Q6_K"
+    assert types["model.layers.0.mlp.down_proj.weight"] == "Q4_K"
+    assert types["model.embed_tokens.weight"] == "Q5_0"
+    assert model.tensors["lm_head.weight"].kind == "Q6_K"
+    assert model.weight_bytes < model.elements
+
+
+def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    write_gguf(
+        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
+        more={"tokenizer.ggml.eot_token_id": 7, "tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5},
+    )  # fmt: skip
+    model = open_gguf(tmp_path / "m.gguf")
+    assert model.config["eos_token_id"] == [2, 7]
+    assert model.defaults == {"top_k": 5}
+    assert model.metadata["tokenizer.chat_template"] == "{{ x }}"
+    assert open_gguf(tmp_path / "m.gguf", {"top_k": 9}).defaults == {"top_k": 9}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A model in several files."""
+    folder = tmp_path_factory.mktemp("split")
+    config = FAMILIES["llama"]()
+    return folder, write_gguf(folder / "m.gguf", config, dict(make_model(config).state_dict()), split=10)
+
+
+def test_split_files(parts: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Any of its files stands for all."""
+    folder, written = parts
+    files = sorted(folder.glob("*.gguf"))
+    assert len(files) > 2
+    for file in (files[0], files[-1]):
+        model = open_gguf(file)
+        assert model.files == tuple(files)
+        check_tensors(model, written)
+
+
+def test_split_files_that_do_not_fit(parts: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    files = sorted(parts[0].glob("*.gguf"))
+    names = [file.name for file in files]
+
+    def copy(**changes: str) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for file in files:
+            (folder / changes.get(file.name, file.name)).symlink_to(file)
+        return folder
+
+    folder = copy()
+    (folder / names[1]).unlink()
+    with pytest.raises(ModelNotFound, match=f"one of {len(files)} files; missing is {names[1]}"):
+        open_gguf(folder / names[0])
+    with pytest.raises(ModelNotFound, match="says that it is part"):
+        open_gguf(copy(**{names[1]: names[2], names[2]: names[1]}) / names[0])
+    with pytest.raises(ModelNotFound, match="under another name"):
+        open_gguf(copy(**{names[0]: "renamed.gguf"}) / "renamed.gguf")
+    folder = copy()
+    (folder / names[1]).unlink()
+    (folder / names[1]).symlink_to(tmp_path / "nothing")
+    with pytest.raises(ModelNotFound, match="missing is"):
+        open_gguf(folder / names[0])
+    (folder / "m-00002-of-00001.gguf").symlink_to(files[0])
+    with pytest.raises(ModelNotFound, match=r"another name|no part of"):
+        open_gguf(folder / "m-00002-of-00001.gguf")

@@ -1,0 +1,119 @@
+"""Every quantized type of GGUF against the public package's dequantizer, to the bit: in numpy, compiled, permuted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.gguf_files import QUANTIZED, dequantized, random_blocks
+
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.layers.stored import StoredMatrix, dense, dequantize
+from asyncengine.models.formats.gguf import unpack
+from asyncengine.models.formats.gguf.container import GgufFile
+from asyncengine.models.formats.gguf.matrix import BlockMatrix
+from asyncengine.models.formats.gguf.types import BLOCK_TYPES
+
+compiled = pytest.mark.skipif(compiler_missing(torch.float32, torch.device("cpu")) is not None, reason="no compiler")
+ROWS, COLUMNS = 6, 768
+
+
+def matrix_of(folder: Path, kind: str, blocks: np.ndarray) -> BlockMatrix:
+    """A matrix out of a file of its own."""
+    path = folder / "one.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("before", np.arange(5, dtype=np.float32))
+    writer.add_tensor("m", blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(path)
+    place = file.tensors["m"]
+    form = place.kind.form
+    assert form is not None
+    return BlockMatrix(kind, (place.shape[0], place.shape[1]), form, file, place)
+
+
+def test_the_table_is_ggmls() -> None:
+    """Number, name, numbers and bytes of a block: all that the public package knows."""
+    known = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert known == {number: (kind.name, kind.numbers, kind.nbytes) for number, kind in BLOCK_TYPES.items()}
+    assert set(QUANTIZED) == {kind.name for kind in BLOCK_TYPES.values() if kind.form is not None}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_is_exact(kind: str, tmp_path: Path) -> None:
+    """All rows, some rows, and numbers that fit their bits."""
+    blocks = random_blocks(kind, ROWS, COLUMNS)
+    expected = dequantized(blocks, kind)
+    matrix: StoredMatrix = matrix_of(tmp_path, kind, blocks)
+    assert matrix.shape == (ROWS, COLUMNS)
+    assert torch.equal(dense(matrix), expected)
+    assert torch.equal(dense(matrix, 2, 5), expected[2:5])
+    assert matrix.rows(3, 3).numbers.shape == (0, COLUMNS)
+    assert matrix.rows(0, ROWS).numbers.max() < 1 << matrix.form.bits
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_permuted_rows(kind: str, tmp_path: Path) -> None:
+    """Rows in another order than the file's, also after their pages were given back."""
+    blocks = random_blocks(kind, ROWS, COLUMNS)
+    matrix = matrix_of(tmp_path, kind, blocks)
+    matrix.source = np.array([4, 0, 5, 1, 3, 2])
+    expected = dequantized(blocks, kind)[[4, 0, 5, 1, 3, 2]]
+    matrix.release(0, ROWS)
+    assert torch.equal(dense(matrix), expected)
+    assert torch.equal(dense(matrix, 1, 4), expected[1:4])
+    matrix.release(1, 1)
+
+
+@compiled
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_numpy_says_the_same(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where no compiler is, field by field."""
+    matrix = matrix_of(tmp_path, kind, random_blocks(kind, ROWS, COLUMNS, seed=1))
+    matrix.source = np.array([4, 0, 5, 1, 3, 2])
+    fast = matrix.rows(1, 6)
+    monkeypatch.setattr("asyncengine.models.formats.gguf.matrix.compiler_missing", lambda *_: "no compiler")
+    slow = matrix.rows(1, 6)
+    for name, left, right in zip(fast._fields, fast, slow, strict=True):
+        assert (left is None) == (right is None), name
+        if left is not None and right is not None:
+            assert left.dtype == right.dtype, name
+            assert np.array_equal(left, right), name
+
+
+def test_every_byte_of_a_block(tmp_path: Path) -> None:
+    """Extreme bytes: signs, the largest steps, exponents that give no normal number."""
+    for kind in QUANTIZED:
+        for fill in (0, 255, 128):
+            blocks = random_blocks(kind, 2, 256)
+            scales = blocks.reshape(2, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1])
+            kept = scales.copy()
+            scales[:] = fill if kind != "MXFP4" else min(fill, 200)
+            for first in {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}.get(kind, (0, 2)):
+                scales[:, :, first : first + 2] = kept[:, :, first : first + 2]
+            form = next(each.form for each in BLOCK_TYPES.values() if each.name == kind)
+            assert form is not None
+            found = dequantize(unpack.UNPACKERS[kind](scales), form)
+            expected = dequantized(blocks, kind)
+            assert torch.equal(torch.nan_to_num(found), torch.nan_to_num(expected)), kind
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_is_fast(kind: str, tmp_path: Path) -> None:
+    """A budget of a nanosecond for a number; five times that on a machine at its busiest."""
+    matrix = matrix_of(tmp_path, kind, random_blocks(kind, 256, 4096))
+    matrix.rows(0, 1)
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        matrix.rows(0, 256)
+        times.append(time.perf_counter() - begun)
+    assert min(times) < 5e-9 * 256 * 4096

@@ -1,0 +1,272 @@
+"""GGUF files of tiny models, written by the public `gguf` package, as llama.cpp's converter does.
+
+Names come from that package's own table, so that what reads them is held against somebody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+PLAIN = ("F32", "F16", "BF16")
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "MXFP4": (),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,),
+}  # fmt: skip
+"""Where a block of each type has float16."""
+QUANTIZED = tuple(_HALVES)
+_LARGEST = {
+    "Q4_0": 8, "Q4_1": 16, "Q5_0": 16, "Q5_1": 32, "Q8_0": 128, "IQ4_NL": 127, "Q2_K": 45, "Q3_K": 128, "Q4_K": 945,
+    "Q5_K": 1953, "Q6_K": 4096, "IQ4_XS": 4064,
+}  # fmt: skip
+"""Of a number times its scale's step."""
+
+ARCHITECTURES = {
+    "llama": "llama", "ministral3": "mistral3", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",
+    "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma": "gemma", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "phi3": "phi3", "glm4": "glm4", "granite": "granite", "olmo": "olmo", "olmo2": "olmo2",
+    "olmo3": "olmo2", "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "starcoder2": "starcoder2",
+    "stablelm": "stablelm", "nemotron": "nemotron", "hunyuan_v1_dense": "hunyuan-dense", "seed_oss": "seed_oss",
+}  # fmt: skip
+"""model_type -> llama.cpp's name."""
+_PAIRED = ("llama", "mistral3", "smollm3", "granite", "olmo")
+_ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float = 0.1) -> np.ndarray:
+    """uint8 [rows, bytes]: any numbers, with scales of both signs that keep weights at about `size`."""
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, columns // numbers, nbytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = generator.integers(118, 124, blocks.shape[:2])
+    for first in _HALVES[kind]:
+        scale = generator.normal(size=(*blocks.shape[:2], 1)) * size / _LARGEST[kind]
+        blocks[:, :, first : first + 2] = scale.astype("<f2").view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def dequantized(blocks: np.ndarray, kind: str) -> torch.Tensor:
+    """What the public package says that the blocks stand for."""
+    return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
+
+
+def write_gguf(
+    path: Path,
+    config: Any,
+    weights: dict[str, torch.Tensor],
+    kind_of: Callable[[str, torch.Tensor], str] = lambda name, tensor: "F32",
+    more: Mapping[str, Any] | None = None,
+    split: int = 0,
+) -> dict[str, torch.Tensor]:
+    """A model of transformers' configuration and weights; what was really written, under transformers' names.
+
+    `kind_of`: the type of a matrix, by its name here and content. Types that the package cannot write get random
+    numbers. `more`: further values. `split`: most tensors of a file, 0: one file.
+    """
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
+    writer.add_type("model")
+    _hyperparameters(writer, architecture, config)
+    for key, value in (more or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    found = {}
+    for name, tensor in _single(weights).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        found |= _write(writer, architecture, config, name, tensor.float(), kind_of)
+    for name, vector in _rope_tensors(config).items():
+        writer.add_tensor(name, vector)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+def _single(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the fused experts of transformers' modules as the converter has them: gate and up apart, outputs first.
+    Norms of single heads become one tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, each in weights.items():
+        stem, _, last = name.rpartition(".")
+        tensor = each
+        if ".norms." in name:
+            joined = name.partition(".norms.")[0]
+            every = [norm for key, norm in weights.items() if key.startswith(f"{joined}.norms.")]
+            found[f"{joined}.weight"] = torch.stack(every)
+            continue
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        transposed = f"{stem}.down_proj_bias" in weights  # gpt-oss, whose gate and up take turns
+        suffix = "bias" if last.endswith("_bias") else "weight"
+        tensor = tensor.transpose(1, 2) if transposed and suffix == "weight" else tensor
+        if last.startswith("down"):
+            found[f"{stem}.down_proj.{suffix}"] = tensor.contiguous()
+            continue
+        gate, up = (tensor[:, ::2], tensor[:, 1::2]) if transposed else tensor.chunk(2, dim=1)
+        found[f"{stem}.gate_proj.{suffix}"], found[f"{stem}.up_proj.{suffix}"] = gate.contiguous(), up.contiguous()
+    return found
+
+
+def _apart(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One tensor for each expert, and for each head's norm."""
+    if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and tensor.ndim == 2:
+        return {name.replace(".weight", f".norms.{index}.weight"): part for index, part in enumerate(tensor)}
+    if ".experts." not in name:
+        return {name: tensor}
+    return {name.replace(".experts.", f".experts.{index}."): part for index, part in enumerate(tensor)}
+
+
+def _write(
+    writer: Any, architecture: str, config: Any, name: str, tensor: torch.Tensor, kind_of: Callable[..., str]
+) -> dict[str, torch.Tensor]:
+    """One tensor, and what was written of it."""
+    gguf_name = _gguf_name(architecture, config, name)
+    heads = 0
+    if architecture in _PAIRED and ("q_proj" in name or "k_proj" in name):
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+    if architecture in _ADDED and name.endswith("norm.weight"):
+        tensor = tensor + 1
+    moved = _paired(tensor, heads) if heads else tensor
+    plain = tensor.ndim == 1 or gguf_name.endswith(("_norm.weight", ".bias"))
+    kind = "F32" if plain else kind_of(gguf_name, tensor)
+    stored, meant = _stored(moved.numpy(), kind)
+    writer.add_tensor(gguf_name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    back = _halved(meant, heads) if heads else meant
+    return _apart(name, back - 1 if architecture in _ADDED and name.endswith("norm.weight") else back)
+
+
+def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
+    """Bytes of a type, and what they stand for."""
+    number = gguf.GGMLQuantizationType[kind]
+    try:
+        stored = gguf.quantize(values, number)
+    except NotImplementedError:
+        flat = random_blocks(kind, values.size // values.shape[-1], values.shape[-1], seed=values.size)
+        stored = flat.reshape(*values.shape[:-1], -1)
+    return stored, torch.from_numpy(np.array(gguf.dequantize(stored, number)))
+
+
+def _paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _halved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
+
+
+def _gguf_name(architecture: str, config: Any, name: str) -> str:
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found = names.get_name(f"{name}.weight" if name.endswith("sinks") else name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def _hyperparameters(writer: Any, architecture: str, config: Any) -> None:
+    """What the converter writes for a family."""
+    get = lambda name, other=None: getattr(config, name, other)  # noqa: E731
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if get("head_dim"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    for name in ("rms_norm_eps",):
+        if get(name) is not None:
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name in ("layer_norm_eps", "norm_epsilon", "norm_eps"):
+        if get(name) is not None:
+            writer.add_layer_norm_eps(get(name))
+    for name in ("bos", "eos", "pad"):
+        if isinstance(get(f"{name}_token_id"), int):
+            getattr(writer, f"add_{name}_token_id")(get(f"{name}_token_id"))
+    _scales(writer, architecture, config)
+    _rope(writer, architecture, config)
+
+
+def _scales(writer: Any, architecture: str, config: Any) -> None:
+    get = lambda name: getattr(config, name, None)  # noqa: E731
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture in ("command-r", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+    if get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "olmo" and config.clip_qkv is not None:
+        writer.add_clamp_kqv(config.clip_qkv)
+    if architecture == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if get("sliding_window") and architecture != "llama":
+        writer.add_sliding_window(config.sliding_window)
+        if architecture in ("olmo2", "exaone4"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    elif architecture == "phi3":
+        writer.add_sliding_window(0)
+    experts = get("num_experts") or get("num_local_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(get("moe_intermediate_size") or config.intermediate_size)
+
+
+def _rope(writer: Any, architecture: str, config: Any) -> None:
+    every = config.rope_parameters
+    if every is None:
+        return
+    rope = every.get("full_attention", every)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if "sliding_attention" in every and architecture == "gemma3":
+        writer.add_rope_freq_base_swa(every["sliding_attention"]["rope_theta"])
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = rope.get("partial_rotary_factor", 1.0) if architecture in ("phi3", "glm4", "stablelm", "nemotron") else 1.0
+    writer.add_rope_dimension_count(int(head_dim * share))
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+
+
+def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
+    every = config.rope_parameters or {}
+    rope = every.get("full_attention", every)
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{kind}.weight": np.asarray(rope[f"{kind}_factor"], dtype=np.float32)
+            for kind in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    dim = 2 * len(scaled)
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return {"rope_freqs.weight": (plain / scaled).numpy().astype(np.float32)}

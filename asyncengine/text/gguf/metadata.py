@@ -18,6 +18,7 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 HUGGINGFACE_KEY = "tokenizer.huggingface.json"
 
 MAX_TOKENS = 1_000_000
+MAX_ADDED_TOKENS = 100_000
 MAX_MERGES = 4_000_000
 MAX_TOKEN_CHARS = 2_048
 MAX_VOCABULARY_CHARS = 8_000_000
@@ -26,7 +27,7 @@ MAX_TEMPLATES = 64
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_HUGGINGFACE_CHARS = 64_000_000
 """Bounds on what a header may hold. The largest vocabularies there are have 262,144 tokens of 2 million characters and
-514,906 merges."""
+514,906 merges; the most control and user-defined tokens are 6,670."""
 NO_ID = 0xFFFF_FFFF
 """How some writers say that there is no such token."""
 
@@ -138,7 +139,11 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
         return [int(TokenType.NORMAL)] * count
     if not all(hasattr(kind, "__index__") for kind in set(map(type, values))):
         raise broken(key, "holds something else than whole numbers")
-    return _as_many(key, [operator.index(value) for value in values], count)
+    types = [operator.index(value) for value in values]
+    added = sum(map(types.count, (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)))
+    if added > MAX_ADDED_TOKENS:
+        raise broken(key, f"marks {added} tokens as control or user-defined, the limit is {MAX_ADDED_TOKENS}")
+    return _as_many(key, types, count)
 
 
 def _scores(metadata: Mapping[str, Any], count: int) -> list[float]:

@@ -8,6 +8,8 @@ from asyncengine.text.gguf.metadata import PREFIX, TokenizerHeader, TokenType, b
 
 SPACE = "\u2581"
 """What stands for a space in these vocabularies."""
+MAX_SPLIT_CHARS = 100_000_000
+"""Bound on the characters looked at to find the merges. Gemma's 262,144 tokens take 20 million."""
 
 
 def build_sentencepiece(header: TokenizerHeader, vocabulary: dict[str, int]) -> Any:
@@ -69,6 +71,9 @@ def _scores(header: TokenizerHeader, vocabulary: dict[str, int]) -> dict[str, fl
     """Each token's score. Converters overwrite those of user-defined tokens, which SentencePiece holds at nought."""
     if not header.scores:
         raise broken(PREFIX + "scores", "is missing, and there are no merges either")
+    work = sum(len(token) ** 2 for token in vocabulary)
+    if work > MAX_SPLIT_CHARS:
+        raise broken(PREFIX + "tokens", f"are too long to find their merges ({work} steps, limit {MAX_SPLIT_CHARS})")
     return {
         token: 0.0 if header.types[index] == TokenType.USER_DEFINED else header.scores[index]
         for token, index in vocabulary.items()

@@ -227,7 +227,7 @@ def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: Engi
     if tokenizer is None or config.grammar_backend == "none":
         return None
     # a checkpoint may name its end of sequence in the tokenizer only
-    ends = info.eos_token_ids or (() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
+    ends = info.eos_token_ids or tokenizer.end_token_ids
     if not ends:
         return None
     table = tokenizer.table

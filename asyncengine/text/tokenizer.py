@@ -26,13 +26,20 @@ class TextTokenizer:
     """Encodes, decodes and renders chats with a transformers tokenizer. All methods may be called from any thread.
 
     `max_chat_chars` bounds a chat, both what goes into the template and what comes out. `chat_template` replaces the
-    model's own; it is code, though sandboxed, so it is the host's to give, never a request's.
+    model's own; it is code, though sandboxed, so it is the host's to give, never a request's. `end_token_ids` are the
+    ids that end an answer, where something tells more of them than the tokenizer does (a GGUF header).
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
+        self,
+        tokenizer: Any,
+        *,
+        max_chat_chars: int = MAX_CHAT_CHARS,
+        chat_template: str | None = None,
+        end_token_ids: Sequence[int] = (),
     ) -> None:
         self._hf = tokenizer
+        self._end_token_ids = tuple(end_token_ids)
         self._max_chat_chars = max_chat_chars
         self._chat_template = chat_template
         self._lock = threading.Lock()
@@ -50,6 +57,12 @@ class TextTokenizer:
         """The tokenizer's end-of-sequence id. The model's generation config may name more."""
         value: int | None = self._hf.eos_token_id
         return value
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Every id that the tokenizer's files name as an answer's end. The generation config may name more."""
+        eos = self.eos_token_id
+        return self._end_token_ids or (() if eos is None else (eos,))
 
     @property
     def bos_token_id(self) -> int | None:

@@ -55,6 +55,13 @@ class _Plan:
     arrays: tuple[Any, ...]
 
 
+def tile_types(page_size: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(lanes, operand) of pages of so many tokens, as `kernels.cpu.attention.attend` takes them."""
+    lanes = math.gcd(page_size, max(LANES))
+    pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
+    return LANES[lanes], np.uint16(0) if pairs else np.float32(0)
+
+
 class CompiledBackend:
     """`AttentionBackend` in compiled kernels. Construct it only where `compiler_missing` finds nothing missing."""
 
@@ -67,12 +74,8 @@ class CompiledBackend:
         self._layers = tuple(layers)
         self._dtype = dtype
         lanes = math.gcd(page_size, max(LANES))
-        self._lanes = LANES[lanes]
         self._kind = kind_of(dtype)
-        pairs = dtype == torch.bfloat16 and lanes == max(LANES) and cpu_has("avx512bf16")
-        self._operand = np.uint16(0) if pairs else np.float32(0)
-        self.tile_types = self._lanes, self._operand
-        """As `kernels.cpu.attention.attend` takes them."""
+        self.tile_types = self._lanes, self._operand = tile_types(page_size, dtype)
         self._pools = [_LayerPool(spec, num_pages, page_size, lanes, dtype) for spec in layers]
         self.kv_bytes = sum(pool.bytes for pool in self._pools)
         self._groups = {_group_of(spec): spec for spec in layers}

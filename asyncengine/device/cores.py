@@ -55,14 +55,17 @@ _PROCESS = Sharing()
 """Of this process: its engines know nothing of each other, and the cores are the same."""
 
 
+def threads_for(threads: int | None, device: torch.device) -> int:
+    """How many threads an engine on this device may use; None: as many as torch does in this program."""
+    return (threads or torch.get_num_threads()) if device.type == "cpu" else 1
+
+
 class Cores:
     """The threads of one engine's kernels, and of torch's operators in its steps. One step at a time."""
 
     def __init__(self, threads: int | None = None, device: torch.device = _CPU, sharing: Sharing = _PROCESS) -> None:
         """`threads` None: as many as torch uses in this program. On another device than a CPU, one: to launch."""
-        self.most = threads or torch.get_num_threads()
-        if device.type != "cpu":
-            self.most = 1
+        self.most = threads_for(threads, device)
         self._here = device.type == "cpu"
         self._sharing = sharing
         self._company = Company(self.most)

@@ -106,8 +106,9 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 def _load_frontend(
     path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt
 ) -> Frontend:
-    from asyncengine.device.cores import Cores
+    from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
+    from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
@@ -117,10 +118,14 @@ def _load_frontend(
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
     with ExitStack() as undo:
+        ahead = CompileAhead(threads_for(config.num_threads, device))
+        undo.callback(ahead.close)
+        ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
+        load = partial(load_model, path, config, progress, checkpoint, ahead)
         with cores.loading():
-            loaded = in_words(lambda: load_model(path, config, progress, checkpoint), device, "the model", smaller)
+            loaded = in_words(load, device, "the model", smaller)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
         tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
@@ -134,7 +139,9 @@ def _load_frontend(
         if ranks:  # before the KV cache takes its share of what is free
             take = partial(lora.allocate, lora.layer_linears(), max(ranks))
             in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
-        attempt.check()
+        with progress:
+            progress.stage("compiling kernels")
+            ahead.finish(progress.compiled)
         runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)

@@ -20,6 +20,7 @@ from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
@@ -29,6 +30,7 @@ from asyncengine.models.checking import check_config, check_module, load_config
 from asyncengine.models.checkpoint import first_line, open_checkpoint, read_json
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import decoder_config_of
+from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.progress import LoadProgress
@@ -71,8 +73,10 @@ def load_model(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     checkpoint: CheckpointSource | None = None,
+    ahead: CompileAhead | None = None,
 ) -> LoadedModel:
-    """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet).
+    """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
+    kernels that the model needs (None: they are compiled when they are called).
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -95,7 +99,7 @@ def load_model(
         if described is not None:
             with _typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
-                    described, checkpoint, config, dtype, device, bits, max_model_len, bar
+                    described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead
                 )
         else:
             model, fused, nbytes = _load_module(checkpoint, hf_config, config, dtype, device, bits, max_model_len, bar)
@@ -120,7 +124,7 @@ def load_model(
 
 def _load_decoder(
     described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
-    device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress,
+    device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress, ahead: CompileAhead | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     described = settle_tie(described, checkpoint)
@@ -134,6 +138,8 @@ def _load_decoder(
     kernels = layer_kernels(config.attention_backend, dtype, device)
     options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms)
     decoder = Decoder(described, options, max_model_len)
+    if ahead is not None and config.attention_backend != "torch":
+        ahead.start(kernels_of(decoder, config.page_size))
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)

@@ -82,6 +82,12 @@ class LoadProgress:
             self._kernels = self._bar.add_task(text)
         self._bar.update(self._kernels, description=text, total=most, completed=self._compiled - 1)
 
+    def compiled(self, kernel: str, most: int) -> None:
+        """A kernel of `most` has been compiled by somebody else (`kernels.compile_ahead`)."""
+        if self._check is not None:
+            self._check()
+        self.compiling(kernel.split(":")[1].strip("_").replace("_", " "), most)
+
     def say_compiled(self) -> None:
         """At the end of a load: what compiling took, in the log."""
         if self._compiled:

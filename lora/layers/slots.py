@@ -251,6 +251,10 @@ class LoraLayers:
             self.version += self._stacks[key].grow(rank)
             return
         self.version += 1
+        if self._compiled and not self._stacks:
+            from asyncengine.kernels.cpu.lora import compile_for
+
+            compile_for(self._dtype)
         self._stacks[key] = self._form(place)(place, self.max_loras, rank, self._dtype, self._device, self._memory)
 
     def _form(self, place: Place) -> type[LoraStack]:

@@ -33,6 +33,7 @@ from typing import Any
 import llvmlite
 import numba
 from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
 from asyncengine.kernels.cpu.compile_watcher import watcher
@@ -73,8 +74,22 @@ class KernelFolder:
     def __init__(self, folder: Path | None, refused: str = "") -> None:
         self.folder = folder
         self._open = False
+        self.is_new = False
+        """Whether `writable` has made the folder: nothing was compiled here before."""
         if folder is None:
             self._give_up(refused)
+
+    @property
+    def writable(self) -> bool:
+        """Whether what is kept here can be found by other processes."""
+        if self.folder is None:
+            return False
+        self.is_new = self.is_new or not self.folder.is_dir()
+        try:
+            self._make(self.folder)
+        except OSError:
+            return False
+        return self._is_ours(self.folder) and os.access(self.folder, os.W_OK)
 
     def find(self, name: str) -> bytes | None:
         """What was kept under this name, whole; None: nothing."""
@@ -142,6 +157,11 @@ class KernelFolder:
 
 def _is_key(path: Path) -> bool:
     return len(path.name) == 16 and not set(path.name) - set("0123456789abcdef") and path.is_dir()
+
+
+def folder_here() -> KernelFolder:
+    """That of this machine and process."""
+    return kernel_folder(cpu_target.target_context.codegen().magic_tuple())
 
 
 @functools.cache

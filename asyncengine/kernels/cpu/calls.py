@@ -20,8 +20,10 @@ import llvmlite.binding
 import numba
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
+from asyncengine.kernels.cpu.compile_watcher import called_apart
 from asyncengine.kernels.cpu.jit import compiled_for, serial_in_order
 from asyncengine.kernels.cpu.team_loops import call_piece, run_together
 from asyncengine.kernels.cpu.vectors import LONG
@@ -47,12 +49,32 @@ _FINDER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)(_find)
 llvmlite.binding.add_symbol(_SYMBOL, ctypes.cast(_FINDER, ctypes.c_void_p).value)
 
 
-def _name_of(function: Any, types: tuple[Any, ...]) -> str:
-    """The name of a function for these types, which is compiled now so that its errors are its caller's."""
-    python = function.dispatcher.py_func
-    name = f"{python.__module__}:{python.__name__}:void({', '.join(map(str, types))})"
-    _code_of(name)
+def _name_of(function: Any, types: tuple[Any, ...], *, rare: bool = False) -> str:
+    """The name of a function for these types, which is compiled now so that its errors are its caller's: unless it is
+    rarely called, or others compile it (`compile_watcher.called_apart`)."""
+    name = name_of(function.dispatcher, types)
+    told = called_apart.get()
+    if told is not None:
+        told(name, rare)
+    elif not rare:
+        _code_of(name)
     return name
+
+
+def name_of(function: Any, types: tuple[Any, ...]) -> str:
+    """As what kernels call a compiled function by address, for these types."""
+    python = function.py_func
+    return f"{python.__module__}:{python.__name__}:void({', '.join(map(str, types))})"
+
+
+def compile_named(name: str) -> None:
+    """Compile, and keep, "module:function:(types)", which Python calls, or "module:function:void(types)", which kernels
+    call by address."""
+    module, function, signature = name.split(":")
+    if signature.startswith("void"):
+        _code_of(name)
+    else:
+        getattr(importlib.import_module(module), function).compile(normalize_signature(signature)[0])
 
 
 def _emit_address(context: Any, builder: Any, name: str) -> Any:
@@ -78,8 +100,19 @@ def _emit_call(builder: Any, address: Any, arguments: list[Any]) -> None:
 
 
 def _call(_: Any, function: Any, arguments: Any) -> Any:
-    types = tuple(map(numba.types.unliteral, arguments.types))
-    name = _name_of(function, types)
+    return _calling(function, _plain(arguments), rare=False)
+
+
+def _call_rare(_: Any, function: Any, arguments: Any) -> Any:
+    return _calling(function, _plain(arguments), rare=True)
+
+
+def _plain(arguments: Any) -> tuple[Any, ...]:
+    return tuple(map(numba.types.unliteral, arguments.types))
+
+
+def _calling(function: Any, types: tuple[Any, ...], *, rare: bool) -> Any:
+    name = _name_of(function, types, rare=rare)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         _emit_call(builder, _emit_address(context, builder, name), cgutils.unpack_tuple(builder, given[1]))
@@ -90,7 +123,7 @@ def _call(_: Any, function: Any, arguments: Any) -> Any:
 
 def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
     whole = numba.types.int64
-    types = (whole, whole, whole, *map(numba.types.unliteral, arguments.types))
+    types = (whole, whole, whole, *_plain(arguments))
     run = _name_of(numba.typeof(_run), (whole,) * 4)
     known = numba.types.unliteral(function) == whole
     name = "unknown" if known else _name_of(function, types)
@@ -127,6 +160,8 @@ def _emit_part(module: Any, name: str, record: Any) -> Any:
 
 call: Any = intrinsic(_call)
 """call(function, (arguments...)), inside kernels: of a compiled function that returns nothing."""
+call_rare: Any = intrinsic(_call_rare)
+"""`call` of a function that most programs never call: it is compiled when it is first called, or by `compile_named`."""
 parallel_for: Any = intrinsic(_parallel_for)
 """parallel_for(function, team, pieces, (arguments...)), inside kernels:
 

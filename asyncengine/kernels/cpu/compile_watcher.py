@@ -1,4 +1,4 @@
-"""Who hears that a kernel is being compiled: whoever waits for it on this thread, such as a progress bar."""
+"""Who hears that a kernel is being compiled on this thread: whoever waits for it, and whoever has others compile too."""
 
 from __future__ import annotations
 
@@ -9,3 +9,9 @@ Watcher = Callable[[str, int], None]
 """Called with a kernel's name before it is compiled, and with how many kernels there are at most."""
 
 watcher: ContextVar[Watcher | None] = ContextVar("asyncengine_kernel_watcher", default=None)
+
+CalledApart = Callable[[str, bool], None]
+"""Called with the name of a function that a kernel calls by address, and with whether it does so rarely."""
+
+called_apart: ContextVar[CalledApart | None] = ContextVar("asyncengine_kernels_called_apart", default=None)
+"""Set: functions called by address (`calls`) are not compiled here."""

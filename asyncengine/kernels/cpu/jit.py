@@ -30,12 +30,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
+_BARE = {"no_cfunc_wrapper": True}
+"""Functions called by address are compiled for it (`compiled_for`); no other is called from C, and a wrapper for each is
+a tenth of compiling."""
 _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 array: Any = numba.carray
 
 
 def _compiled(function: Function, **options: Any) -> Function:
-    compiled: Any = numba.njit(**options, nogil=True, error_model="numpy")(function)
+    compiled: Any = numba.njit(**options, **_BARE, nogil=True, error_model="numpy")(function)
     compiled._cache = KernelCache(function)
     kernel: Function = compiled
     return kernel

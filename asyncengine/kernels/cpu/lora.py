@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.calls import call_rare, compile_named, name_of, parallel_for
 from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
@@ -97,6 +97,12 @@ def add_deltas(x: torch.Tensor, y: torch.Tensor, factors: Factors, rows: RowGrou
     )  # fmt: skip
 
 
+def compile_for(dtype: torch.dtype) -> None:
+    """Compile what rows with adapters need, which models without any never do."""
+    kind, whole = numba.typeof(kind_of(dtype)), numba.types.int64
+    compile_named(name_of(add_low_rank, (whole,) * 5 + (kind, kind, whole)))
+
+
 @serial_in_order
 def add_adapters(
     x: int, y: int, products: int, index: int, rows: int, memory: int, kind: np.generic, team: int
@@ -105,7 +111,7 @@ def add_adapters(
     if products != 0:
         factors = array(pointer(products, np.int64(0)), (index + 1,))[index]
         if factors != 0:
-            call(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
+            call_rare(add_low_rank, (x, y, factors, rows, memory, kind, kind, team))
 
 
 @serial_in_order

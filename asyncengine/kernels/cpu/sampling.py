@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.jit import array, inline, pointer, serial, with_gil
 from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -52,7 +52,7 @@ class SamplerKernel:
         rows = logits.shape[0]
         *_, workers = team_threads()
         if len(self._scratch) < workers:
-            self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks), dtype=np.float32)
+            self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks + 1), dtype=np.float32)
         # not torch.empty, which lets go of the interpreter's lock
         tokens, best = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float32)
         choose, team = (_choose_at_once, 0) if logits.numel() <= _AT_ONCE else (_choose, use_team())
@@ -86,42 +86,54 @@ def _choose_part(
     vocab: int, width: int,
 ) -> None:  # fmt: skip
     """The rows of one of `pieces`; `width` is the numbers that `scratch` has for a worker."""
-    values, own = array(pointer(logits, _SINGLE), (rows, vocab)), array(pointer(scratch, _SINGLE), (worker + 1, width))
-    settings, wanted = array(pointer(params, _SINGLE), (rows, 3)), array(pointer(keys, _WHOLE), (rows, 4))
-    chosen, largest = array(pointer(tokens, _WHOLE), (rows,)), array(pointer(best, _SINGLE), (rows,))
     for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
-        chosen[row], largest[row] = _choose_row(values[row], settings[row], wanted[row], own[worker])
+        _choose_row(
+            logits + row * vocab * 4, params + row * 12, keys + row * 32, scratch + worker * width * 4,
+            tokens + row * 8, best + row * 4, vocab,
+        )  # fmt: skip
 
 
 @serial
-def _choose_row(
-    values: NDArray[np.float32], params: NDArray[np.float32], keys: NDArray[np.int64], scratch: NDArray[np.float32]
-) -> tuple[int, Any]:
-    """(token, largest value)."""
-    vocab = len(values)
-    temperature, top_p, min_p = params
-    scaled, kept, maxima = scratch[:vocab], scratch[vocab : 2 * vocab], scratch[2 * vocab :]
-    largest = _largest_of_blocks(values, maxima)
+def _choose_row(logits: int, params: int, keys: int, scratch: int, token: int, best: int, vocab: int) -> None:
+    """All by address; the parts that take a compiler long are called that way too, so that several may compile them."""
+    blocks = (vocab + BLOCK - 1) // BLOCK
+    found, maxima = scratch, scratch + 4
+    scaled = maxima + blocks * 4
+    kept = scaled + vocab * 4
+    chosen, cut = array(pointer(token, _WHOLE), (1,)), array(pointer(found, _SINGLE), (1,))
+    call(_largest_of_blocks, (logits, maxima, found, vocab))
+    largest = cut[0]
+    array(pointer(best, _SINGLE), (1,))[0] = largest
+    values, tops = array(pointer(logits, _SINGLE), (vocab,)), array(pointer(maxima, _SINGLE), (blocks,))
+    settings, wanted = array(pointer(params, _SINGLE), (3,)), array(pointer(keys, _WHOLE), (4,))
+    temperature, top_p, min_p = settings[0], settings[1], settings[2]
     if not np.isfinite(largest):
-        return 0, largest
+        chosen[0] = 0
+        return
     if temperature == 0:
-        return _place_of(values, maxima, largest), largest
+        chosen[0] = _place_of(values, tops, largest)
+        return
+    divided = array(pointer(scaled, _SINGLE), (vocab,))
     for index in range(vocab):
-        scaled[index] = values[index] / temperature
-    for block in range(len(maxima)):
-        maxima[block] /= temperature
+        divided[index] = values[index] / temperature
+    for block in range(blocks):
+        tops[block] /= temperature
     maximum = largest / temperature
     least = max(maximum + np.log(min_p), maximum - np.float32(FAINT))
-    if keys[0] > 0:
-        least = max(least, top_k_threshold(scaled, maxima, kept, maximum, keys[0], top_p))
+    if wanted[0] > 0:
+        call(top_k_threshold, (scaled, maxima, kept, found, vocab, maximum, wanted[0], top_p))
+        least = max(least, cut[0])
     elif top_p < 1:
-        least = max(least, top_p_threshold(scaled, maxima, kept, maximum, top_p))
-    return _draw(scaled, maxima, maximum, least, keys[1], keys[2], keys[3]), largest
+        call(top_p_threshold, (scaled, maxima, kept, found, vocab, maximum, top_p))
+        least = max(least, cut[0])
+    call(_draw, (scaled, maxima, token, vocab, maximum, least, wanted[1], wanted[2], wanted[3]))
 
 
 @serial
-def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32]) -> Any:
-    """Fills `maxima`; returns the largest, or NaN if there is one anywhere."""
+def _largest_of_blocks(logits: int, places: int, found: int, vocab: int) -> None:
+    """Fills the float32 [blocks] at `places`; `found`: where the largest goes, or NaN if there is one anywhere."""
+    values = array(pointer(logits, _SINGLE), (vocab,))
+    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
     lanes = np.empty(_LANES, dtype=np.float32)
     unordered = 0
     maximum = np.float32(-np.inf)
@@ -140,7 +152,7 @@ def _largest_of_blocks(values: NDArray[np.float32], maxima: NDArray[np.float32])
             lanes[0] = value if value > lanes[0] else lanes[0]
         maxima[block] = lanes.max()
         maximum = max(maximum, maxima[block])
-    return np.float32(np.nan) if unordered else maximum
+    array(pointer(found, _SINGLE), (1,))[0] = np.float32(np.nan) if unordered else maximum
 
 
 @serial
@@ -156,15 +168,12 @@ def _place_of(values: NDArray[np.float32], maxima: NDArray[np.float32], maximum:
 
 @serial
 def _draw(
-    scaled: NDArray[np.float32],
-    maxima: NDArray[np.float32],
-    maximum: Any,
-    least: Any,
-    seed_low: int,
-    seed_high: int,
-    position: int,
-) -> int:
-    """A token with a value of `least` or more, as likely as its share of the sum of e^value."""
+    values: int, places: int, token: int, vocab: int, maximum: np.float32, least: np.float32, seed_low: int,
+    seed_high: int, position: int,
+) -> None:  # fmt: skip
+    """A token with a value of `least` or more, as likely as its share of the sum of e^value. Goes to `token`."""
+    scaled = array(pointer(values, _SINGLE), (vocab,))
+    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
     low, high, where = np.uint32(seed_low), np.uint32(seed_high), np.uint32(position)
     inner = _mix(_mix(_mix(low ^ np.uint32(0x9E3779B9)) ^ high) ^ where)
     outer = _mix(_mix(_mix(high ^ np.uint32(0x7F4A7C15)) ^ where) ^ low)
@@ -182,7 +191,7 @@ def _draw(
             score = scaled[index] + _gumbel(np.uint32(index), inner, outer)
             if score > top:
                 chosen, top = index, score
-    return chosen
+    array(pointer(token, _WHOLE), (1,))[0] = chosen
 
 
 @serial

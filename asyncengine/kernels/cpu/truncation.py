@@ -1,7 +1,7 @@
 """Where top-k and top-p cut a row of logits: the smallest kept value, found without sorting the row.
 
-`scaled` are the row's logits over its temperature, `maxima` the largest of each block of them, `maximum` the largest of
-all, and `kept` is working memory of the row's size.
+`values` is the address of the row's logits over its temperature, `places` that of the largest of each block of them,
+`memory` that of working memory of the row's size, `found` that of the result. `maximum` is the largest logit of all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.jit import serial
+from asyncengine.kernels.cpu.calls import call
+from asyncengine.kernels.cpu.jit import array, pointer, serial
 
+_SINGLE = np.float32(0)
 BLOCK = 512
 """Tokens of a block."""
 FAINT = 80.0
@@ -25,17 +27,18 @@ _BINS_PER_UNIT = 64
 
 @serial
 def top_k_threshold(
-    scaled: NDArray[np.float32],
-    maxima: NDArray[np.float32],
-    kept: NDArray[np.float32],
-    maximum: Any,
-    top_k: int,
-    top_p: Any,
-) -> Any:
+    values: int, places: int, memory: int, found: int, vocab: int, maximum: np.float32, top_k: int, top_p: np.float32
+) -> None:
     """The smallest value that top-k, then top-p over what that left, keep."""
+    scaled, kept = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
+    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    result = array(pointer(found, _SINGLE), (1,))
     floor = np.float32(-np.inf)
     if top_k <= len(maxima):  # as many blocks reach this as tokens are wanted, so the answer is no smaller
-        floor = np.sort(maxima)[len(maxima) - top_k]
+        for block in range(len(maxima)):
+            kept[block] = maxima[block]
+        call(_sort, (memory, len(maxima)))
+        floor = kept[len(maxima) - top_k]
     count = 0
     for block in range(len(maxima)):
         if maxima[block] >= floor:
@@ -43,14 +46,22 @@ def top_k_threshold(
                 if scaled[index] >= floor:
                     kept[count] = scaled[index]
                     count += 1
-    ordered = np.sort(kept[:count])
+    call(_sort, (memory, count))
+    ordered = kept[:count]
     smallest = ordered[count - top_k]
     if top_p >= 1:
-        return smallest
+        result[0] = smallest
+        return
     total: Any = 0.0
     for index in range(count - top_k, count):
         total += exponential(ordered[index] - maximum)
-    return _walk(ordered[count - top_k :], maximum, 0.0, top_p * total)
+    result[0] = _walk(ordered[count - top_k :], maximum, 0.0, top_p * total)
+
+
+@serial
+def _sort(memory: int, count: int) -> None:
+    """Ascending float32 [count], in their place."""
+    array(pointer(memory, _SINGLE), (count,)).sort()
 
 
 @serial
@@ -67,13 +78,12 @@ def _walk(ordered: NDArray[np.float32], maximum: Any, running: Any, wanted: Any)
 
 @serial
 def top_p_threshold(
-    scaled: NDArray[np.float32],
-    maxima: NDArray[np.float32],
-    kept: NDArray[np.float32],
-    maximum: Any,
-    top_p: Any,
-) -> Any:
+    values: int, places: int, memory: int, found: int, vocab: int, maximum: np.float32, top_p: np.float32
+) -> None:
     """The smallest value that top-p keeps: by bins of likelihood, then exactly inside the bin where it ends."""
+    scaled, kept = array(pointer(values, _SINGLE), (vocab,)), array(pointer(memory, _SINGLE), (vocab,))
+    maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
+    result = array(pointer(found, _SINGLE), (1,))
     weights, sums = np.empty(BLOCK, dtype=np.float32), np.zeros(_BINS, dtype=np.float64)
     bins = np.empty(BLOCK, dtype=np.int32)
     faint = maximum - np.float32(FAINT)
@@ -100,8 +110,10 @@ def top_p_threshold(
                 kept[count] = scaled[block * BLOCK + index]
                 count += 1
     if not count:
-        return faint  # rounding alone kept the sum from what was wanted: everything belongs to it
-    return _walk(np.sort(kept[:count]), maximum, running, wanted)
+        result[0] = faint  # rounding alone kept the sum from what was wanted: everything belongs to it
+        return
+    call(_sort, (memory, count))
+    result[0] = _walk(kept[:count], maximum, running, wanted)
 
 
 @serial

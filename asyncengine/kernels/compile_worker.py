@@ -1,0 +1,69 @@
+"""The process that compiles kernels for another one (`compile_ahead`): names come in by line, code goes to the cache.
+
+It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
+left to whoever asks ("?other": that it rarely calls), and last "=" once the code is kept, or "-". It ends with its input, at once, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+_LIFETIME = 600.0
+"""Seconds after which it ends in any case. Nobody's kernels take so long."""
+
+
+def main() -> None:
+    """Serve standard input and output, with nothing else coming that way."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which then closes the input
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    faulthandler.dump_traceback_later(_LIFETIME, exit=True)
+    gc.disable()  # what a compiler leaves behind is looked through again and again: a tenth of the time
+    serve(_lines(sys.stdin), answers)
+    os._exit(0)
+
+
+def _lines(source: TextIO) -> Iterator[str]:
+    """Lines as they come. Once there are no more the process ends: nobody wants what it is doing."""
+    arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in source:
+            arrived.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, name="asyncengine-names", daemon=True).start()
+    while True:
+        yield arrived.get()
+
+
+def serve(names: Iterable[str], answers: TextIO) -> None:
+    """Compile what `names` say, and answer."""
+    from asyncengine.kernels.cpu.calls import compile_named
+    from asyncengine.kernels.cpu.compile_watcher import called_apart
+
+    def say(text: str) -> None:
+        answers.write(f"{text}\n")
+        answers.flush()
+
+    token = called_apart.set(lambda name, rare: say(f"{'?' if rare else '+'}{name}"))
+    try:
+        say("ready")
+        for line in names:
+            try:
+                compile_named(line.strip())
+            except Exception:  # whoever calls the kernel compiles it again, and says what is wrong
+                say("-")
+            else:
+                say("=")
+    finally:
+        called_apart.reset(token)

@@ -114,6 +114,7 @@ def _load_frontend(
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
     from asyncengine.text import load_tokenizer
+    from asyncengine.text.gguf import load_gguf_tokenizer
 
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
@@ -128,9 +129,16 @@ def _load_frontend(
             loaded = in_words(load, device, "the model", smaller)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
-        tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+        if checkpoint.metadata:
+            tokenizer: TextTokenizer | None = load_gguf_tokenizer(
+                checkpoint.metadata, max_chat_chars=config.max_chat_chars
+            )
+        else:
+            tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
         if tokenizer is not None:
             tokenizer.warm_up()
+            if checkpoint.metadata:  # its header marks ends that no configuration names
+                loaded.eos_token_ids = list(dict.fromkeys([*loaded.eos_token_ids, *tokenizer.end_token_ids]))
         attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)

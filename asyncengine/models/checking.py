@@ -32,6 +32,8 @@ def load_config(checkpoint: CheckpointSource, config: EngineConfig) -> Any:
             )
         raise UnsupportedModel(f"family {family!r} is not known to the installed transformers")
     try:
+        if checkpoint.metadata:
+            return AutoConfig.for_model(**checkpoint.config)
         return AutoConfig.from_pretrained(
             str(checkpoint.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )

@@ -14,13 +14,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.kinds import GGUF, check_architectures, check_files
+from asyncengine.models.kinds import check_architectures, check_files
 from asyncengine.models.mapped import OpenFiles
 from asyncengine.models.sizes import check_sizes
 
@@ -108,6 +107,11 @@ class Checkpoint:
         else:
             tensor.release(0, tensor.shape[0])
 
+    def generation_defaults(self) -> dict[str, Any]:
+        """What generation_config.json sets. Raises `ModelNotFound` for a file that cannot be read."""
+        file = self.folder / "generation_config.json"
+        return read_json(file, str(self.folder)) if file.is_file() else {}
+
     def stored_types(self) -> dict[str, str]:
         """{name: kind} of everything."""
         return {name: stored.kind for name, stored in self.tensors.items()}
@@ -116,11 +120,11 @@ class Checkpoint:
 def open_checkpoint(path_or_id: str, config: EngineConfig) -> CheckpointSource:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
-    Of a GGUF file, its header.
+    A GGUF model may be a file, the one in a folder, "ollama:NAME" or "REPO:FILE.gguf": of that, the header.
 
     Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
     """
-    if (gguf := _open_gguf(path_or_id)) is not None:
+    if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
     check_files(folder)
@@ -153,17 +157,16 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
-def _open_gguf(path_or_id: str) -> CheckpointSource | None:
-    """A GGUF file; None: `path_or_id` is no such file."""
-    expanded = Path(os.path.expanduser(path_or_id))
-    if not os.path.isfile(expanded) or expanded.suffix != ".gguf":
+def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None:
+    """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
+    path = Path(os.path.expanduser(path_or_id))
+    is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
+    folder = bool(path_or_id) and os.path.isdir(path) and any(path.glob("*.gguf"))
+    if not (is_file or folder or path_or_id.startswith("ollama:") or path_or_id.endswith(".gguf")):
         return None
-    try:
-        gguf = import_module("asyncengine.models.formats.gguf")
-    except ModuleNotFoundError:
-        raise ModelNotFound(f"{path_or_id} {GGUF}") from None
-    found: CheckpointSource = gguf.open_gguf(expanded)
-    return found
+    from asyncengine.models.formats.sources import find_gguf
+
+    return find_gguf(path_or_id, config)
 
 
 def _find_folder(path_or_id: str, config: EngineConfig) -> Path:
@@ -241,8 +244,6 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
         if missing:
             raise ModelNotFound(f"{path_or_id} lacks {len(missing)} of {len(files)} weight files: {missing[0]}")
         return tuple(files)
-    if any(folder.glob("*.gguf")):
-        raise ModelNotFound(f"{path_or_id} {GGUF}")
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise ModelNotFound(

@@ -27,7 +27,7 @@ from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.step import CausalLM
 from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.models.checking import check_config, check_module, load_config
-from asyncengine.models.checkpoint import first_line, open_checkpoint, read_json
+from asyncengine.models.checkpoint import first_line, open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
@@ -331,8 +331,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 def _generation_defaults(checkpoint: CheckpointSource) -> dict[str, Any]:
     """What generation_config.json sets. Raises `ModelNotFound` for a value that no request could be served with."""
-    file = checkpoint.folder / "generation_config.json"
-    content = read_json(file, str(checkpoint.folder)) if file.is_file() else {}
+    file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
     found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:
         checked = SamplingParams.from_dict({name: found[name] for name in _DEFAULTS if name in found})

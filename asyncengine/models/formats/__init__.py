@@ -57,6 +57,10 @@ class CheckpointSource(Protocol):
         """What `read` gave will not be read again: the system may take back its pages."""
         ...
 
+    def generation_defaults(self) -> dict[str, Any]:
+        """Of sampling, under generation_config.json's names."""
+        ...
+
     def stored_types(self) -> dict[str, str]:
         """What each tensor is stored as, by name."""
         ...

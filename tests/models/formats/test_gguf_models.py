@@ -223,9 +223,9 @@ def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
     )  # fmt: skip
     model = open_gguf(tmp_path / "m.gguf")
     assert model.config["eos_token_id"] == [2, 7]
-    assert model.defaults == {"top_k": 5}
+    assert model.generation_defaults() == {"top_k": 5}
     assert model.metadata["tokenizer.chat_template"] == "{{ x }}"
-    assert open_gguf(tmp_path / "m.gguf", {"top_k": 9}).defaults == {"top_k": 9}
+    assert open_gguf(tmp_path / "m.gguf", {"top_k": 9}).generation_defaults() == {"top_k": 9}
 
 
 @pytest.fixture(scope="module")

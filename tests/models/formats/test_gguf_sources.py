@@ -119,7 +119,7 @@ def test_ollama(store: Store, weights: Path) -> None:
         assert found(f"ollama:{name}") == (blob,)
     opened = find_gguf("ollama:llama3", CONFIG)
     assert opened is not None
-    assert opened.defaults == {"temperature": 0.5, "stop_strings": ["<end>"]}
+    assert opened.generation_defaults() == {"temperature": 0.5, "stop_strings": ["<end>"]}
 
 
 @pytest.mark.parametrize(

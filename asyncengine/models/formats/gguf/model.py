@@ -56,8 +56,7 @@ class GgufModel:
         factors = {name: _vector(*places[f"{name}.weight"]) for name in _FACTORS if f"{name}.weight" in places}
         self.config: dict[str, Any] = hugging_face_config(header, factors)
         _check_sizes(path, self.config, len(places))
-        self.defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
-        """Of sampling, under generation_config.json's names."""
+        self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         self._entries = _entries(path, header, places)
         self.tensors = {
             name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
@@ -71,6 +70,10 @@ class GgufModel:
     @property
     def weight_bytes(self) -> int:
         return sum(entry.place.nbytes for entry in self._entries.values())
+
+    def generation_defaults(self) -> dict[str, Any]:
+        """Of sampling, under generation_config.json's names: Ollama's first, then the file's own."""
+        return dict(self._defaults)
 
     def stored_types(self) -> dict[str, str]:
         return {name: entry.place.kind.name for name, entry in self._entries.items()}

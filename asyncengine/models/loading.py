@@ -136,7 +136,7 @@ def _load_decoder(
     kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
     _check_memory(sum(elements.values()), dtype, device, bits, kept)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms)
+    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms)
     decoder = Decoder(described, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(kernels_of(decoder, config.page_size))
@@ -205,7 +205,7 @@ def _resolve_dtype(
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
     declared = _declared_dtype(hf_config, checkpoint)
-    if is_quantized(checkpoint) and declared == torch.float16 and device.type == "cpu":
+    if (is_quantized(checkpoint) or checkpoint.metadata) and declared == torch.float16 and device.type == "cpu":
         return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
     return declared
 

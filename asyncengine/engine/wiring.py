@@ -110,6 +110,7 @@ def _load_frontend(
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
     from asyncengine.models.loading import load_model
+    from asyncengine.models.plain_config import PlainConfig
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
     from asyncengine.text import load_tokenizer
@@ -127,7 +128,8 @@ def _load_frontend(
             loaded = in_words(load, device, "the model", smaller)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
-        tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+        known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
+        tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars, model_config=known)
         if tokenizer is not None:
             tokenizer.warm_up()
         attempt.check()

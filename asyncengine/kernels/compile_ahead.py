@@ -2,8 +2,8 @@
 
 numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
-What a kernel calls by address comes back as a name for the next free process, so that only the kernels that Python calls
-have to be known beforehand. All of this only saves time: whatever is not in the cache afterwards is compiled here.
+What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
+known beforehand. All of this only saves time: whatever is not in the cache afterwards is compiled here.
 
 A process ends with the pipe that its names come by, so that none outlives the program, however that ends. The user's
 main module is not imported in them. Where no process can be started (frozen programs, sandboxes), none is.
@@ -61,7 +61,7 @@ class CompileAhead:
             self._open_all()
 
     def start(self, names: Sequence[str]) -> None:
-        """Have these compiled, "module:function:(types)" each, unless they all are in the cache. Returns at once. Once."""
+        """Have these compiled, "module:function:(types)" each, unless they all are in the cache. Returns at once."""
         if not names or not self._can_start() or not self._folder.writable:
             return
         self._mark = f"first_load-{hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:16]}"

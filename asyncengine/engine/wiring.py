@@ -113,8 +113,6 @@ def _load_frontend(
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
-    from asyncengine.text import load_tokenizer
-    from asyncengine.text.gguf import load_gguf_tokenizer
 
     smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
@@ -129,16 +127,9 @@ def _load_frontend(
             loaded = in_words(load, device, "the model", smaller)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
-        if checkpoint.metadata:
-            tokenizer: TextTokenizer | None = load_gguf_tokenizer(
-                checkpoint.metadata, max_chat_chars=config.max_chat_chars
-            )
-        else:
-            tokenizer = load_tokenizer(path, config, max_chat_chars=config.max_chat_chars)
+        tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
         if tokenizer is not None:
             tokenizer.warm_up()
-            if checkpoint.metadata:  # its header marks ends that no configuration names
-                loaded.eos_token_ids = list(dict.fromkeys([*loaded.eos_token_ids, *tokenizer.end_token_ids]))
         attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
@@ -155,6 +146,23 @@ def _load_frontend(
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)
         undo.pop_all()
         return frontend
+
+
+def _load_tokenizer(
+    path: str, checkpoint: CheckpointSource, loaded: LoadedModel, config: EngineConfig
+) -> TextTokenizer | None:
+    """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
+    from asyncengine.models.plain_config import PlainConfig
+    from asyncengine.text import load_tokenizer
+
+    if not checkpoint.metadata:
+        known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
+        return load_tokenizer(path, config, max_chat_chars=config.max_chat_chars, model_config=known)
+    from asyncengine.text.gguf import load_gguf_tokenizer
+
+    tokenizer = load_gguf_tokenizer(checkpoint.metadata, max_chat_chars=config.max_chat_chars)
+    loaded.eos_token_ids = list(dict.fromkeys([*loaded.eos_token_ids, *tokenizer.end_token_ids]))
+    return tokenizer
 
 
 def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:

@@ -2,8 +2,8 @@
 
 numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
-What a kernel calls by address comes back as a name for the next free process, so that only the kernels that Python calls
-have to be known beforehand. All of this only saves time: whatever is not in the cache afterwards is compiled here.
+What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
+known beforehand. All of this only saves time: whatever is not in the cache afterwards is compiled here.
 
 A process ends with the pipe that its names come by, so that none outlives the program, however that ends. The user's
 main module is not imported in them. Where no process can be started (frozen programs, sandboxes), none is.
@@ -57,12 +57,12 @@ class CompileAhead:
     def expect(self) -> None:
         """Start the processes at once if nothing at all has been compiled on this machine: names will come, and a
         process takes a second until it can compile."""
-        if self._can_work() and self._folder.is_new:
+        if self._can_start() and self._folder.is_new and self._folder.writable:
             self._open_all()
 
     def start(self, names: Sequence[str]) -> None:
-        """Have these compiled, "module:function:(types)" each, unless they all are in the cache. Returns at once. Once."""
-        if not names or not self._can_work():
+        """Have these compiled, "module:function:(types)" each, unless they all are in the cache. Returns at once."""
+        if not names or not self._can_start() or not self._folder.writable:
             return
         self._mark = f"first_load-{hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:16]}"
         if self._folder.find(self._mark) is not None:
@@ -74,13 +74,13 @@ class CompileAhead:
             self._changed.notify_all()
         self._open_all()
 
-    def _can_work(self) -> bool:
+    def _can_start(self) -> bool:
         if self._most < 2 or not can_start():
             return False
         from asyncengine.kernels.cpu.cache import folder_here
 
         self._folder = folder_here()
-        return bool(self._folder.writable)
+        return True
 
     def finish(self, told: Told) -> None:
         """Wait until all are compiled, or until nobody is left to do it. What `told` raises ends the waiting."""

@@ -1,7 +1,8 @@
 """The process that compiles kernels for another one (`compile_ahead`): names come in by line, code goes to the cache.
 
 It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
-left to whoever asks ("?other": that it rarely calls), and last "=" once the code is kept, or "-". It ends with its input, at once, whatever it is doing.
+left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". It ends with its
+input, at once, whatever it is doing.
 """
 
 from __future__ import annotations

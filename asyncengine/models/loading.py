@@ -33,6 +33,7 @@ from asyncengine.models.families import decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.mapped import MappedFiles, own_weights
+from asyncengine.models.plain_config import plain_config
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
 from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of, stored_forms
@@ -53,6 +54,7 @@ class LoadedModel:
     folder: Path
     model: CausalLM
     hf_config: Any
+    """transformers' config object, or a `PlainConfig` in its place."""
     generation_defaults: dict[str, Any]
     """What generation_config.json sets (temperature, top_p, top_k, ...)."""
     eos_token_ids: list[int]
@@ -85,9 +87,7 @@ def load_model(
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         with _typed(checkpoint.folder):
-            hf_config = load_config(checkpoint, config)
-            max_model_len = _max_model_len(hf_config, config)
-            described = decoder_config_of(hf_config, max_model_len) if config.fuse else None
+            hf_config, described, max_model_len = _read_config(path_or_id, checkpoint, config)
             check_config(hf_config, checkpoint, native=described is not None)
         device = resolve_device(config.device)
         dtype = _resolve_dtype(config, hf_config, checkpoint, device)
@@ -120,6 +120,22 @@ def load_model(
         weights_bytes=nbytes,
         fused=fused,
     )
+
+
+def _read_config(
+    path_or_id: str, checkpoint: Checkpoint, config: EngineConfig
+) -> tuple[Any, DecoderConfig | None, int]:
+    """(the configuration, what the decoder is built of, if it is native, the longest sequence). transformers' class is
+    imported only where it is needed."""
+    plain = plain_config(checkpoint.config, path_or_id) if config.fuse else None
+    if plain is not None:
+        length = _max_model_len(plain, config)
+        described = decoder_config_of(plain, length)
+        if described is not None:
+            return plain, described, length
+    hf_config = load_config(checkpoint, config)
+    length = _max_model_len(hf_config, config)
+    return hf_config, decoder_config_of(hf_config, length) if config.fuse else None, length
 
 
 def _load_decoder(

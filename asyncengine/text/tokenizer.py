@@ -208,8 +208,11 @@ def load_tokenizer(
     *,
     max_chat_chars: int = MAX_CHAT_CHARS,
     chat_template: str | None = None,
+    model_config: Any = None,
 ) -> TextTokenizer | None:
     """The tokenizer in a model's folder or of a hub id; None for a folder without one (a token-id-only engine).
+
+    `model_config`: the model's, where somebody has read it; None: transformers reads it, as it chooses by family.
 
     Raises `ModelNotFound` if there is nothing or it cannot be read, `UnsupportedModel` if it needs code of its own and
     `trust_remote_code` is off.
@@ -221,7 +224,7 @@ def load_tokenizer(
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(path), revision=config.revision, trust_remote_code=config.trust_remote_code
+            str(path), revision=config.revision, trust_remote_code=config.trust_remote_code, config=model_config
         )
         return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
     except BaseException as error:  # transformers raises many types for missing and broken files

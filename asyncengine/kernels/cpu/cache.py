@@ -74,17 +74,19 @@ class KernelFolder:
     def __init__(self, folder: Path | None, refused: str = "") -> None:
         self.folder = folder
         self._open = False
-        self.is_new = False
-        """Whether `writable` has made the folder: nothing was compiled here before."""
         if folder is None:
             self._give_up(refused)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was ever kept here."""
+        return self.folder is not None and not self.folder.is_dir()
 
     @property
     def writable(self) -> bool:
         """Whether what is kept here can be found by other processes."""
         if self.folder is None:
             return False
-        self.is_new = self.is_new or not self.folder.is_dir()
         try:
             self._make(self.folder)
         except OSError:

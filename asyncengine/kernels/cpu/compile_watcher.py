@@ -1,4 +1,4 @@
-"""Who hears that a kernel is being compiled on this thread: whoever waits for it, and whoever has others compile too."""
+"""Who hears that a kernel is being compiled on this thread: whoever waits for it, or has others compile its parts."""
 
 from __future__ import annotations
 

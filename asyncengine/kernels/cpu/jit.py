@@ -31,8 +31,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
 _BARE = {"no_cfunc_wrapper": True}
-"""Functions called by address are compiled for it (`compiled_for`); no other is called from C, and a wrapper for each is
-a tenth of compiling."""
+"""Functions called by address are compiled for that (`compiled_for`). No other is called from C, and a wrapper for each
+is a tenth of compiling."""
 _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 array: Any = numba.carray
 

@@ -14,6 +14,7 @@ from typing import Any
 from asyncengine.errors import UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import text_part
+from asyncengine.models.plain_config import PlainConfig
 
 logger = logging.getLogger("asyncengine")
 
@@ -68,7 +69,7 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     """
     text = MULTIMODAL.get(config.model_type)
     file = NATIVE.get(text or config.model_type)
-    if file is None or not type(config).__module__.startswith("transformers."):
+    if file is None or not (isinstance(config, PlainConfig) or type(config).__module__.startswith("transformers.")):
         logger.warning("family %r is not written down here: it runs through transformers, slower", config.model_type)
         return None
     read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config

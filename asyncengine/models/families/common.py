@@ -56,14 +56,14 @@ def rotary_of(
     `layer_type`: of a family that has other parameters for each kind of layer. `partial`: of one whose heads may be
     rotated in part (`partial_rotary_factor`); transformers' modules of the others do not look at that setting.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         rotated = parameters.get("partial_rotary_factor", 1.0) if partial else 1.0
         dim = int((head_dim or head_dim_of(config)) * rotated)
         return default_rotary(parameters["rope_theta"], dim, style)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if kind not in ROPE_INIT_FUNCTIONS:
         raise UnsupportedModel(f"family {config.model_type!r} with rope_type {kind!r} is not written down")
     arguments: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}

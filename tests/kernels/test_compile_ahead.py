@@ -1,0 +1,160 @@
+"""Kernels compiled by other processes: they are in the cache afterwards, nobody waits for ever, nobody is left."""
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncengine.kernels.compile_ahead import CompileAhead, can_start
+from asyncengine.kernels.cpu import compiler_missing
+
+if compiler_missing(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("no compiler", allow_module_level=True)
+
+from asyncengine.kernels.cpu import cache
+from asyncengine.kernels.cpu.cache import VARIABLE, KernelFolder, folder_here, kernel_folder
+
+_CPU = "asyncengine.kernels.cpu."
+SMALL = f"{_CPU}gather:_copy_few_rows:(int64, int64, int64, int64, int64)"
+CALLS_OTHERS = f"{_CPU}norm:norm:(int64, int64, int64, int64, int64, float32, float32, int64)"
+UNKNOWN = f"{_CPU}gather:nothing_of_the_kind:(int64)"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, of this process and of those it starts."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    kernel_folder.cache_clear()
+    yield tmp_path
+    kernel_folder.cache_clear()
+
+
+def kept(folder: Path) -> list[str]:
+    """The functions whose code is in the cache, and other files there."""
+    return sorted(file.name.rsplit("-", 1)[0] for file in folder.glob("kernels/*/*") if not file.name.startswith("."))
+
+
+def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.expect()
+    ahead.start([SMALL, CALLS_OTHERS])
+    processes, told = ahead._processes, []
+    ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
+    ahead.close()
+    names = [name for name, _ in told]
+    assert sorted(names) == ["_copy_few_rows", "_norm_part", "_run", "norm"]
+    assert told[-1][1] == 4
+    assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
+    assert all(process.returncode is not None for process in processes)
+    again = CompileAhead(2)
+    again.expect()
+    again.start([CALLS_OTHERS, SMALL])
+    assert again._processes == again._threads == []
+    again.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
+
+
+def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.start([UNKNOWN, SMALL])
+    told = []
+    ahead.finish(lambda name, most: told.append(name))
+    ahead.close()
+    assert sorted(told) == [SMALL, UNKNOWN]
+    assert kept(folder) == ["gather._copy_rows"]  # and no mark that says that all are there
+
+
+def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.start([CALLS_OTHERS, SMALL])
+
+    def give_up(name: str, most: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ahead.finish(give_up)
+    ahead.close()
+    assert all(process.returncode is not None for process in ahead._processes)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncengine-compile")]
+
+
+def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.expect()
+    assert len(ahead._threads) == 2
+    ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
+    assert ahead._threads == []
+    assert all(process.returncode is not None for process in ahead._processes)
+
+
+@pytest.mark.parametrize("program", ["exit 3", "echo ready; read line; exit 3"])
+def test_processes_that_die_are_not_waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", program], **rest))
+    ahead = CompileAhead(2)
+    ahead.start([SMALL, CALLS_OTHERS, UNKNOWN])
+    ahead.finish(lambda name, most: None)
+    ahead.close()
+    assert kept(folder) == []
+
+
+def test_where_no_process_can_be_started_nothing_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object, **rest: object) -> None:
+        raise PermissionError("no processes here")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with caplog.at_level(logging.INFO):
+        ahead = CompileAhead(2)
+        ahead.expect()
+        ahead.start([SMALL])
+        ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("executable", ["", None, "/usr/bin/uwsgi", "C:/program/app.exe"])
+def test_no_program_but_python_is_started(executable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_start()
+    monkeypatch.setattr(sys, "executable", executable)
+    assert not can_start()
+
+
+def test_no_frozen_program_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert not can_start()
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_one_core_compiles_as_ever(most: int, folder: Path) -> None:
+    ahead = CompileAhead(most)
+    ahead.expect()
+    ahead.start([SMALL])
+    assert ahead._threads == []
+    ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
+
+
+def test_a_cache_that_keeps_nothing_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "kernel_folder", lambda machine: KernelFolder(None, "there is none"))
+    assert not folder_here().writable
+    ahead = CompileAhead(2)
+    ahead.expect()
+    ahead.start([SMALL])
+    assert ahead._threads == []
+
+
+def test_the_process_ends_with_the_program_that_started_it() -> None:
+    """Whatever it is doing: here, waiting for names, with its input closed as a dead program's is."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from asyncengine.kernels.compile_worker import main; main()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.close()
+    assert process.wait(timeout=20) == 0
+    assert process.stdout.read() == ""

@@ -1,0 +1,82 @@
+"""What a load needs is known: no kernel is compiled that was not expected, and nothing slow is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncengine.demo import MODEL_PATH
+from asyncengine.kernels.cpu import compiler_missing
+
+if compiler_missing(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("no compiler", allow_module_level=True)
+
+_SLOW = (
+    "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "torch._inductor",
+    "transformers.activations", "transformers.modeling_utils", "transformers.generation.continuous_batching",
+    "transformers.integrations.hub_kernels",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3.configuration_qwen3", "outlines",
+    "langchain_core", "llama_index", "jinja2.ext.debug", "rich.progress", "peft",
+)  # fmt: skip
+_LOAD = f"""
+import json, sys
+from numba.core.dispatcher import Dispatcher
+called, compile = [], Dispatcher._compile_for_args
+def noted(self, *args, **kwargs):
+    called.append(self)
+    return compile(self, *args, **kwargs)
+Dispatcher._compile_for_args = noted
+import asyncengine.kernels.compile_ahead as compile_ahead
+expected = []
+compile_ahead.CompileAhead.start = lambda self, names: expected.extend(names)
+from asyncengine import Engine, SamplingParams
+with Engine.from_pretrained(sys.argv[1], **json.loads(sys.argv[2])) as engine:
+    engine.generate([1, 2, 3], SamplingParams(max_tokens=2, temperature=0.0))
+loaded = [name for name in {_SLOW!r} if name in sys.modules]
+found = []
+for function in called:
+    module = sys.modules[function.py_func.__module__]
+    name = next(name for name, value in vars(module).items() if value is function)
+    found += [f"{{module.__name__}}:{{name}}:({{', '.join(map(str, types))}})" for types in function.overloads]
+print(json.dumps([found, expected, loaded]))
+"""
+_SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1000,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+_TEAM = "asyncengine.kernels.cpu.team_loops:"
+_ROUNDING = "asyncengine.kernels.cpu.quantize:_to_"
+
+
+def load(model: str, **settings: object) -> tuple[list[str], list[str], list[str]]:
+    """(kernels that Python called, those that were expected, slow modules) of a load in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD, model, json.dumps(settings)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    called, expected, loaded = json.loads(run.stdout.splitlines()[-1])
+    return called, expected, loaded
+
+
+def unexpected(called: list[str], expected: list[str]) -> list[str]:
+    """What was compiled on the way. The team's loops and the rounding of weights are needed before anything else."""
+    return sorted(name for name in set(called) - set(expected) if not name.startswith((_TEAM, _ROUNDING)))
+
+
+def test_a_native_model_imports_nothing_slow_and_compiles_nothing_unexpected() -> None:
+    called, expected, loaded = load(str(MODEL_PATH))
+    assert loaded == []
+    assert unexpected(called, expected) == []
+    assert len(called) > 8
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
+def test_kernels_of_other_forms(settings: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SHAPE))
+    called, expected, loaded = load(str(tmp_path), load_format="dummy", max_model_len=256, **settings)
+    assert loaded == []
+    assert unexpected(called, expected) == []

@@ -1,7 +1,8 @@
 """Matrix products with weights in 16, 8 and 4 bits, alone: python benchmarks/quantized_products.py
 
-"packed" is oneDNN's form. The shapes of one layer and of the output layer of Qwen3-0.6B. As many copies of a weight as
-exceed the caches take turns, as the layers of a model do; the forms take turns as well. Medians.
+`--stored`: as llama.cpp's files, AWQ and MXFP4 have them, too. "packed" is oneDNN's form. The shapes of one layer and
+of the output layer of Qwen3-0.6B. As many copies of a weight as exceed the caches take turns, as the layers of a model
+do; the forms take turns as well. Medians.
 """
 
 from __future__ import annotations
@@ -11,22 +12,64 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.kernels.cpu.team import Team
+from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm
+from asyncengine.layers.stored_weight import GroupedWeight
 from asyncengine.layers.weight_forms import OneDnnWeight, PackedWeight, QuantizedWeight, RowMajorWeight, WeightForm
 
 SHAPES = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
 HEAD = (151936, 1024)
 BEYOND_CACHES = 200_000_000
 """Weights of all copies of a shape."""
-BYTES = {"bf16 packed": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53125}
+STORED = {
+    "Q4_0": NumberForm(4, 32),
+    "Q4_K": NumberForm(4, 32, "minima", 256),
+    "Q5_K": NumberForm(6, 32, "minima", 256),
+    "Q6_K": NumberForm(6, 16, "middle", 256),
+    "Q8_0": NumberForm(8, 32),
+    "AWQ": NumberForm(4, 128, "zeros"),
+    "MXFP4": NumberForm(4, 32, "table", 0, "bfloat16", (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)),
+}
+BYTES: dict[str, float] = {}
+"""Of a weight, with its scales, by form."""
 Form = Callable[[torch.Tensor], torch.Tensor]
 
 
-def forms_of(outputs: int, inputs: int) -> dict[str, WeightForm]:
+class RandomMatrix:
+    """A `StoredMatrix` of random numbers, all groups of which are alike."""
+
+    def __init__(self, name: str, outputs: int, inputs: int) -> None:
+        self.name, self.shape, self.form, self.order = name, (outputs, inputs), STORED[name], None
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        count, (_, inputs), form = last - first, self.shape, self.form
+        numbers = np.random.default_rng(first).integers(0, 1 << form.bits, (count, inputs), dtype=np.uint8)
+        scales = np.full((count, inputs // (form.block or form.group)), 2.0**-9, dtype=np.float32)
+        steps = np.full((count, inputs // form.group), 33, dtype=np.int8)
+        own, minima = steps if form.block else None, form.below == "minima"
+        zeros = steps.astype(np.uint8) // 4 if form.below == "zeros" else None
+        return GroupedRows(numbers, scales, own, zeros, scales if minima else None, own if minima else None)
+
+    def release(self, first: int, last: int) -> None:
+        pass
+
+
+def stored_forms(outputs: int, inputs: int) -> dict[str, WeightForm]:
+    found: dict[str, WeightForm] = {}
+    for name, form in STORED.items():
+        found[name] = GroupedWeight(outputs, inputs, StoredForm(name, form), torch.bfloat16)
+        found[name].load(0, RandomMatrix(name, outputs, inputs))
+    return found
+
+
+def forms_of(outputs: int, inputs: int, stored: bool) -> dict[str, WeightForm]:
     """One weight in every form."""
     dtype = torch.bfloat16
     forms: dict[str, WeightForm] = {
@@ -38,17 +81,19 @@ def forms_of(outputs: int, inputs: int) -> dict[str, WeightForm]:
     weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
     for form in forms.values():
         form.load(0, weight)
-    return forms
+    return forms | (stored_forms(outputs, inputs) if stored else {})
 
 
-def make_layer(outputs: int, inputs: int) -> dict[str, Form]:
-    forms = forms_of(outputs, inputs)
+def make_layer(outputs: int, inputs: int, stored: bool) -> dict[str, Form]:
+    forms = forms_of(outputs, inputs, stored)
+    BYTES.update({name: form.nbytes / (outputs * inputs) for name, form in forms.items()})
     return {name: lambda x, form=form: form.multiply(x, None) for name, form in forms.items()}  # type: ignore[misc]
 
 
-def make_head() -> dict[str, Form]:
+def make_head(stored: bool) -> dict[str, Form]:
     """Logits are float32 but for oneDNN's, which cannot be looked up in where the embedding is the output layer."""
-    forms = forms_of(*HEAD)
+    forms = forms_of(*HEAD, stored)
+    BYTES.update({name: form.nbytes / (HEAD[0] * HEAD[1]) for name, form in forms.items()})
     plain = RowMajorWeight(*HEAD, torch.bfloat16)
     plain.load(0, (torch.randn(HEAD) * 0.02).bfloat16())
     memory = {name: OutputBufferPool() for name in (*forms, "bf16")}
@@ -89,16 +134,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256])
     parser.add_argument("--only", choices=[*SHAPES, "head"])
+    parser.add_argument("--stored", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print("milliseconds (bytes of weights over time, speed relative to packed bfloat16)")
-    with torch.inference_mode():
+    with torch.inference_mode(), closing(Team(options.threads)) as team, team.joined():
         layer: dict[int, Counter[str]] = {rows: Counter() for rows in options.rows}
         for name, shape in {**SHAPES, "head": HEAD}.items():
             if options.only not in (None, name):
                 continue
             count = max(BEYOND_CACHES // (shape[0] * shape[1]), 1)
-            copies = [make_head()] if name == "head" else [make_layer(*shape) for _ in range(count)]
+            copies = (
+                [make_head(options.stored)]
+                if name == "head"
+                else [make_layer(*shape, options.stored) for _ in range(count)]
+            )
             for rows in options.rows:
                 found = measure(copies, rows, shape[1], options.rounds)
                 report(name, rows, shape, found)

@@ -28,8 +28,8 @@ class _TileWriter:
     """Writes the tile of one number of rows. out float32 [rows, 32]; `panel` is the bytes from one to the other.
 
     For 64 inputs: t = sum over groups of scale * (integer sum - zero * sum of x); total += t * scale of x. Where scales
-    are steps of a block's, totals of the block are made so, and times its scale added to the total. Minima times sums
-    of x (as numbers) are taken off.
+    are steps of a block's, totals of the block are made so, and times its scale added to the total. Before a chunk's
+    numbers its minima times sums of x (as numbers) are taken off.
     """
 
     def __init__(self, builder: Any, form: PanelForm, rows: int, arguments: Any) -> None:
@@ -43,7 +43,6 @@ class _TileWriter:
         self.scaled = {cell: cgutils.alloca_once(builder, FLOATS) for cell in self.cells}
         self.totals = self._zeros()
         self.of_block = self._zeros() if form.block else self.totals
-        self.minima = self._zeros() if form.block and form.below == "minima" else {}
 
     def _zeros(self) -> dict[tuple[int, int], Any]:
         zero = vectors.constant(FLOATS, 0.0)
@@ -55,19 +54,43 @@ class _TileWriter:
         sizes = [builder.mul(self.chunks, LONG(4 * count)) for count in (self.parts, form.chunk // form.summed)]
         with cgutils.for_range(builder, self.chunks) as outer:
             chunk = builder.mul(outer.index, LONG(form.chunk_bytes))
-            for own in (self.of_block if form.block else {}, self.minima):
-                for cell in own.values():
-                    builder.store(vectors.constant(FLOATS, 0.0), cell)
+            if form.below == "minima":
+                self._take_minima(chunk, outer.index, sizes[1])
+            elif form.block:
+                self._clear(self.of_block)
             with cgutils.for_range(builder, LONG(self.parts)) as inner:
                 place = builder.add(builder.mul(outer.index, LONG(self.parts)), inner.index)
                 ahead = self._ahead(place)
                 self._ask_for_head(chunk, inner.index, ahead)
                 self._add_part(chunk, inner.index, place, x_size, sizes, ahead)
             if form.block:
-                self._add_block(chunk)
+                self._add_block("scales", chunk)
         for row, panel in self.cells:
             target = builder.add(self.out, LONG((row * PANELS + panel) * LINE))
             vectors.store(builder, builder.load(self.totals[row, panel]), target)
+
+    def _clear(self, cells: dict[tuple[int, int], Any]) -> None:
+        for cell in cells.values():
+            self.builder.store(vectors.constant(FLOATS, 0.0), cell)
+
+    def _take_minima(self, chunk: Any, index: Any, size: Any) -> None:
+        """Take off a chunk's minima times sums of x, before its other sums need the registers."""
+        builder, form = self.builder, self.form
+        count, name = form.chunk // form.summed, "minimum_steps" if form.block else "minima"
+        if form.block:
+            self._clear(self.of_block)
+        with cgutils.for_range(builder, LONG(count)) as loop:
+            group = builder.udiv(loop.index, LONG(form.group // form.summed))
+            taken = [builder.fneg(self._plane(name, panel, chunk, group)) for panel in range(PANELS)]
+            where = builder.mul(builder.add(builder.mul(index, LONG(count)), loop.index), LONG(4))
+            for row in range(self.rows):
+                x_sum = vectors.splat(builder, load(builder, at(builder, self.sums, size, row, where), FLOAT))
+                for panel in range(PANELS):
+                    own = self.of_block[row, panel]
+                    builder.store(vectors.multiply_add(builder, taken[panel], x_sum, builder.load(own)), own)
+        if form.block:
+            self._add_block("minima", chunk)
+            self._clear(self.of_block)
 
     def _ahead(self, place: Any) -> Any:
         """How far ahead weights are asked for: the tiles that share these take turns at asking for the next."""
@@ -164,23 +187,18 @@ class _TileWriter:
         return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
 
     def _add_group(self, chunk: Any, group: Any, x_sums: list[Any], several: bool) -> None:
-        """Add a group's integers times its scale to those of its 64 inputs; take off its minimum."""
+        """Add a group's integers times its scale to those of its 64 inputs."""
         builder, form = self.builder, self.form
         scaled = "steps" if form.block else "scales"
         scales = [self._plane(scaled, panel, chunk, group) if form.group else None for panel in range(PANELS)]
-        taken: list[Any] = []
-        if form.below in ("zeros", "minima"):
-            name = form.below if not form.block else "minimum_steps"
-            taken = [builder.fneg(self._plane(name, panel, chunk, group)) for panel in range(PANELS)]
+        zeros: list[Any] = []
+        if form.below == "zeros":
+            zeros = [builder.fneg(self._plane("zeros", panel, chunk, group)) for panel in range(PANELS)]
         for row, panel in self.cells:
             number = builder.sitofp(builder.load(self.dots[row, panel]), FLOATS)
-            if taken:
+            if zeros:  # all whole numbers below 2^24: exact
                 x_sum = vectors.splat(builder, load(builder, x_sums[row], FLOAT))
-                if form.below == "zeros":  # all whole numbers below 2^24: exact
-                    number = vectors.multiply_add(builder, taken[panel], x_sum, number)
-                else:
-                    own = (self.minima or self.totals)[row, panel]
-                    builder.store(vectors.multiply_add(builder, taken[panel], x_sum, builder.load(own)), own)
+                number = vectors.multiply_add(builder, zeros[panel], x_sum, number)
             into = self.scaled[row, panel]
             if several:
                 number = vectors.multiply_add(builder, number, scales[panel], builder.load(into))
@@ -188,16 +206,13 @@ class _TileWriter:
                 number = builder.fmul(number, scales[panel])
             builder.store(number, into)
 
-    def _add_block(self, chunk: Any) -> None:
+    def _add_block(self, name: str, chunk: Any) -> None:
+        """Add what a block has, times its scale."""
         builder = self.builder
-        for name, own in (("scales", self.of_block), ("minima", self.minima)):
-            if not own:
-                continue
-            scales = [self._plane(name, panel, chunk, LONG(0)) for panel in range(PANELS)]
-            for row, panel in self.cells:
-                total = self.totals[row, panel]
-                added = builder.load(own[row, panel])
-                builder.store(vectors.multiply_add(builder, added, scales[panel], builder.load(total)), total)
+        scales = [self._plane(name, panel, chunk, LONG(0)) for panel in range(PANELS)]
+        for row, panel in self.cells:
+            total, added = self.totals[row, panel], builder.load(self.of_block[row, panel])
+            builder.store(vectors.multiply_add(builder, added, scales[panel], builder.load(total)), total)
 
     def _plane(self, name: str, panel: int, chunk: Any, index: Any) -> Any:
         """What the group or block of that number has, sixteen outputs as float32."""

@@ -83,6 +83,34 @@ def test_the_bits_of_the_parts(
         assert (scratch[size:] == 77).all(), "more memory was used than was asked for"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_mixed_forms_side_by_side(dtype: torch.dtype) -> None:
+    """Quantized and not, several in one linear: the bits that they give one by one."""
+    shapes = [
+        [(256, ATTENDED, 4), (256, ATTENDED, 8)], [(320, WIDTH, 0), (320, WIDTH, 4)], [(WIDTH, BETWEEN, 8)],
+        [(64, WIDTH, 4), (32, WIDTH, 0), (128, WIDTH, 8)],
+    ]  # fmt: skip
+    linears, firsts = [], []
+    for parts in shapes:
+        made = [product(*part, dtype, True) for part in parts]
+        firsts.append([sum(each.outputs for each in made[:place]) for place in range(len(made))])
+        linears.append([each._replace(first=first) for each, first in zip(made, firsts[-1], strict=True)])
+    norms = [(random(WIDTH, dtype=torch.float32), EPSILONS[0])] * 2
+    span = FusedLayerKernel(linears, norms, 0, 1.0, dtype)
+    for rows in (1, 13):
+        attended, residual = random(rows, ATTENDED, dtype=dtype), random(rows, WIDTH, dtype=dtype)
+
+        def all_of(x: torch.Tensor, place: int) -> torch.Tensor:
+            return torch.cat([multiply(x, each) for each in linears[place]], dim=1)
+
+        total, x = norm.add_rms_norm(residual, all_of(attended, 0), 1.0, *norms[0])
+        branch = all_of(GATES[0](all_of(x, 1)), 2)
+        total, x = norm.add_rms_norm(total, branch, 1.0, *norms[1])
+        scratch = torch.empty(span.scratch_bytes(rows, dtype.itemsize), dtype=torch.uint8)
+        assert torch.equal(span(attended, residual, scratch), all_of(x, 3))
+        assert torch.equal(residual, total)
+
+
 def test_weights_are_held() -> None:
     """The compiled code has addresses only."""
     parts = Parts(0, torch.float32, GATES[0], True, True, 1.0)

@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from support import kquants
 
 PLAIN = ("F32", "F16", "BF16")
 _HALVES = {
@@ -74,7 +75,10 @@ def write_gguf(
     writer.add_type("model")
     _hyperparameters(writer, architecture, config)
     for key, value in (more or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}.get(
+            type(value), writer.add_uint32
+        )
+        add(key, value)
     found = {}
     for name, tensor in _single(weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -147,7 +151,7 @@ def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
     """Bytes of a type, and what they stand for."""
     number = gguf.GGMLQuantizationType[kind]
     try:
-        stored = gguf.quantize(values, number)
+        stored = kquants.quantize(values, kind)
     except NotImplementedError:
         flat = random_blocks(kind, values.size // values.shape[-1], values.shape[-1], seed=values.size)
         stored = flat.reshape(*values.shape[:-1], -1)

@@ -11,21 +11,17 @@ import pytest
 import torch
 from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, write_gguf
+from support.gguf_reading import LENGTH, check_tensors, decoder_of, values
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.layers.kernels import layer_kernels
-from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.stored import dense
-from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
-from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+from asyncengine.models.formats.gguf.model import open_gguf
 
-LENGTH = 256
 IDS = list(range(3, 14))
-CPU = torch.device("cpu")
 
 
 def changed(name: str, **fields: Any) -> Callable[[], Any]:
@@ -97,33 +93,6 @@ def make_model(config: Any) -> Any:
                 else:
                     parameter.mul_(4.0)
     return model
-
-
-def decoder_of(model: GgufModel) -> Decoder:
-    """The decoder that is written down, in float32, with dequantized weights."""
-    config = dict(model.config)
-    described = decoder_config_of(AutoConfig.for_model(config.pop("model_type"), **config), LENGTH)
-    assert described is not None
-    decoder = Decoder(described, LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU)), LENGTH)
-    slots = decoder.slots()
-    assert slots.keys() <= model.tensors.keys()
-    with torch.inference_mode():
-        for name, slot in slots.items():
-            assert slot.shape == model.tensors[name].shape
-            slot.load(values(model, name))
-    return decoder
-
-
-def values(model: GgufModel, name: str) -> torch.Tensor:
-    found = model.read(name)
-    return (found if isinstance(found, torch.Tensor) else dense(found)).float()
-
-
-def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:
-    assert model.tensors.keys() == written.keys()
-    for name, expected in written.items():
-        assert model.tensors[name].shape == expected.shape, name
-        assert torch.equal(values(model, name), expected.float()), name
 
 
 @pytest.mark.parametrize("name", CASES)

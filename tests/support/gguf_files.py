@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from support import kquants
 
 PLAIN = ("F32", "F16", "BF16")
 _HALVES = {
@@ -27,7 +28,8 @@ _LARGEST = {
 """Of a number times its scale's step."""
 
 ARCHITECTURES = {
-    "llama": "llama", "ministral3": "mistral3", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",
+    "llama": "llama", "ministral3": "mistral3", "mistral": "llama", "mixtral": "llama", "smollm3": "smollm3",
+    "qwen2": "qwen2",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma": "gemma", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm4": "glm4", "granite": "granite", "olmo": "olmo", "olmo2": "olmo2",
     "olmo3": "olmo2", "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "starcoder2": "starcoder2",
@@ -74,7 +76,10 @@ def write_gguf(
     writer.add_type("model")
     _hyperparameters(writer, architecture, config)
     for key, value in (more or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}.get(
+            type(value), writer.add_uint32
+        )
+        add(key, value)
     found = {}
     for name, tensor in _single(weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -121,6 +126,9 @@ def _apart(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name.replace(".weight", f".norms.{index}.weight"): part for index, part in enumerate(tensor)}
     if ".experts." not in name:
         return {name: tensor}
+    if "block_sparse_moe" in name:
+        for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+            name = name.replace(old, new)
     return {name.replace(".experts.", f".experts.{index}."): part for index, part in enumerate(tensor)}
 
 
@@ -129,6 +137,7 @@ def _write(
 ) -> dict[str, torch.Tensor]:
     """One tensor, and what was written of it."""
     gguf_name = _gguf_name(architecture, config, name)
+    name = name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
     heads = 0
     if architecture in _PAIRED and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
@@ -147,7 +156,7 @@ def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
     """Bytes of a type, and what they stand for."""
     number = gguf.GGMLQuantizationType[kind]
     try:
-        stored = gguf.quantize(values, number)
+        stored = kquants.quantize(values, kind)
     except NotImplementedError:
         flat = random_blocks(kind, values.size // values.shape[-1], values.shape[-1], seed=values.size)
         stored = flat.reshape(*values.shape[:-1], -1)

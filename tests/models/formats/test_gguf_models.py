@@ -3,6 +3,8 @@ its own name, with the numbers that were written."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,17 @@ import pytest
 import torch
 from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, write_gguf
+from support.gguf_reading import LENGTH, check_tensors, decoder_of, values
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.layers.kernels import layer_kernels
-from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.stored import dense
-from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
-from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
+from asyncengine.models.formats.gguf.model import open_gguf
 
-LENGTH = 256
 IDS = list(range(3, 14))
-CPU = torch.device("cpu")
 
 
 def changed(name: str, **fields: Any) -> Callable[[], Any]:
@@ -99,33 +97,6 @@ def make_model(config: Any) -> Any:
     return model
 
 
-def decoder_of(model: GgufModel) -> Decoder:
-    """The decoder that is written down, in float32, with dequantized weights."""
-    config = dict(model.config)
-    described = decoder_config_of(AutoConfig.for_model(config.pop("model_type"), **config), LENGTH)
-    assert described is not None
-    decoder = Decoder(described, LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU)), LENGTH)
-    slots = decoder.slots()
-    assert slots.keys() <= model.tensors.keys()
-    with torch.inference_mode():
-        for name, slot in slots.items():
-            assert slot.shape == model.tensors[name].shape
-            slot.load(values(model, name))
-    return decoder
-
-
-def values(model: GgufModel, name: str) -> torch.Tensor:
-    found = model.read(name)
-    return (found if isinstance(found, torch.Tensor) else dense(found)).float()
-
-
-def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:
-    assert model.tensors.keys() == written.keys()
-    for name, expected in written.items():
-        assert model.tensors[name].shape == expected.shape, name
-        assert torch.equal(values(model, name), expected.float()), name
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_comes_back(name: str, tmp_path: Path) -> None:
     """Configuration, tensors and logits: those of transformers with what the file's numbers stand for."""
@@ -150,8 +121,14 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss"])
-def test_experts(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        ("qwen3moe", "mlp.experts.3.gate_proj"), ("gpt-oss", "mlp.experts.3.gate_proj"),
+        ("mixtral", "block_sparse_moe.experts.3.w1"),
+    ],
+)  # fmt: skip
+def test_experts(name: str, gate: str, tmp_path: Path) -> None:
     """Each expert's matrices under names of their own, and the configuration of the whole."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = changed(name, layer_types=pattern(2, 2) if name == "gpt-oss" else None, **sizes)()
@@ -162,7 +139,7 @@ def test_experts(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     model = open_gguf(tmp_path / "m.gguf")
     check_tensors(model, written)
-    first = model.read("model.layers.1.mlp.experts.3.gate_proj.weight")
+    first = model.read(f"model.layers.1.{gate}.weight")
     assert isinstance(first, BlockMatrix)
     assert first.name == "MXFP4"
     fields = dict(model.config)
@@ -172,7 +149,7 @@ def test_experts(name: str, tmp_path: Path) -> None:
         "model_type", "num_experts", "num_local_experts", "num_experts_per_tok", "intermediate_size", "hidden_size",
         "moe_intermediate_size", "norm_topk_prob", "sliding_window", "layer_types", "head_dim", "attention_bias",
     ):  # fmt: skip
-        if field in given and not (name == "qwen3moe" and field == "layer_types"):
+        if given.get(field) is not None and not (name != "gpt-oss" and field in ("layer_types", "sliding_window")):
             assert back[field] == given[field], field
 
 
@@ -193,6 +170,30 @@ def test_every_type_in_a_model(kind: str, tmp_path: Path) -> None:
     model.release(stored)
     model.release(model.read("model.norm.weight"))
     assert torch.equal(values(model, name), written[name].float())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no /proc")
+def test_the_mapping_lives_as_long_as_a_tensor(tmp_path: Path) -> None:
+    """And no longer: an engine that is closed leaves nothing of the file behind."""
+    config = FAMILIES["llama"]()
+    path = tmp_path / "m.gguf"
+    write_gguf(path, config, dict(make_model(config).state_dict()))
+
+    def mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    model = open_gguf(path)
+    tensor = model.read("model.norm.weight")
+    assert isinstance(tensor, torch.Tensor)
+    expected = tensor.clone()
+    model.release(tensor)
+    del model
+    gc.collect()
+    assert mapped()
+    assert torch.equal(tensor, expected)
+    del tensor
+    gc.collect()
+    assert not mapped()
 
 
 def test_mixed_types(tmp_path: Path) -> None:

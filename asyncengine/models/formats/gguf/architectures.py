@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncengine.errors import UnsupportedModel
 from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.header import Header
 
@@ -106,6 +107,8 @@ def _phi3(header: Header) -> Fields:
 
 
 def _granite(header: Header) -> Fields:
+    if not header.flag("rope.scaling.finetuned", True):  # llama.cpp's switch for this family
+        raise UnsupportedModel(f"{header.path}: granite without rotary embeddings is not read")
     return {
         **_llama(header),
         "attention_multiplier": header.real("attention.scale"),

@@ -33,8 +33,8 @@ class _Place(NamedTuple):
     kind: int
     at: int
     """Of the value's bytes; of a string's, of its length."""
-    count: int
-    """Of an array's elements; -1: no array."""
+    length: int
+    """Of an array; -1: no array."""
 
 
 class Cursor:
@@ -95,11 +95,11 @@ class Metadata(Mapping[str, Any]):
 
     def single(self, key: str) -> Any:
         """A value that is no array; None if it is not there."""
-        return None if key not in self._places or self._places[key].count >= 0 else self[key]
+        return None if key not in self._places or self._places[key].length >= 0 else self[key]
 
     def length(self, key: str) -> int:
         """Elements of an array, without reading it; 0 if it is not there or no array."""
-        return max(self._places[key].count, 0) if key in self._places else 0
+        return max(self._places[key].length, 0) if key in self._places else 0
 
     def _text(self, key: str, at: int) -> tuple[str, int]:
         length = _U64.unpack_from(self._data, at)[0]

@@ -116,7 +116,8 @@ def llama3_divisors(scaling: Mapping[str, Any], theta: float, rotated: int) -> N
     waves = 2 * math.pi * theta ** (np.arange(0, rotated, 2) / rotated)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = (scaling["original_max_position_embeddings"] / waves - low) / (high - low)
-    return 1 / (1 / scaling["factor"] + np.clip(share, 0, 1) * (1 - 1 / scaling["factor"]))
+    divisors: NDArray[np.float64] = 1 / (1 / scaling["factor"] + np.clip(share, 0, 1) * (1 - 1 / scaling["factor"]))
+    return divisors
 
 
 def _listed(values: NDArray[np.float32]) -> list[float]:

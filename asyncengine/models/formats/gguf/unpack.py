@@ -24,7 +24,7 @@ def _halves(blocks: Blocks, first: int) -> NDArray[np.float32]:
     return pair.view("<f2")[:, :, 0].astype(np.float32)
 
 
-def _rows(numbers: NDArray[np.uint8], blocks: Blocks) -> NDArray[np.uint8]:
+def _rows(numbers: NDArray[Any], blocks: Blocks) -> NDArray[np.uint8]:
     return np.ascontiguousarray(numbers, dtype=np.uint8).reshape(len(blocks), -1)
 
 
@@ -34,7 +34,7 @@ def _nibbles(packed: NDArray[np.uint8], half: int) -> NDArray[np.uint8]:
     return np.concatenate([parts & 15, parts >> 4], axis=3).reshape(*packed.shape[:2], -1)
 
 
-def _fifth_bits(blocks: Blocks, first: int) -> NDArray[np.uint8]:
+def _fifth_bits(blocks: Blocks, first: int) -> NDArray[Any]:
     """16 for each of the 32 numbers whose bit is set in the four bytes at `first`."""
     bits = np.unpackbits(np.ascontiguousarray(blocks[:, :, first : first + 4]), axis=2, bitorder="little")
     return bits << 4

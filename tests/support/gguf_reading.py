@@ -1,0 +1,44 @@
+"""What a GGUF model holds, in float32: its tensors, and a decoder made of them."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig
+
+from asyncengine.layers.kernels import layer_kernels
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.stored import dense
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.families import decoder_config_of
+from asyncengine.models.formats.gguf.model import GgufModel
+
+LENGTH = 256
+"""Of the longest sequence."""
+CPU = torch.device("cpu")
+
+
+def decoder_of(model: GgufModel) -> Decoder:
+    """The decoder that is written down, in float32, with dequantized weights."""
+    config = dict(model.config)
+    described = decoder_config_of(AutoConfig.for_model(config.pop("model_type"), **config), LENGTH)
+    assert described is not None
+    decoder = Decoder(described, LayerOptions(torch.float32, CPU, layer_kernels("auto", torch.float32, CPU)), LENGTH)
+    slots = decoder.slots()
+    assert slots.keys() <= model.tensors.keys()
+    with torch.inference_mode():
+        for name, slot in slots.items():
+            assert slot.shape == model.tensors[name].shape
+            slot.load(values(model, name))
+    return decoder
+
+
+def values(model: GgufModel, name: str) -> torch.Tensor:
+    found = model.read(name)
+    return (found if isinstance(found, torch.Tensor) else dense(found)).float()
+
+
+def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:
+    assert model.tensors.keys() == written.keys()
+    for name, expected in written.items():
+        assert model.tensors[name].shape == expected.shape, name
+        assert torch.equal(values(model, name), expected.float()), name

@@ -29,5 +29,7 @@ class ModelInfo:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_cache_bytes: int = 0
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """What the quantized matrices of the checkpoint are stored as, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()
     """Which parts of the model run in a fused form."""

@@ -231,6 +231,7 @@ def _assemble(
         generation_defaults=loaded.generation_defaults,
         weight_bytes=runner.weights_bytes,
         kv_cache_bytes=runner.kv_bytes,
+        stored=runner.stored,
         fused=tuple(runner.fused),
     )
     grammars = make_grammars(tokenizer, info, config)

@@ -39,6 +39,8 @@ _ITEM_BYTES = {
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 """Kinds of tensors, by safetensors' names for dtypes."""
+_UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
+"""Those that nothing here is stored in."""
 _LONGEST_HEADER = 100_000_000
 """Bytes: safetensors' own limit."""
 
@@ -59,7 +61,7 @@ class StoredTensor(NamedTuple):
     @property
     def quantized(self) -> bool:
         """Whether reading it gives a `StoredMatrix`."""
-        return self.kind not in _ITEM_BYTES
+        return self.kind not in _ITEM_BYTES and self.kind not in _UNREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,8 @@ def _check_places(header: dict[str, Any]) -> int:
         kind, shape = entry["dtype"], entry["shape"]
         if first != end or last < first or any(size < 0 for size in shape):
             raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
+        if kind not in _ITEM_BYTES and kind not in _UNREAD:
+            raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(kind), 40)}")
         if kind in _ITEM_BYTES and last - first != math.prod(shape) * _ITEM_BYTES[kind]:
             raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
         end = last

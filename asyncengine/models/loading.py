@@ -66,6 +66,8 @@ class LoadedModel:
     device: torch.device
     layers: Sequence[LayerSpec]
     weights_bytes: int
+    stored: dict[str, str] = field(default_factory=dict)
+    """What quantized matrices are stored as, by name."""
     fused: list[str] = field(default_factory=list)
     """How it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
 
@@ -118,6 +120,7 @@ def load_model(
         device=device,
         layers=model.specs,
         weights_bytes=nbytes,
+        stored=stored_kinds(checkpoint),
         fused=fused,
     )
 
@@ -224,6 +227,17 @@ def _resolve_dtype(
     if (is_quantized(checkpoint) or checkpoint.metadata) and declared == torch.float16 and device.type == "cpu":
         return torch.bfloat16  # most say float16, for the GPUs that they were made for; no kernel here reads it
     return declared
+
+
+def stored_kinds(checkpoint: CheckpointSource) -> dict[str, str]:
+    """{matrix: its type} of those that are quantized in their files, layer by layer."""
+    kinds = checkpoint.stored_types()
+    names = [name for name, stored in checkpoint.tensors.items() if stored.quantized]
+
+    def in_order(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")]
+
+    return {name.removesuffix(".weight"): kinds[name] for name in sorted(names, key=in_order)}
 
 
 def is_quantized(checkpoint: CheckpointSource) -> bool:

@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from asyncengine.errors import ModelNotFound, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -82,13 +84,16 @@ class OpenFiles:
         self._mapped = MappedFiles(())
 
     def read(self, file: Path, name: str) -> torch.Tensor:
-        """A tensor, mapped and not copied."""
+        """A tensor, mapped and not copied. Raises `ModelNotFound` for a file that is none."""
         stream = self._streams.pop(file, None)
         known = stream is not None
-        if stream is None:
-            stream = safe_open(str(file), framework="pt")
+        try:
+            if stream is None:
+                stream = safe_open(str(file), framework="pt")
+            tensor: torch.Tensor = stream.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelNotFound(f"{file} is not a whole safetensors file: {shorten(str(error), 300)}") from None
         self._streams[file] = stream  # the last one that was used
-        tensor: torch.Tensor = stream.get_tensor(name)
         if not known:
             while len(self._streams) > _MOST_OPEN:
                 del self._streams[next(iter(self._streams))]

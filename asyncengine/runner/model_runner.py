@@ -54,7 +54,7 @@ class ModelRunner:
         self.kv_bytes = backend.kv_bytes
         self.weights_bytes = model.weights_bytes
         self.attention_backend = backend.name
-        self.fused = model.fused
+        self.fused, self.stored = model.fused, model.stored
         self.vocab_size = model.vocab_size
         self._model: CausalLM | None = model.model
         self._backend = backend

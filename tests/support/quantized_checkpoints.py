@@ -293,3 +293,17 @@ def quantized(source: Path, target: Path, name: str, dense: Path | None = None, 
     config = json.loads(file.read_text()) | {"quantization_config": dict(kind.config), "dtype": dtype}
     file.write_text(json.dumps(config))
     return target
+
+
+def rewritten(source: Path, target: Path, change: Callable[[Tensors], Any], **settings: Any) -> Path:
+    """A copy of a checkpoint with other tensors, and other settings in its quantization_config."""
+    shutil.copytree(source, target)
+    with safe_open(str(target / "model.safetensors"), "pt") as stream:
+        tensors = {key: stream.get_tensor(key).clone() for key in stream.keys()}  # noqa: SIM118 - not a dict
+    change(tensors)
+    save_file(tensors, str(target / "model.safetensors"), {"format": "pt"})
+    file = target / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"].update(settings)
+    file.write_text(json.dumps(config))
+    return target

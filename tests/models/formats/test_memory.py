@@ -1,0 +1,57 @@
+"""Loading takes little more memory than the model then has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.quantized_checkpoints import KINDS
+from support.tiny_models import FAMILIES
+
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import load_model
+
+
+def peak_kib() -> int:
+    return int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads and resets what a process has used at most")
+@pytest.mark.parametrize("kind", ["awq", "w8a8"])
+def test_no_matrix_is_held_twice_while_loading(kind: str, tmp_path: Path) -> None:
+    """The most memory in use is that of the weights as they are kept, a tenth, and what is being unpacked. The file is
+    found through a link, as in a hub's cache."""
+    pytest.importorskip("numba")
+    config = FAMILIES["qwen3"]()
+    config.update({"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4})
+    config.save_pretrained(tmp_path)
+    quiet = EngineConfig(show_progress=False, dtype="bfloat16")
+    made: Any = load_model(str(tmp_path), quiet.replace(load_format="dummy")).model
+    tensors = {}
+    for name, slot in made.slots().items():
+        if name.endswith("_proj.weight"):
+            parts = KINDS[kind].write(torch.randn(slot.shape) * 0.02).tensors
+            tensors.update({f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()})
+        else:
+            tensors[name] = torch.randn(slot.shape).bfloat16()
+    save_file(tensors, str(tmp_path / "blob"), {"format": "pt"})
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": dict(KINDS[kind].config)}))
+    del tensors, made
+    load_model(str(tmp_path), quiet)  # kernels are compiled, and libraries have allocated
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    except OSError:
+        pytest.skip("the peak cannot be reset here")
+    before = peak_kib()
+    model = load_model(str(tmp_path), quiet)
+    taken = peak_kib() - before
+    assert taken < 1.1 * model.weights_bytes / 1024 + 24 * 1024, (
+        f"{taken} KiB for {model.weights_bytes // 1024} KiB of weights"
+    )

@@ -203,6 +203,20 @@ def test_old_files_of_llama_name_no_tokens() -> None:
     assert built.end_token_ids[0] == hf.eos_token_id
 
 
+def test_texts_stream_token_by_token() -> None:
+    """The engine's own tables find their fast forms in these tokenizers, and encode without transformers' lock."""
+    hf, scores = SENTENCEPIECE["gemma3"]()
+    pieces = load_gguf_tokenizer(sentencepiece_metadata(hf, scores, architecture="gemma3"))
+    words = load_gguf_tokenizer(byte_level_metadata(published("qwen2"), "qwen2", pad_to=640))
+    assert (pieces.table.mode, words.table.mode) == ("pieces", "bytes")
+    for built in (pieces, words):
+        assert built._backend is not None
+        for text in TEXTS:
+            ids = built.encode(text, add_special_tokens=False)
+            stream = built.detokenizer(skip_special_tokens=False)
+            assert "".join([stream.push([token]) for token in ids]) + stream.finish() == built.decode(ids, False)
+
+
 def test_no_space_goes_before_a_text_where_the_header_says_so() -> None:
     hf, scores = SENTENCEPIECE["llama"]()
     metadata = sentencepiece_metadata(hf, scores) | {"tokenizer.ggml.add_space_prefix": False}

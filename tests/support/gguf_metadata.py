@@ -73,6 +73,28 @@ def sentencepiece_metadata(
     }
 
 
+def wordpiece_metadata(hf: Any) -> dict[str, Any]:
+    """The header of BERT's kind of vocabulary: pieces that begin a word are marked, and those that go on are not."""
+    names = {index: token for token, index in hf.get_vocab().items()}
+    tokens = [names[index] for index in range(len(names))]
+    marked = [
+        token if token[:1] == "[" and token[-1:] == "]" else token[2:] if token[:2] == "##" else f"\u2581{token}"
+        for token in tokens
+    ]
+    return {
+        "general.architecture": "bert",
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "bert-bge",
+        "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.token_type": [
+            CONTROL if index in hf.all_special_ids else NORMAL for index in range(len(names))
+        ],
+        "tokenizer.ggml.unknown_token_id": hf.unk_token_id,
+        "tokenizer.ggml.cls_token_id": hf.cls_token_id,
+        "tokenizer.ggml.seperator_token_id": hf.sep_token_id,
+    }
+
+
 def special_ids(hf: Any) -> dict[str, Any]:
     """The ids and flags that the header names."""
     found = {

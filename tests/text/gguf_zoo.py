@@ -13,7 +13,14 @@ from typing import Any
 
 from text.many_scripts import TEXTS
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import GemmaTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import (
+    BertTokenizer,
+    GemmaTokenizer,
+    GPT2Tokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
 from transformers.tokenization_utils_base import generate_merges
 
 CL100K = (
@@ -129,6 +136,18 @@ def by_class(pre: str) -> Any:
     hf = kind(vocab=source["vocab"], merges=[tuple(merge) for merge in source["merges"]])
     hf.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<tool>", normalized=False)])
     return hf
+
+
+@cache
+def bert(lowercase: bool) -> Any:
+    """BERT's tokenizer, by the class of transformers."""
+    tok = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tok.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tok.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    marks = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    texts = [text for text in TEXTS if "▁" not in text and "[PAD" not in text]
+    tok.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=500, special_tokens=marks, show_progress=False))
+    return BertTokenizer(vocab=tok.get_vocab(), do_lower_case=lowercase)
 
 
 # -- SentencePiece

@@ -137,7 +137,7 @@ def test_a_flag_that_asks_for_a_token_that_is_not_named() -> None:
 def test_unknown_kinds_are_refused_by_name(kind: str) -> None:
     message = refused(byte_level() | {P + "model": kind}, UnsupportedModel)
     assert kind[:40] in message
-    assert "known are gpt2, llama, gemma4" in message
+    assert "known are gpt2, llama, gemma4, bert" in message
 
 
 def test_unknown_ways_of_cutting_are_refused_by_name() -> None:

@@ -42,6 +42,13 @@ def test_loaded_tokenizer_encodes_and_decodes(folder: Path) -> None:
     assert tokenizer.decode([tokenizer.vocab_size + 7, -1]) == ""
 
 
+def test_what_ends_an_answer_is_the_end_of_sequence_unless_more_is_known(folder: Path) -> None:
+    tokenizer = load(folder)
+    assert tokenizer.end_token_ids == (tokenizer.eos_token_id,)
+    assert TextTokenizer(tokenizer.hf, end_token_ids=[5, 3]).end_token_ids == (5, 3)
+    assert TextTokenizer(fast(byte_level(qwen=True))).end_token_ids == ()
+
+
 def test_special_tokens_are_added_only_when_asked() -> None:
     hf = fast(byte_fallback(strip=True), bos_token="<s>", eos_token="</s>", add_bos_token=True)
     tokenizer = TextTokenizer(hf)

@@ -12,8 +12,9 @@ from asyncengine.text.gguf.families import family_of
 from asyncengine.text.gguf.metadata import HUGGINGFACE_KEY, PREFIX, TokenizerHeader, broken, read_header
 from asyncengine.text.gguf.sentencepiece import build_sentencepiece
 from asyncengine.text.gguf.special import add_tokens, end_ids, set_template, vocabulary_of
+from asyncengine.text.gguf.wordpiece import build_wordpiece
 
-KINDS = ("gpt2", "llama", "gemma4")
+KINDS = ("gpt2", "llama", "gemma4", "bert")
 LLAMA_NAMES = {"unk": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 """The tokens of a vocabulary of the kind "llama" whose header does not name them: files from 2023."""
 
@@ -61,6 +62,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GgufTokenizer:
 def _build(header: TokenizerHeader) -> Any:
     if header.huggingface:
         return _from_json(header)
+    if header.kind == "bert":
+        return build_wordpiece(header)
     vocabulary = vocabulary_of(header)
     if header.kind == "gpt2":
         family = family_of(header.pre)

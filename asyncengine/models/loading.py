@@ -126,7 +126,7 @@ def load_model(
 
 
 def _read_config(
-    path_or_id: str, checkpoint: Checkpoint, config: EngineConfig
+    path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig
 ) -> tuple[Any, DecoderConfig | None, int]:
     """(the configuration, what the decoder is built of, if it is native, the longest sequence). transformers' class is
     imported only where it is needed."""

@@ -138,7 +138,8 @@ def _read_config(
             return plain, described, length
     hf_config = load_config(checkpoint, config)
     length = _max_model_len(hf_config, config)
-    return hf_config, decoder_config_of(hf_config, length) if config.fuse else None, length
+    tried = plain is not None or not config.fuse
+    return hf_config, None if tried else decoder_config_of(hf_config, length), length
 
 
 def _load_decoder(

@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu.vectors import bits_of, number_of
 _WORK = 2
 """Bytes that could be read while a number is put in its place."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_KINDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0)}
+_KINDS: dict[int, Any] = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0)}
 _PLANES = ("scales", "minima", "steps", "minimum_steps", "zeros")
 _LOW = np.uint32(0x0F0F0F0F)
 _TOP = np.uint32(0x03030303)
@@ -102,7 +102,8 @@ def _pack_part(
     wide = chunks * chunk
     own = np.empty(PANEL * wide if inputs != wide or rows % PANEL != 0 else 1, np.uint8)
     for panel in range(first, last):
-        source, present = numbers + panel * PANEL * inputs, min(PANEL, rows - panel * PANEL)
+        present = min(PANEL, rows - panel * PANEL)
+        source: Any = numbers + panel * PANEL * inputs
         if inputs != wide or present < PANEL:
             given = array(pointer(source, np.uint8(0)), (present, inputs))
             padded = own.reshape((PANEL, wide))
@@ -221,16 +222,20 @@ def _number(numbers: int, index: int, lane: int, bits: int) -> int:
 
 @inline
 def _step(address: int, place: int) -> np.float32:
-    return np.float32(array(pointer(address + place, np.int8(0)), (1,))[0])
+    found: np.float32 = np.float32(array(pointer(address + place, np.int8(0)), (1,))[0])
+    return found
 
 
 @inline
 def _wide(address: int, place: int, scale: int) -> np.float32:
     """A scale of that type as float32."""
     if scale == _FLOAT:
-        return array(pointer(address + place * 4, np.float32(0)), (1,))[0]
+        found: np.float32 = array(pointer(address + place * 4, np.float32(0)), (1,))[0]
+        return found
     half = np.int32(array(pointer(address + place * 2, np.uint16(0)), (1,))[0])
     if scale == _BFLOAT:
-        return number_of(np.int32(half << 16))
-    whole = number_of(np.int32((half & 0x7FFF) << 13)) * np.float32(2.0**112)
-    return number_of(np.int32(bits_of(whole) | ((half & 0x8000) << 16)))
+        found = number_of(np.int32(half << 16))
+    else:
+        whole = number_of(np.int32((half & 0x7FFF) << 13)) * np.float32(2.0**112)
+        found = number_of(np.int32(bits_of(whole) | ((half & 0x8000) << 16)))
+    return found

@@ -5,7 +5,7 @@ Names come from that package's own table, so that what reads them is held agains
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,14 @@ def write_gguf(
     kind_of: Callable[[str, torch.Tensor], str] = lambda name, tensor: "F32",
     more: Mapping[str, Any] | None = None,
     split: int = 0,
+    without: Sequence[str] = (),
+    beside: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """A model of transformers' configuration and weights; what was really written, under transformers' names.
 
     `kind_of`: the type of a matrix, by its name here and content. Types that the package cannot write get random
     numbers. `more`: further values. `split`: most tensors of a file, 0: one file.
+    `without`: values that are left out; `beside`: names of further tensors.
     """
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
@@ -87,6 +90,10 @@ def write_gguf(
         found |= _write(writer, architecture, config, name, tensor.float(), kind_of)
     for name, vector in _rope_tensors(config).items():
         writer.add_tensor(name, vector)
+    for key in without:
+        del writer.kv_data[0][key]
+    for name in beside:
+        writer.add_tensor(name, np.zeros((2, 3), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,6 +12,8 @@ from asyncengine.models.formats.gguf.container import TensorPlace
 from asyncengine.models.formats.gguf.metadata import Metadata
 from asyncengine.models.sizes import MAX_LAYERS
 
+_MAX_ENDS = 64
+
 
 class Header:
     """The values under "ARCHITECTURE.", and what tensors there are."""
@@ -58,6 +60,11 @@ class Header:
         """An id of a special token."""
         found = self.metadata.single(f"tokenizer.ggml.{name}_token_id")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def tokens(self, key: str) -> list[int]:
+        """An array of ids, by its whole name; empty if it is none, or absurdly long."""
+        found = self.metadata[key] if 0 < self.metadata.length(key) <= _MAX_ENDS else []
+        return [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors

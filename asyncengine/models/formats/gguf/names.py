@@ -83,8 +83,10 @@ GPT_OSS = {
 WITHOUT_SUFFIX = ("self_attn.sinks",)
 """Parameters of a module itself: transformers adds no ".weight"."""
 
-IGNORED = r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight"
-"""Tensors that became part of the configuration, or that nobody needs."""
+IGNORED = (
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm)\..*"
+)
+"""Tensors that became part of the configuration, and the image part that Ollama keeps in the same file."""
 
 
 def hugging_face_name(name: str, layer: Mapping[str, str]) -> str | None:

@@ -56,6 +56,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name in (
             "llama", "llama3.1-rope", "qwen2", "qwen3", "gemma", "phi3", "granite", "olmo", "olmo2", "olmo3",
             "exaone4", "glm4", "hunyuan", "ministral3", "seedoss", "starcoder2", "cohere", "nemotron", "stablelm",
+            "apertus",
         )
     },
     "mistral": changed("mistral", sliding_window=None),
@@ -260,6 +261,20 @@ def test_gemma_3_by_its_layers(layers: int, scaled: bool, cap: float | None, tmp
     assert (found["rope_parameters"]["full_attention"].get("factor") == 8.0) == scaled
     assert found["final_logit_softcapping"] == cap
     assert found["query_pre_attn_scalar"] == (8 if layers == 62 else 16)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
+def test_the_text_part_of_models_with_images(name: str, architecture: str, tmp_path: Path) -> None:
+    """Is that of its sibling without."""
+    config = FAMILIES[name]()
+    tensors = dict(make_model(config).state_dict())
+    written = write_gguf(
+        tmp_path / "m.gguf", config, tensors, beside=["v.blk.0.attn_q.weight"], architecture=architecture
+    )
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    write_gguf(tmp_path / "text.gguf", config, tensors)
+    assert model.config == open_gguf(tmp_path / "text.gguf").config
 
 
 def test_mistral_small_as_ollama_makes_it(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Architecture:
     """Was added to the weights of norms."""
     partial: bool = False
     """Heads may be rotated in part."""
+    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Of the header, that are tensors of every layer in transformers: (name, shape)."""
     more: Callable[[Header], Fields] = lambda header: {}
     """What else the configuration says."""
 
@@ -237,6 +239,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", paired=True, more=_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", names.HEAD_NORMS, more=_attention_bias),
+    # with images; of a text, all three parts of a position are alike, and rotate as one
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen25vl": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", names.HEAD_NORMS, more=_attention_bias),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", names.QWEN_MOE, more=_qwen2moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", names.QWEN_MOE, more=_qwen3moe),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", names.GPT_OSS, more=_gpt_oss),
@@ -246,6 +252,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gemma3_text", "Gemma3ForCausalLM", names.SANDWICH, epsilon=1e-6, norm_offset=1.0, more=_gemma3
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names.PHI, partial=True, more=_phi3),
+    "apertus": Architecture(
+        "apertus", "ApertusForCausalLM", names.APERTUS, values=names.XIELU, more=_attention_bias
+    ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", names.GLM, partial=True, more=_attention_bias),
     "granite": Architecture("granite", "GraniteForCausalLM", paired=True, more=_granite),
     "olmo": Architecture("olmo", "OlmoForCausalLM", norm="", paired=True, more=_olmo),

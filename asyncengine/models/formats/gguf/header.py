@@ -50,6 +50,17 @@ class Header:
             raise self._wrong(key, "a finite number", found)
         return shortest(float(found))
 
+    def each_layer(self, key: str) -> list[float]:
+        """A number for each layer, by its whole name: an array, or one for all."""
+        layers = self.whole("block_count")
+        if self.metadata.length(key) not in (0, layers) or layers > MAX_LAYERS:
+            raise ModelNotFound(f"{self.path}: {key} must have a number for each of {layers} layers")
+        found = self.metadata.get(key)
+        values = found if isinstance(found, list) else [found] * layers
+        if not all(isinstance(each, float) and math.isfinite(each) for each in values):
+            raise ModelNotFound(f"{self.path}: {key} must have a finite number for each of {layers} layers")
+        return values
+
     def flag(self, key: str, default: bool) -> bool:
         found = self.value(key)
         if not isinstance(found, (bool, type(None))):

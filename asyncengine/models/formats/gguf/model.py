@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
+from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace, broken
@@ -59,10 +60,11 @@ class GgufModel:
         self.defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         """Of sampling, under generation_config.json's names."""
         self._entries = _entries(path, header, places)
+        self._values = _values(header)
         self.tensors = {
             name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
             for name, entry in self._entries.items()
-        }
+        } | {name: StoredTensor("F32", tuple(tensor.shape), path) for name, tensor in self._values.items()}
 
     @property
     def elements(self) -> int:
@@ -73,10 +75,12 @@ class GgufModel:
         return sum(entry.place.nbytes for entry in self._entries.values())
 
     def stored_types(self) -> dict[str, str]:
-        return {name: entry.place.kind.name for name, entry in self._entries.items()}
+        return {name: stored.kind for name, stored in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
+        if name in self._values:
+            return self._values[name].clone()
         entry = self._entries[name]
         if entry.place.kind.form is not None:
             return _matrix(entry)
@@ -147,6 +151,15 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     for name, entry in found.items():
         _check_entry(path, name, entry)
     return found
+
+
+def _values(header: Header) -> dict[str, torch.Tensor]:
+    """Tensors of each layer whose numbers lie in the header."""
+    return {
+        names.LAYER.format(layer) + there: torch.full(shape, value)
+        for key, (there, shape) in architecture_of(header).values.items()
+        for layer, value in enumerate(header.each_layer(key))
+    }
 
 
 def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:

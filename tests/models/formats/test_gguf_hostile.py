@@ -130,7 +130,7 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
         model(value("llama.rope.dimension_count", BOOL, b"\1")), ModelNotFound, "a whole number, got True"
     ),
     "xielu of other layers": (xielu(array("xielu.alpha_n", F32, 2, b"\0" * 8)), ModelNotFound, "for each of 1 layers"),
-    "xielu of text": (xielu(string("xielu.alpha_n", "x")), ModelNotFound, "xielu.alpha_n must have a finite number"),
+    "xielu of text": (xielu(string("xielu.alpha_n", "x")), ModelNotFound, "xielu.alpha_. must have a finite number"),
     "tensor of another family": (
         model(tensors=(EMBED, place("blk.0.ssm_in.weight", (8,), 0, 512))), ModelNotFound,
         "llama does not have: blk.0.ssm_in.weight",

@@ -56,7 +56,7 @@ class Header:
         if self.metadata.length(key) not in (0, layers) or layers > MAX_LAYERS:
             raise ModelNotFound(f"{self.path}: {key} must have a number for each of {layers} layers")
         found = self.metadata.get(key)
-        values = found if isinstance(found, list) else [found] * layers
+        values: list[Any] = found if isinstance(found, list) else [found] * layers
         if not all(isinstance(each, float) and math.isfinite(each) for each in values):
             raise ModelNotFound(f"{self.path}: {key} must have a finite number for each of {layers} layers")
         return values

@@ -63,7 +63,8 @@ def test_forms_and_slots_take_one_as_any_other_tensor() -> None:
     assert torch.equal(dense(matrix), wanted)
     weight = DenseWeight(64, 16, torch.float32, torch.device("cpu"))
     weight.load(0, matrix)
-    assert torch.equal(weight.weight, wanted) and matrix.released == [(0, 64)]
+    assert torch.equal(weight.weight, wanted)
+    assert matrix.released == [(0, 64)]
     target = torch.zeros(64, 16)
     TensorSlot.into(target).load(matrix)
     assert torch.equal(target, wanted)

@@ -195,6 +195,15 @@ def test_a_million_words_open_at_once(tmp_path: Path) -> None:
     assert opened.metadata.length("tokenizer.ggml.tokens") == count
 
 
+def test_words_that_are_no_text(tmp_path: Path) -> None:
+    """Are found when somebody asks for them."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(model(array("tokenizer.ggml.tokens", STRING, 2, text("a") + text(b"\xff"))))
+    opened = open_gguf(path)
+    with pytest.raises(ModelNotFound, match=r"model.gguf .* its tokenizer.ggml.tokens is not UTF-8"):
+        opened.metadata["tokenizer.ggml.tokens"]
+
+
 FILES: dict[str, Callable[[Path], object]] = {
     "fifo": os.mkfifo,
     "folder": lambda path: path.mkdir(),

@@ -18,10 +18,10 @@ from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
-from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace, broken
+from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
-from asyncengine.models.formats.gguf.metadata import Broken, Metadata
+from asyncengine.models.formats.gguf.metadata import Metadata, broken
 from asyncengine.models.formats.gguf.names import IGNORED, hugging_face_name
 from asyncengine.models.formats.gguf.splits import open_files
 from asyncengine.models.sizes import check_sizes
@@ -106,10 +106,7 @@ def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) ->
     Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has an
     architecture or a type of tensors that is not read.
     """
-    try:
-        return GgufModel(path, open_files(path), defaults)
-    except Broken as error:
-        raise broken(path, error) from None
+    return GgufModel(path, open_files(path), defaults)
 
 
 def _check_sizes(path: Path, config: dict[str, Any], tensors: int) -> None:

@@ -64,7 +64,8 @@ def attempt(path: Path) -> str:
     try:
         model = open_gguf(path)
         for key in model.metadata:
-            model.metadata.single(key)
+            if model.metadata.length(key) <= LARGEST:
+                model.metadata.get(key)
         for name, stored in model.tensors.items():
             if stored.elements > LARGEST:
                 continue

@@ -5,7 +5,7 @@ Names come from that package's own table, so that what reads them is held agains
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ ARCHITECTURES = {
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "gemma": "gemma", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "glm4": "glm4", "granite": "granite", "olmo": "olmo", "olmo2": "olmo2",
     "olmo3": "olmo2", "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "starcoder2": "starcoder2",
-    "stablelm": "stablelm", "nemotron": "nemotron", "hunyuan_v1_dense": "hunyuan-dense", "seed_oss": "seed_oss",
+    "apertus": "apertus", "stablelm": "stablelm", "nemotron": "nemotron", "hunyuan_v1_dense": "hunyuan-dense",
+    "seed_oss": "seed_oss",
 }  # fmt: skip
 """model_type -> llama.cpp's name."""
 _PAIRED = ("llama", "mistral3", "smollm3", "granite", "olmo")
@@ -65,13 +66,18 @@ def write_gguf(
     kind_of: Callable[[str, torch.Tensor], str] = lambda name, tensor: "F32",
     more: Mapping[str, Any] | None = None,
     split: int = 0,
+    without: Sequence[str] = (),
+    beside: Sequence[str] = (),
+    architecture: str = "",
 ) -> dict[str, torch.Tensor]:
     """A model of transformers' configuration and weights; what was really written, under transformers' names.
 
     `kind_of`: the type of a matrix, by its name here and content. Types that the package cannot write get random
     numbers. `more`: further values. `split`: most tensors of a file, 0: one file.
+    `without`: values that are left out; `beside`: names of further tensors. `architecture`: llama.cpp's name, if not
+    the usual one.
     """
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = architecture or ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_type("model")
     _hyperparameters(writer, architecture, config)
@@ -84,9 +90,20 @@ def write_gguf(
     for name, tensor in _single(weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if ".act_fn." in name:
+            found[name] = tensor
+            continue
         found |= _write(writer, architecture, config, name, tensor.float(), kind_of)
     for name, vector in _rope_tensors(config).items():
         writer.add_tensor(name, vector)
+    for kind in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [float(tensor) for name, tensor in found.items() if name.endswith(f".act_fn.{kind}")]
+        if values:
+            writer.add_array(f"xielu.{kind}", values)
+    for key in without:
+        del writer.kv_data[0][key]
+    for name in beside:
+        writer.add_tensor(name, np.zeros((2, 3), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

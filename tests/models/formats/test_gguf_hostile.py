@@ -29,6 +29,13 @@ def model(*more: bytes, tensors: tuple[bytes, ...] = (EMBED,), data: bytes = b"\
     return gguf([*SHAPE, *more], tensors, data)
 
 
+def xielu(value: bytes) -> bytes:
+    """A model whose header has numbers of every layer."""
+    own = [string("general.architecture", "apertus")]
+    own += [text(part[8 : 8 + part[0]].replace(b"llama", b"apertus")) + part[8 + part[0] :] for part in SHAPE[1:]]
+    return gguf([*own, value, value.replace(b"alpha_n", b"alpha_p")], (EMBED,), b"\0" * 4096)
+
+
 def pair(first: tuple[int, int], second: tuple[int, int]) -> bytes:
     """Two vectors at (numbers, offset)."""
     tensors = [place(name, (count,), 0, at) for name, (count, at) in zip("ab", (first, second), strict=True)]
@@ -122,6 +129,8 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "flag for a number": (
         model(value("llama.rope.dimension_count", BOOL, b"\1")), ModelNotFound, "a whole number, got True"
     ),
+    "xielu of other layers": (xielu(array("xielu.alpha_n", F32, 2, b"\0" * 8)), ModelNotFound, "for each of 1 layers"),
+    "xielu of text": (xielu(string("xielu.alpha_n", "x")), ModelNotFound, "xielu.alpha_. must have a finite number"),
     "tensor of another family": (
         model(tensors=(EMBED, place("blk.0.ssm_in.weight", (8,), 0, 512))), ModelNotFound,
         "llama does not have: blk.0.ssm_in.weight",
@@ -184,6 +193,15 @@ def test_a_million_words_open_at_once(tmp_path: Path) -> None:
     assert opened.metadata.get("no such key") is None
     assert opened.metadata.single("tokenizer.ggml.tokens") is None
     assert opened.metadata.length("tokenizer.ggml.tokens") == count
+
+
+def test_words_that_are_no_text(tmp_path: Path) -> None:
+    """Are found when somebody asks for them."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(model(array("tokenizer.ggml.tokens", STRING, 2, text("a") + text(b"\xff"))))
+    opened = open_gguf(path)
+    with pytest.raises(ModelNotFound, match=r"model.gguf .* its tokenizer.ggml.tokens is not UTF-8"):
+        opened.metadata["tokenizer.ggml.tokens"]
 
 
 FILES: dict[str, Callable[[Path], object]] = {

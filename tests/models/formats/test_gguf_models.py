@@ -56,6 +56,7 @@ CASES: dict[str, Callable[[], Any]] = {
         for name in (
             "llama", "llama3.1-rope", "qwen2", "qwen3", "gemma", "phi3", "granite", "olmo", "olmo2", "olmo3",
             "exaone4", "glm4", "hunyuan", "ministral3", "seedoss", "starcoder2", "cohere", "nemotron", "stablelm",
+            "apertus",
         )
     },
     "mistral": changed("mistral", sliding_window=None),
@@ -227,6 +228,66 @@ def test_ends_of_turns_and_sampling(tmp_path: Path) -> None:
     assert model.generation_defaults() == {"top_k": 5}
     assert model.metadata["tokenizer.chat_template"] == "{{ x }}"
     assert open_gguf(tmp_path / "m.gguf", {"top_k": 9}).generation_defaults() == {"top_k": 9}
+
+
+def test_gemma_3_as_ollama_makes_it(tmp_path: Path) -> None:
+    """With its image part in the file, and without what every Gemma 3 has alike."""
+    config = CASES["gemma3"]()
+    written = write_gguf(
+        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
+        more={"tokenizer.ggml.eos_token_ids": [2, 9]},
+        without=("gemma3.rope.freq_base", "gemma3.rope.freq_base_swa", "gemma3.attention.layer_norm_rms_epsilon"),
+        beside=("v.blk.0.attn_q.weight", "v.patch_embedding.weight", "mm.mm_input_projection.weight"),
+    )  # fmt: skip
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    rope = model.config["rope_parameters"]
+    assert rope["full_attention"] == {"rope_type": "default", "rope_theta": 1e6}
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    assert model.config["rms_norm_eps"] == 1e-6
+    assert model.config["eos_token_id"] == [2, 9]
+
+
+@pytest.mark.parametrize(("layers", "scaled", "cap"), [(26, False, None), (34, True, 30.0), (62, True, 30.0)])
+def test_gemma_3_by_its_layers(layers: int, scaled: bool, cap: float | None, tmp_path: Path) -> None:
+    """4B to 27B stretch positions by 8, 1B has no cap, 27B scales scores by its width: where files say it wrongly."""
+    config = changed(
+        "gemma3", num_hidden_layers=layers, layer_types=pattern(6, layers), final_logit_softcapping=30.0, hidden_size=32
+    )()
+    write_gguf(tmp_path / "m.gguf", config, {"model.embed_tokens.weight": torch.zeros(160, 32)}, beside=[
+        f"v.{index}" for index in range(layers)
+    ])  # fmt: skip
+    found = open_gguf(tmp_path / "m.gguf").config
+    assert (found["rope_parameters"]["full_attention"].get("factor") == 8.0) == scaled
+    assert found["final_logit_softcapping"] == cap
+    assert found["query_pre_attn_scalar"] == (8 if layers == 62 else 16)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
+def test_the_text_part_of_models_with_images(name: str, architecture: str, tmp_path: Path) -> None:
+    """Is that of its sibling without."""
+    config = FAMILIES[name]()
+    tensors = dict(make_model(config).state_dict())
+    written = write_gguf(
+        tmp_path / "m.gguf", config, tensors, beside=["v.blk.0.attn_q.weight"], architecture=architecture
+    )
+    model = open_gguf(tmp_path / "m.gguf")
+    check_tensors(model, written)
+    write_gguf(tmp_path / "text.gguf", config, tensors)
+    assert model.config == open_gguf(tmp_path / "text.gguf").config
+
+
+def test_mistral_small_as_ollama_makes_it(tmp_path: Path) -> None:
+    """It has Ministral 3's name, and is Llama."""
+    config = FAMILIES["llama"]()
+    config.model_type = "ministral3"
+    config.rope_parameters |= {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}
+    model = make_model(FAMILIES["llama"]())
+    keys = ("mistral3.attention.temperature_scale", "mistral3.rope.scaling.yarn_log_multiplier")
+    written = write_gguf(tmp_path / "m.gguf", config, dict(model.state_dict()), without=keys)
+    opened = open_gguf(tmp_path / "m.gguf")
+    check_tensors(opened, written)
+    assert opened.config["model_type"] == "llama"
 
 
 @pytest.fixture(scope="module")

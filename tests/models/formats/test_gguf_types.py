@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -86,6 +87,24 @@ def test_numpy_says_the_same(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
         if left is not None and right is not None:
             assert left.dtype == right.dtype, name
             assert np.array_equal(left, right), name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no /proc")
+def test_pages_are_given_back(tmp_path: Path) -> None:
+    """Panel by panel, so that a file is never resident as a whole."""
+
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssFile:")[2].split()[0]) * 1024
+
+    matrix = matrix_of(tmp_path, "Q8_0", np.zeros((4096, 34 * 128), dtype=np.uint8))
+    before, most = resident(), 0
+    for first in range(0, 4096, 256):
+        matrix.rows(first, first + 256)
+        most = max(most, resident())
+        matrix.release(first, first + 256)
+    assert most - before < matrix.place.nbytes // 2
+    assert resident() - before < matrix.place.nbytes // 4
 
 
 def test_every_byte_of_a_block(tmp_path: Path) -> None:

@@ -31,12 +31,16 @@ class Architecture:
     """Where the configuration has the norms' epsilon."""
     layer_norm: bool = False
     """Its epsilon is that of layer norms, not of RMS norms."""
+    epsilon: float | None = None
+    """Where a header says none; None: it must."""
     paired: bool = False
     """Rows of queries and keys lie so that neighbours rotate together; transformers has the halves of a head."""
     norm_offset: float = 0.0
     """Was added to the weights of norms."""
     partial: bool = False
     """Heads may be rotated in part."""
+    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Of the header, that are tensors of every layer in transformers: (name, shape)."""
     more: Callable[[Header], Fields] = lambda header: {}
     """What else the configuration says."""
 
@@ -79,17 +83,21 @@ def _gemma2(header: Header) -> Fields:
 
 
 def _gemma3(header: Header) -> Fields:
+    """Files of Ollama's own making leave out the base, and the scaling of 4B to 27B; 1B has a cap too many there."""
     window = header.whole("attention.sliding_window", 0)
-    cap = header.real("final_logit_softcapping", 0.0)
     layers = header.whole("block_count")
-    local = {"rope_type": "default", "rope_theta": header.real("rope.freq_base_swa", 10000.0)}
+    cap = 0.0 if layers == 26 else header.real("final_logit_softcapping", 0.0)
+    base = header.real("rope.freq_base_swa", header.real("rope.local.freq_base", 10000.0))
     return {
         **_scores(header, layers == 62),
         "final_logit_softcapping": cap or None,
         "sliding_window": window or None,
         "layer_types": layer_types(header, 6, 5) if window else ["full_attention"] * min(layers, 4096),
-        "rope_local": local,
-    }
+        "rope_local": {"rope_type": "default", "rope_theta": base},
+        "rope_defaults": {
+            "base": header.real("rope.global.freq_base", 1e6), "scaling": 8.0 if layers in (34, 48, 62) else 0.0,
+        },
+    }  # fmt: skip
 
 
 def _scores(header: Header, large: bool) -> Fields:
@@ -231,13 +239,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", paired=True, more=_llama),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", names.HEAD_NORMS, more=_attention_bias),
+    # with images; of a text, all three parts of a position are alike, and rotate as one
+    "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen25vl": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", names.HEAD_NORMS, more=_attention_bias),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", names.QWEN_MOE, more=_qwen2moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", names.QWEN_MOE, more=_qwen3moe),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", names.GPT_OSS, more=_gpt_oss),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, more=_attention_bias),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", names.SANDWICH, norm_offset=1.0, more=_gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", names.SANDWICH, norm_offset=1.0, more=_gemma3),
+    "gemma3": Architecture(
+        "gemma3_text", "Gemma3ForCausalLM", names.SANDWICH, epsilon=1e-6, norm_offset=1.0, more=_gemma3
+    ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", names.PHI, partial=True, more=_phi3),
+    "apertus": Architecture(
+        "apertus", "ApertusForCausalLM", names.APERTUS, values=names.XIELU, more=_attention_bias
+    ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", names.GLM, partial=True, more=_attention_bias),
     "granite": Architecture("granite", "GraniteForCausalLM", paired=True, more=_granite),
     "olmo": Architecture("olmo", "OlmoForCausalLM", norm="", paired=True, more=_olmo),

@@ -33,7 +33,10 @@ def header_of(path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]
 
 
 def architecture_of(header: Header) -> Architecture:
+    """What a header's architecture is in transformers, which knows some of llama.cpp's by several names."""
     known = ARCHITECTURES[header.architecture]
+    if known.model_type == "ministral3" and header.value("attention.temperature_scale") is None:
+        return ARCHITECTURES["llama"]  # what Ollama calls Mistral Small 3
     return MIXTRAL if known.model_type == "llama" and header.whole("expert_count", 0) else known
 
 
@@ -50,7 +53,7 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
         raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
     more = dict(known.more(header))
     local, yarn = more.pop("rope_local", None), more.pop("yarn_more", {})
-    rope = rope_parameters(header, factors, head_dim)
+    rope = rope_parameters(header, factors, head_dim, **more.pop("rope_defaults", {}))
     if "partial_rotary_factor" in rope and not known.partial:
         raise UnsupportedModel(f"{header.path}: {header.architecture} whose heads are rotated in part is not read")
     if known.partial:
@@ -75,7 +78,7 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
     }
     if known.norm:
         kind = "layer_norm_epsilon" if known.layer_norm else "layer_norm_rms_epsilon"
-        config[known.norm] = header.real(f"attention.{kind}")
+        config[known.norm] = header.real(f"attention.{kind}", known.epsilon)
     if any(place.kind.form is not None for place in header.tensors.values()):
         config["dtype"] = "bfloat16"  # of what is not quantized, and of the numbers between layers
     return config
@@ -91,7 +94,7 @@ def _vocabulary(header: Header) -> int:
 def _tokens(header: Header) -> dict[str, Any]:
     """Special tokens; generation ends at the end of a turn as well, where the file names one."""
     ends = [token for name in ("eos", "eot", "eom") if (token := header.token(name)) is not None]
-    unique = list(dict.fromkeys(ends))
+    unique = list(dict.fromkeys([*ends, *header.tokens("tokenizer.ggml.eos_token_ids")]))
     return {
         "bos_token_id": header.token("bos"),
         "eos_token_id": unique[0] if len(unique) == 1 else unique or None,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.formats.gguf.metadata import Broken, Cursor, Metadata, read_metadata
+from asyncengine.models.formats.gguf.metadata import Broken, Cursor, Metadata, broken, read_metadata
 from asyncengine.models.formats.gguf.types import BLOCK_TYPES, GONE, BlockType
 
 MAGIC = b"GGUF"
@@ -64,10 +64,6 @@ class GgufFile:
         begin, end = -(-first // page) * page, last // page * page
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-
-def broken(path: Path, error: object) -> ModelNotFound:
-    return ModelNotFound(f"{shorten(str(path), 500)} is not a whole GGUF file: {shorten(str(error), 300)}")
 
 
 def is_gguf(path: Path) -> bool:
@@ -122,7 +118,7 @@ def _read_header(data: memoryview, path: Path) -> tuple[Metadata, dict[str, Tens
     tensors, values = cursor.u64(), cursor.u64()
     if tensors > MAX_TENSORS:
         raise Broken(f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
-    metadata = read_metadata(cursor, values)
+    metadata = read_metadata(path, cursor, values)
     return metadata, _read_places(cursor, tensors, _alignment(metadata))
 
 

@@ -12,6 +12,8 @@ from asyncengine.models.formats.gguf.container import TensorPlace
 from asyncengine.models.formats.gguf.metadata import Metadata
 from asyncengine.models.sizes import MAX_LAYERS
 
+_MAX_ENDS = 64
+
 
 class Header:
     """The values under "ARCHITECTURE.", and what tensors there are."""
@@ -48,6 +50,17 @@ class Header:
             raise self._wrong(key, "a finite number", found)
         return shortest(float(found))
 
+    def each_layer(self, key: str) -> list[float]:
+        """A number for each layer, by its whole name: an array, or one for all."""
+        layers = self.whole("block_count")
+        if self.metadata.length(key) not in (0, layers) or layers > MAX_LAYERS:
+            raise ModelNotFound(f"{self.path}: {key} must have a number for each of {layers} layers")
+        found = self.metadata.get(key)
+        values: list[Any] = found if isinstance(found, list) else [found] * layers
+        if not all(isinstance(each, float) and math.isfinite(each) for each in values):
+            raise ModelNotFound(f"{self.path}: {key} must have a finite number for each of {layers} layers")
+        return values
+
     def flag(self, key: str, default: bool) -> bool:
         found = self.value(key)
         if not isinstance(found, (bool, type(None))):
@@ -58,6 +71,11 @@ class Header:
         """An id of a special token."""
         found = self.metadata.single(f"tokenizer.ggml.{name}_token_id")
         return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def tokens(self, key: str) -> list[int]:
+        """An array of ids, by its whole name; empty if it is none, or absurdly long."""
+        found = self.metadata[key] if 0 < self.metadata.length(key) <= _MAX_ENDS else []
+        return [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors

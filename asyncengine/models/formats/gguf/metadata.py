@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from asyncengine.errors import ModelNotFound, shorten
 
 MAX_KEY = 65_535
 """Bytes of a key, as the specification has it."""
@@ -27,6 +30,10 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 class Broken(ValueError):
     """What is wrong with a file's bytes, in words."""
+
+
+def broken(path: Path, error: object) -> ModelNotFound:
+    return ModelNotFound(f"{shorten(str(path), 500)} is not a whole GGUF file: {shorten(str(error), 300)}")
 
 
 class _Place(NamedTuple):
@@ -68,10 +75,13 @@ class Cursor:
 
 
 class Metadata(Mapping[str, Any]):
-    """Keys and values. Arrays come as lists, made anew each time; whoever needs one twice keeps it."""
+    """Keys and values. Arrays come as lists, made anew each time; whoever needs one twice keeps it.
 
-    def __init__(self, data: memoryview, places: dict[str, _Place]) -> None:
-        self._data, self._places = data, places
+    Raises `ModelNotFound` for text that is none.
+    """
+
+    def __init__(self, path: Path, data: memoryview, places: dict[str, _Place]) -> None:
+        self._path, self._data, self._places = path, data, places
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -106,10 +116,10 @@ class Metadata(Mapping[str, Any]):
         try:
             return str(self._data[at + 8 : at + 8 + length], "utf-8"), at + 8 + length
         except UnicodeDecodeError:
-            raise Broken(f"its {key} is not UTF-8") from None
+            raise broken(self._path, f"its {key[:80]} is not UTF-8") from None
 
 
-def read_metadata(cursor: Cursor, count: int) -> Metadata:
+def read_metadata(path: Path, cursor: Cursor, count: int) -> Metadata:
     """`count` keys and values from where the cursor is. Raises `Broken`."""
     if count > MAX_VALUES:
         raise Broken(f"its header claims {count} values, at most {MAX_VALUES}")
@@ -134,7 +144,7 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
             cursor.skip(struct.calcsize("<" + _NUMBERS[kind]) * (1 if elements < 0 else elements))
         else:
             raise Broken(f"its {key[:80]} is of the unknown type {kind}")
-    return Metadata(cursor.data, places)
+    return Metadata(path, cursor.data, places)
 
 
 def _skip_strings(cursor: Cursor, count: int) -> None:

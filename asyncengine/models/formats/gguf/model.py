@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
+from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
-from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace, broken
+from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
-from asyncengine.models.formats.gguf.metadata import Broken, Metadata
+from asyncengine.models.formats.gguf.metadata import Metadata, broken
 from asyncengine.models.formats.gguf.names import IGNORED, hugging_face_name
 from asyncengine.models.formats.gguf.splits import open_files
 from asyncengine.models.sizes import check_sizes
@@ -58,10 +59,11 @@ class GgufModel:
         _check_sizes(path, self.config, len(places))
         self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         self._entries = _entries(path, header, places)
+        self._values = _values(header)
         self.tensors = {
             name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
             for name, entry in self._entries.items()
-        }
+        } | {name: StoredTensor("F32", tuple(tensor.shape), path) for name, tensor in self._values.items()}
 
     @property
     def elements(self) -> int:
@@ -76,10 +78,12 @@ class GgufModel:
         return dict(self._defaults)
 
     def stored_types(self) -> dict[str, str]:
-        return {name: entry.place.kind.name for name, entry in self._entries.items()}
+        return {name: stored.kind for name, stored in self.tensors.items()}
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
+        if name in self._values:
+            return self._values[name].clone()
         entry = self._entries[name]
         if entry.place.kind.form is not None:
             return _matrix(entry)
@@ -105,10 +109,7 @@ def open_gguf(path: Path, defaults: Mapping[str, Any] = MappingProxyType({})) ->
     Raises `ModelNotFound` for what is missing or broken, `UnsupportedModel` for what is no text generator, or has an
     architecture or a type of tensors that is not read.
     """
-    try:
-        return GgufModel(path, open_files(path), defaults)
-    except Broken as error:
-        raise broken(path, error) from None
+    return GgufModel(path, open_files(path), defaults)
 
 
 def _check_sizes(path: Path, config: dict[str, Any], tensors: int) -> None:
@@ -150,6 +151,15 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     for name, entry in found.items():
         _check_entry(path, name, entry)
     return found
+
+
+def _values(header: Header) -> dict[str, torch.Tensor]:
+    """Tensors of each layer whose numbers lie in the header."""
+    return {
+        names.LAYER.format(layer) + there: torch.full(shape, value)
+        for key, (there, shape) in architecture_of(header).values.items()
+        for layer, value in enumerate(header.each_layer(key))
+    }
 
 
 def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:

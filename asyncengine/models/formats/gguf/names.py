@@ -38,6 +38,14 @@ AFTER = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """OLMo 2, EXAONE 4: norms of what a branch gives."""
+APERTUS = {**HEAD_NORMS, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+XIELU: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "xielu.alpha_p": ("mlp.act_fn.alpha_p", (1,)),
+    "xielu.alpha_n": ("mlp.act_fn.alpha_n", (1,)),
+    "xielu.beta": ("mlp.act_fn.beta", ()),
+    "xielu.eps": ("mlp.act_fn.eps", ()),
+}
+"""Values of a header, one for each layer, that are tensors in transformers: (name in a layer, shape)."""
 SEED = {**LLAMA, "post_attention_norm": "post_attention_layernorm"}
 PHI = {**LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 GLM = {
@@ -83,8 +91,10 @@ GPT_OSS = {
 WITHOUT_SUFFIX = ("self_attn.sinks",)
 """Parameters of a module itself: transformers adds no ".weight"."""
 
-IGNORED = r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight"
-"""Tensors that became part of the configuration, or that nobody needs."""
+IGNORED = (
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm)\..*"
+)
+"""Tensors that became part of the configuration, and the image part that Ollama keeps in the same file."""
 
 
 def hugging_face_name(name: str, layer: Mapping[str, str]) -> str | None:

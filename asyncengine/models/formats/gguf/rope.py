@@ -23,9 +23,14 @@ _LLAMA_3_LENGTH = 8192
 """What converters take: they look for `original_max_position_embeddings` where no configuration has it."""
 
 
-def rope_parameters(header: Header, factors: Factors, head_dim: int) -> dict[str, Any]:
-    """Of layers that attend to everything. Raises `UnsupportedModel` for a scaling that is not known."""
-    theta = header.real("rope.freq_base", 10000.0)
+def rope_parameters(
+    header: Header, factors: Factors, head_dim: int, base: float = 10000.0, scaling: float = 0.0
+) -> dict[str, Any]:
+    """Of layers that attend to everything; `base` and `scaling` where the header says nothing.
+
+    Raises `UnsupportedModel` for a scaling that is not known.
+    """
+    theta = header.real("rope.freq_base", base)
     if theta <= 0:
         raise ModelNotFound(f"{header.path}: {header.architecture}.rope.freq_base must be positive, got {theta}")
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
@@ -42,7 +47,7 @@ def rope_parameters(header: Header, factors: Factors, head_dim: int) -> dict[str
     if "rope_factors_long" in factors and "rope_factors_short" in factors:
         return {**found, **_long_rope(header, factors)}
     kind = header.value("rope.scaling.type")
-    factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", 0.0))
+    factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", scaling))
     if kind in (None, "linear") and factor not in (0.0, 1.0):
         return {**found, "rope_type": "linear", "factor": factor}
     if kind == "yarn":

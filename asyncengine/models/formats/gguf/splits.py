@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.models.formats.gguf.container import GgufFile, broken
+from asyncengine.models.formats.gguf.container import GgufFile
+from asyncengine.models.formats.gguf.metadata import broken
 
 SPLIT = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 

@@ -89,6 +89,23 @@ class StoredMatrix(Protocol):
         ...
 
 
+class RowRange:
+    """Rows [first, last) of a stored matrix as one of their own: an expert's, where a file has all of them in one."""
+
+    def __init__(self, matrix: StoredMatrix, first: int, last: int) -> None:
+        self.name, self.form, self.order = matrix.name, matrix.form, matrix.order
+        self.shape = (last - first, matrix.shape[1])
+        self._matrix, self._first = matrix, first
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        """Rows [first, last) of these."""
+        return self._matrix.rows(self._first + first, self._first + last)
+
+    def release(self, first: int, last: int) -> None:
+        """As the whole matrix does."""
+        self._matrix.release(self._first + first, self._first + last)
+
+
 def bytes_of(form: NumberForm, numbers: int) -> int:
     """What so many numbers take with their scales and the like, about."""
     each = form.bits / 8

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.stored import GroupedRows, NumberForm, dense, dequantize
+from asyncengine.layers.stored import GroupedRows, NumberForm, RowRange, bytes_of, dense, dequantize
 from asyncengine.layers.weight_forms import DenseWeight
 
 
@@ -68,3 +69,24 @@ def test_forms_and_slots_take_one_as_any_other_tensor() -> None:
     target = torch.zeros(64, 16)
     TensorSlot.into(target).load(matrix)
     assert torch.equal(target, wanted)
+
+
+def test_a_range_of_rows_is_a_matrix() -> None:
+    matrix = _Reversed()
+    part = RowRange(matrix, 16, 48)
+    assert part.shape == (32, 16)
+    assert torch.equal(dense(part), dense(matrix)[16:48])
+    part.release(8, 32)
+    assert matrix.released == [(24, 48)]
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"),
+    [
+        (NumberForm(4, 128), 4.125), (NumberForm(8, 0), 8.0), (NumberForm(4, 128, "zeros"), 4.1875),
+        (NumberForm(4, 32, "minima", 256), 4.625), (NumberForm(8, 32, scale_dtype="float32"), 9.0),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_form(form: NumberForm, bits: float) -> None:
+    """Bits of a number with its share of scales: what the check of memory counts."""
+    assert bytes_of(form, 8192) == 1024 * bits

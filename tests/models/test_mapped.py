@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncengine.models.mapped import MappedFiles, own_weights
+from asyncengine.models.mapped import MappedFiles, OpenFiles, own_weights
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what a process has mapped")
 ROWS, WIDTH = 1024, 1024
@@ -71,3 +71,17 @@ def test_owned_weights_leave_the_file(weight: torch.Tensor) -> None:
     own_weights(layer, files)
     assert not files.holds(layer.weight.data)
     assert torch.equal(layer.weight, expected)
+
+
+def test_a_file_behind_a_link_is_known_by_its_path(tmp_path: Path) -> None:
+    """As in a hub's cache, where names of files say nothing."""
+    save_file({"weight": torch.arange(ROWS * WIDTH, dtype=torch.float32)}, tmp_path / "a1b2")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(tmp_path / "a1b2")
+    opened = OpenFiles()
+    weight = opened.read(link, "weight")
+    assert float(weight[-1]) == ROWS * WIDTH - 1
+    assert MappedFiles([link]).holds(weight)
+    before = resident_kib(weight) if float(weight.sum()) else 0
+    opened.release(weight)
+    assert resident_kib(weight) < before // 10

@@ -30,8 +30,8 @@ class Embedding:
         self._dtype, self._device = options.dtype, options.device
         self._head = head
         self._release = options.release
-        self._stored = options.table(path, tokens, width) if head is None else None
-        self._table = options.zeros(tokens, width) if head is None and self._stored is None else None
+        self.stored = options.table(path, tokens, width) if head is None else None
+        self._table = options.zeros(tokens, width) if head is None and self.stored is None else None
 
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""
@@ -41,9 +41,9 @@ class Embedding:
                 raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
         if self._head is not None:
             out = self._head.embed(ids.contiguous(), self._dtype)
-        elif self._stored is not None:
+        elif self.stored is not None:
             out = new_tensor((len(ids), self.width), self._dtype)
-            self._stored.read_rows(ids.contiguous(), out)
+            self.stored.read_rows(ids.contiguous(), out)
         else:
             assert self._table is not None
             out = functional.embedding(ids, self._table)
@@ -59,8 +59,8 @@ class Embedding:
             yield f"{self.path}.weight", TensorSlot((self.num_embeddings, self.width), self._load)
 
     def _load(self, table: torch.Tensor | StoredMatrix) -> None:
-        if self._stored is not None:
-            self._stored.load(0, table)
+        if self.stored is not None:
+            self.stored.load(0, table)
             return
         assert self._table is not None
         for first, part in parts_of(table, self._release):
@@ -68,7 +68,7 @@ class Embedding:
 
     @property
     def nbytes(self) -> int:
-        kept = self._table if self._stored is None else self._stored
+        kept = self._table if self.stored is None else self.stored
         return 0 if kept is None else kept.nbytes
 
 

@@ -48,6 +48,8 @@ class FusedLayers:
     def __init__(self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...]) -> None:
         """`paths`: of the products in the order in which they are made, as adapters name them."""
         self._chain = chain
+        self.forms = chain.forms
+        """As `kernels.cpu.fused_layer.forms_of` has them."""
         self._scratch = scratch
         self._paths = paths
 

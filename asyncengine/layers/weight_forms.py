@@ -299,6 +299,10 @@ class PanelWeight:
         if self.order is not None:
             out[:, self.order] = found
 
+    def kernels(self, out: str) -> list[str]:
+        """What multiplies this form, as `calls.compile_named` takes it. `out`: "uint16" or "float32" for a result."""
+        return [self._products.name_of_code(self._form, out)]
+
     def products(self, bias: torch.Tensor | None) -> list[Any]:
         from asyncengine.kernels.cpu.fused_layer import LinearWeights
 

@@ -6,15 +6,16 @@ need no mention. A kernel that is missing here is compiled when it is first call
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from asyncengine.layers.stored_weight import SideBySide
+from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder
 
 _PACKAGE = "asyncengine.kernels.cpu."
-_BITS = {"int8": "uint8", "int4": "int8"}
-"""By name of a weight's form, the type by which kernels know it."""
 
 
 def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
@@ -26,19 +27,20 @@ def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
 
     kind = _type(kind_of(decoder.dtype))
     tiles = [_type(each) for each in tile_types(page_size, decoder.dtype)]
-    forms = dict.fromkeys(linear.weight.name for layer in decoder.layers for linear in layer.linears())
+    weights = [leaf for layer in decoder.layers for linear in layer.linears() for leaf in _leaves(linear.weight)]
+    head = decoder.head.weight
     names = [_named("sampling:_choose_at_once", 10)]
     if decoder.fused is not None:
-        bits = _BITS.get(next(iter(forms)), "none")
-        names.append(_named("fused_layers:_run_layers", 4, "float32", 11, bits, kind, *tiles, 5))
+        forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
+        names.append(_named("fused_layers:_run_layers", 4, "float32", 11, *forms, kind, *tiles, 5))
     names += _attention(decoder, kind, tiles)
-    for form in forms:
-        names += _products(form, kind, kind)
-    names += _products(decoder.head.weight.name, kind, "float32")
-    if decoder.config.tied and decoder.head.weight.name == "packed":
+    names += [name for weight in weights for name in _products(weight, kind, kind)]
+    names += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
+    table = head if decoder.config.tied else decoder.embedding.stored
+    if isinstance(table, PackedWeight):
         names += [_named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
-    elif decoder.config.tied and decoder.head.weight.name in _BITS:
-        names.append(_named("quantize:_read_rows", 7, kind, 1))
+    elif isinstance(table, PanelWeight):
+        names.append(_named("quantized_panels:_read_rows", 9, kind, 1))
     if any(norm.fusable for layer in decoder.layers for norm in layer.norms()):
         names += [_named("norm:norm", 5, "float32", kind, 1), _named("norm:add_norm", 7, "float32", "float32", kind, 1)]
     if any(layer.mlp.gated is not None for layer in decoder.layers):
@@ -57,13 +59,17 @@ def _attention(decoder: Decoder, kind: str, tiles: list[str]) -> list[str]:
     return [*names, _named("attention_fields:scratch_places", 3), _named("attention_fields:partial_floats", 2)]
 
 
-def _products(form: str, kind: str, out: str) -> list[str]:
-    if form == "packed":
-        return [_named("packed:multiply", 10, kind, out, 2), _named("packed:panels_at_once", 2)]
-    if form == "row-major":
+def _leaves(weight: WeightForm) -> Sequence[WeightForm]:
+    return weight.forms if isinstance(weight, SideBySide) else [weight]
+
+
+def _products(weight: WeightForm, kind: str, out: str) -> list[str]:
+    if isinstance(weight, PackedWeight):
+        return [_named("packed:multiply", 11, kind, out, 2), _named("packed:panels_at_once", 2)]
+    if isinstance(weight, RowMajorWeight):
         return [_named("gemm_rowmajor:_product", 6, kind, 1)]
-    if form in _BITS:
-        return [_named("gemm_quantized:multiply_rounded", 9, _BITS[form], kind, out, 2)]
+    if isinstance(weight, PanelWeight):
+        return [_named("gemm_quantized:_multiply", 8, kind, out, 2), *weight.kernels(out)]
     return []
 
 

@@ -69,10 +69,12 @@ def name_of(function: Any, types: tuple[Any, ...]) -> str:
 
 def compile_named(name: str) -> None:
     """Compile, and keep, "module:function:(types)", which Python calls, or "module:function:void(types)", which kernels
-    call by address."""
+    call by address. Of "module:function:form ...", the function is called with the last part: it compiles by itself."""
     module, function, signature = name.split(":")
     if signature.startswith("void"):
         _code_of(name)
+    elif signature.startswith("form"):
+        getattr(importlib.import_module(module), function)(signature)
     else:
         getattr(importlib.import_module(module), function).compile(normalize_signature(signature)[0])
 

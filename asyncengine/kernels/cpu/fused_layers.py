@@ -69,7 +69,7 @@ class FusedLayersKernel:
         self._projection = LinearRecord(projection, dtype)
         self._held = (first, layers, heads)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
-        self._forms = forms_of([self._projection, *(record for layer in layers for record in layer.records)])
+        self.forms = forms_of([self._projection, *(record for layer in layers for record in layer.records)])
         self._first = (first[0].data_ptr(), np.float32(first[1]))
         self._projection_fields = np.array(self._projection.fields, dtype=np.int64)
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
@@ -112,7 +112,7 @@ class FusedLayersKernel:
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
             self._projection_fields.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
-            *packed.tiles_for(rows), *self._forms, self._kind, *tile_types, self._size, *adapters,
+            *packed.tiles_for(rows), *self.forms, self._kind, *tile_types, self._size, *adapters,
             use_team(),
         )  # fmt: skip
 

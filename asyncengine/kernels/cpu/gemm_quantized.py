@@ -108,6 +108,18 @@ def code_for(form: PanelForm, dtype: torch.dtype) -> int:
     return address
 
 
+def name_of_code(form: PanelForm, kind: str) -> str:
+    """For `calls.compile_named`: what `code_for` compiles."""
+    words = (form.bits, form.group, form.below, form.block, form.scale, kind, *form.table)
+    return f"{__name__}:compile_code:form {' '.join(map(str, words))}"
+
+
+def compile_code(words: str) -> None:
+    """Compile, and keep, what `name_of_code` ends with."""
+    _, bits, group, below, block, scale, kind, *table = words.split()
+    _code_for(PanelForm(int(bits), int(group), below, int(block), scale, tuple(map(int, table))), kind)
+
+
 @functools.cache
 def _code_for(form: PanelForm, kind: str) -> Any:
     """It stays where it is."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
@@ -11,6 +12,7 @@ from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config, given, sampling_params
 from asyncengine.cli.text import as_json, write, write_json
 from asyncengine.grammar import Grammar
+from asyncengine.info import ModelInfo
 from asyncengine.outputs import Completion
 from asyncengine.stream import SyncTokenStream
 from asyncengine.sync_engine import Engine
@@ -94,5 +96,12 @@ def _figures(completion: Completion, engine: Engine, adapter: str | None) -> str
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from the cache), {usage.completion_tokens} output "
         f"tokens ({completion.finish_reason}); first token after {first * 1000:.0f} ms, then {rate:.1f} tokens/s; "
-        f"{engine.info.name}{f' with {adapter}' if adapter else ''}, {engine.info.dtype}, {engine.info.device}"
+        f"{engine.info.name}{f' with {adapter}' if adapter else ''}, {_kept_as(engine.info)}, {engine.info.device}"
     )
+
+
+def _kept_as(info: ModelInfo) -> str:
+    """The model's type, and how many matrices are stored in small numbers: "bfloat16 with awq x 196"."""
+    counts = Counter(info.stored.values())
+    kinds = ", ".join(f"{kind} x {count}" for kind, count in sorted(counts.items()))
+    return f"{info.dtype} with {kinds}" if kinds else info.dtype

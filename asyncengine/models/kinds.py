@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.errors import UnsupportedModel
 
-GGUF = (
-    "holds its weights in GGUF, llama.cpp's format; asyncengine reads safetensors. Pass the original model's folder or "
-    "hub id (its quantization: quantization='int8' or 'int4')"
-)
 _EMBEDDER = "is an embedding model: it gives vectors and writes no text. Run it with sentence-transformers"
 _FILES = {
     "modules.json": _EMBEDDER,
@@ -34,14 +30,11 @@ _GENERATOR = "Pass a model for text generation"
 
 
 def check_files(folder: Path) -> None:
-    """Refuse what a file beside config.json gives away. Raises `UnsupportedModel` or `ModelNotFound`."""
-    if not (folder / "config.json").exists():
-        if (folder / "adapter_config.json").is_file():
-            raise UnsupportedModel(
-                f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
-            )
-        if any(folder.glob("*.gguf")):
-            raise ModelNotFound(f"{folder} {GGUF}")
+    """Refuse what a file beside config.json gives away. Raises `UnsupportedModel`."""
+    if not (folder / "config.json").exists() and (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
+        )
     for name, what in _FILES.items():
         if (folder / name).is_file():
             raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")

@@ -51,7 +51,7 @@ class Settings:
     def read(config: Mapping[str, Any]) -> Settings:
         """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for what is no configuration."""
         layout = config.get("checkpoint_format") or config.get("format") or "gptq"
-        if layout not in _FORMATS:
+        if not isinstance(layout, str) or layout not in _FORMATS:
             raise UnsupportedModel(f"GPTQ in the layout {shorten(repr(layout), 80)} is not read; gptq and gptq_v2 are")
         if config.get("pack_dtype", "int32") != "int32":
             raise UnsupportedModel(f"GPTQ packed into {shorten(repr(config['pack_dtype']), 80)} is not read; int32 is")

@@ -46,7 +46,8 @@ def quantization_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any
     for name, method in _OWN_FILES:
         if (folder / name).is_file():
             found = read_json(folder / name, str(folder))
-            return {"quant_method": method, **found.get("quantization", {}), **found}
+            inner = found.get("quantization")
+            return {"quant_method": method, **(inner if isinstance(inner, Mapping) else {}), **found}
     return None
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import random
 import shutil
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,7 @@ CASES: dict[str, Case] = {
     "other bits": ("gptq", same, {"bits": 8}, M, "wrong shape .*qzeros"),
     "bits in words": ("gptq", same, {"bits": "four"}, M, "bits must be a whole number, got 'four'"),
     "another layout": ("gptq", same, {"checkpoint_format": "marlin"}, U, "GPTQ in the layout 'marlin'"),
+    "a layout that is none": ("gptq", same, {"checkpoint_format": ["gptq"]}, U, r"GPTQ in the layout \['gptq'\]"),
     "other words": ("gptq", same, {"pack_dtype": "int64"}, U, "packed into 'int64'"),
     "gemv": ("awq", same, {"version": "GEMV"}, U, "AWQ in the layout 'gemv' is not read; gemm is"),
     "eight bits of AWQ": ("awq", same, {"bits": 8}, U, "AWQ with 8 bits"),
@@ -219,3 +224,52 @@ def test_every_format_cut_off_anywhere(pair: Pair, tmp_path: Path) -> None:
             file.write_bytes(content[:keep])
             with pytest.raises(ModelNotFound, match=r"truncated|not a whole safetensors"):
                 open_checkpoint(str(folder), QUIET)
+
+
+VALUES: list[Any] = [None, True, -1, 0, 1.5, 10**30, "x", "", [], [1], {}, {"a": 1}, "x" * 10_000, [{"format": []}]]
+ROUNDS = int(os.environ.get("ASYNCENGINE_FOLDER_CASES", "400"))
+
+
+def mutate(rng: random.Random, config: dict[str, Any], header: dict[str, Any]) -> None:
+    """One thing is another: somewhere in quantization_config, or in what the header says of a tensor."""
+    if rng.random() < 0.6:
+        place: Any = config
+        while True:
+            key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], (dict, list)) or not place[key] or rng.random() < 0.3:
+                break
+            place = place[key]
+        place[key] = copy.deepcopy(rng.choice(VALUES))
+        return
+    name = rng.choice([name for name in header if name != "__metadata__"])
+    choice = rng.randrange(4)
+    if choice == 0:
+        del header[name]
+    elif choice == 1:
+        header[name + rng.choice(["_zero_point", "_x", ".g_idx"])] = header.pop(name)
+    elif choice == 2:
+        header[name][rng.choice(["dtype", "shape", "data_offsets"])] = rng.choice(VALUES)
+    elif isinstance(shape := header[name]["shape"], list):
+        header[name]["shape"] = rng.choice([shape[::-1], [1, *shape], shape[:1], [], [len(shape)]])
+
+
+def test_whatever_is_wrong_is_a_named_error(pair: Pair, tmp_path: Path) -> None:
+    """`ASYNCENGINE_FOLDER_CASES=20000` tries more."""
+    rng = random.Random(0)
+    for _ in range(ROUNDS):
+        source = pair("llama", rng.choice(list(KINDS)))[0]
+        config = json.loads((source / "config.json").read_text())
+        content = (source / "model.safetensors").read_bytes()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8 : 8 + length])
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            mutate(rng, config["quantization_config"], header)
+        text = json.dumps(header).encode()
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+        begun = time.monotonic()
+        with suppress(EngineError):
+            checkpoint = open_checkpoint(str(tmp_path), QUIET)
+            for name in checkpoint.tensors:
+                checkpoint.read(name)
+        assert time.monotonic() - begun < 5.0

@@ -24,6 +24,7 @@ from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
     array,
     compiled_for,
+    inline,
     kind_of,
     narrow,
     pointer,
@@ -176,36 +177,45 @@ def _round_part(
     taken = np.empty(GROUP, np.float32)
     for row in range(first, last):
         for group in range(groups):
-            count = max(0, min(GROUP, inputs - group * GROUP))
+            count, numbers = max(0, min(GROUP, inputs - group * GROUP)), rounded[row, group]
             if order == 0:
                 values = array(pointer(x + (row * inputs + group * GROUP) * size, kind), (GROUP,))
-                for index in range(count):
-                    taken[index] = widen(values[index])
+                scale, total = _round_group(values, numbers, count)
             else:
-                values = array(pointer(x + row * inputs * size, kind), (inputs,))
+                whole = array(pointer(x + row * inputs * size, kind), (inputs,))
                 for index in range(count):
-                    taken[index] = widen(values[ordered[group * GROUP + index]])
-            largest = np.int32(0)
-            for index in range(count):  # as bits, which order like the numbers; floats would be compared one by one
-                largest = max(largest, bits_of(taken[index]) & np.int32(0x7FFFFFFF))
-            scale = number_of(largest) / np.float32(127)
-            factor = np.float32(1) / scale if scale > np.float32(1e-30) else np.float32(0)
-            numbers = rounded[row, group]
-            for index in range(count):
-                shifted = taken[index] * factor + _ROUNDER
-                numbers[index] = bits_of(shifted) - _ROUNDER_BITS
-            for index in range(count, GROUP):
-                numbers[index] = 0
+                    taken[index] = widen(whole[ordered[group * GROUP + index]])
+                scale, total = _round_group(taken, numbers, count)
             scales[row, group] = scale
             for part in range(parts):
-                total = np.int32(0)
-                for index in range(part * summed, (part + 1) * summed):
-                    total += numbers[index]
+                if parts > 1:
+                    total = np.int32(0)
+                    for index in range(part * summed, (part + 1) * summed):
+                        total += numbers[index]
                 if sum_form > 0:
                     sums[row, group, part] = -sum_form * total
                 else:
                     found = np.float32(total) * (scale if sum_form == _SCALED else np.float32(1))
                     sums[row, group, part] = bits_of(found)
+
+
+@inline
+def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.int32]:
+    """(scale, sum of the whole numbers) of the `count` numbers of a group; those that are missing become 0."""
+    largest = np.int32(0)
+    for index in range(count):  # as bits, which order like the numbers; floats would be compared one by one
+        largest = max(largest, bits_of(widen(values[index])) & np.int32(0x7FFFFFFF))
+    scale = number_of(largest) / np.float32(127)
+    factor = np.float32(1) / scale if scale > np.float32(1e-30) else np.float32(0)
+    total = np.int32(0)
+    for index in range(count):
+        shifted = widen(values[index]) * factor + _ROUNDER
+        number = bits_of(shifted) - _ROUNDER_BITS
+        numbers[index] = number
+        total += number
+    for index in range(count, GROUP):
+        numbers[index] = 0
+    return scale, total
 
 
 def _make_part(form: PanelForm) -> Any:

@@ -4,9 +4,9 @@
 
 Random weights of the Qwen3-0.6B shape, bfloat16, a model runner for each form in one process, 64 tokens of context at
 first. "panels" is what an engine runs, "layer-by-layer" the same with a call for each kernel, "onednn" with oneDNN's
-products as well; "Q4_K_M", "Q8_0" and others of `quantized_products.STORED` as files have them. Medians in milliseconds; in brackets the median of the first form's time over this one's, turn by
-turn. With them the memory's bandwidth, read between the turns, and the share of it that the first form reaches with its
-weights.
+products as well; "Q4_K_M", "Q8_0" and others of `quantized_products.STORED` as files have them. Medians in
+milliseconds; in brackets the median of the first form's time over this one's, turn by turn. With them the memory's
+bandwidth, read between the turns, and the share of it that the first form reaches with its weights.
 """
 
 from __future__ import annotations

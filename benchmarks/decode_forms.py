@@ -4,9 +4,9 @@
 
 Random weights of the Qwen3-0.6B shape, bfloat16, a model runner for each form in one process, 64 tokens of context at
 first. "panels" is what an engine runs, "layer-by-layer" the same with a call for each kernel, "onednn" with oneDNN's
-products as well. Medians in milliseconds; in brackets the median of the first form's time over this one's, turn by
-turn. With them the memory's bandwidth, read between the turns, and the share of it that the first form reaches with its
-weights.
+products as well; "Q4_K_M", "Q8_0" and others of `quantized_products.STORED` as files have them. Medians in
+milliseconds; in brackets the median of the first form's time over this one's, turn by turn. With them the memory's
+bandwidth, read between the turns, and the share of it that the first form reaches with its weights.
 """
 
 from __future__ import annotations
@@ -15,25 +15,59 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
+from quantized_products import STORED, RandomMatrix
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import packed
-from asyncengine.models import decoder
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.stored import StoredForm
+from asyncengine.models import decoder, loading
 from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
 
-FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4")
+FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4", "Q4_K_M", *STORED)
 CONTEXT, PAGE = 64, 16
 BUFFER = 2**29
+
+
+class StoredForms(Mapping[str, StoredForm]):
+    """Of every matrix of a model. "Q4_K_M": half of the values and of the down projections in Q6_K, as llama.cpp."""
+
+    def __init__(self, name: str, layers: int = 28) -> None:
+        self._name, self._layers = name, layers
+
+    def __getitem__(self, path: str) -> StoredForm:
+        name = self._name
+        if name == "Q4_K_M":
+            layer = int(path.split(".")[2]) if "layers" in path else 0
+            more = layer < self._layers // 8 or layer >= 7 * self._layers // 8 or layer % 3 == 2
+            name = "Q6_K" if "embed" in path or (more and ("v_proj" in path or "down" in path)) else "Q4_K"
+        return StoredForm(name, STORED[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 1
+
+    def fill(self, slots: Mapping[str, TensorSlot], dtype: torch.dtype, device: torch.device) -> None:
+        """In the place of `models.weights.fill_randomly`."""
+        for name, slot in slots.items():
+            if len(slot.shape) == 2:
+                slot.load(RandomMatrix(self[name.removesuffix(".weight")].name, *slot.shape))
+            else:
+                slot.load(torch.ones(slot.shape, dtype=dtype, device=device))
 
 
 def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRunner:
@@ -44,6 +78,10 @@ def make_runner(form: str, folder: str, options: argparse.Namespace) -> ModelRun
         quantization=form if form.startswith("int") else None,
     )  # fmt: skip
     with ExitStack() as changed:
+        if form == "Q4_K_M" or form in STORED:
+            stored = StoredForms(form)
+            changed.enter_context(patch.object(loading, "LayerOptions", partial(loading.LayerOptions, forms=stored)))
+            changed.enter_context(patch.object(loading, "fill_randomly", stored.fill))
         if form in ("layer-by-layer", "onednn"):
             changed.enter_context(patch.object(decoder, "fused_layers", lambda *_: None))
         if form == "onednn":
@@ -106,7 +144,7 @@ def main() -> None:
     from transformers import Qwen3Config
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS))
+    parser.add_argument("--forms", choices=FORMS, nargs="+", default=list(FORMS[:5]))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--threads", type=int, default=2)

@@ -77,20 +77,29 @@ def _build(
         cores=cores,
     )
     if backend.name == "compiled":
-        _compile_kernels(runner, config, min(model.max_model_len, (pages - 1) * config.page_size) - 1, progress)
+        most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
+        _compile_kernels(runner, config, most, progress, model.weights_bytes)
         release_cached(device)
     if device.type == "cuda" and config.cuda_graphs and backend.graphs:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
 
 
-def _compile_kernels(runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress) -> None:
+_NARROW, _LONG_PROMPT = 2**26, 513
+"""Bytes of a model that may be narrow, and the tokens of a prompt that is long for the narrowest."""
+
+
+def _compile_kernels(
+    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int
+) -> None:
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
     compiler. `most`: positions that a sequence may have here."""
     greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
     most = max(1, min(most, config.max_num_batched_tokens))
     progress.stage("running a first step")
-    for count in sorted({1, min(2, most), min(MOST_TOKENS + 1, most)}):
+    # embeddings of many numbers are looked up by a kernel of their own: of a narrow model that is a longer prompt
+    long = MOST_TOKENS + 1 if model_bytes > _NARROW else _LONG_PROMPT
+    for count in sorted({1, min(2, most), min(long, most)}):
         pages = list(range(1, 1 + -(-count // config.page_size)))
         row = Row(RequestSpec(0, (0,) * count, greedy, count + 1), 0, 0, count, [0] * count, False, pages, True)
         runner.profile_run(Batch(0, (row,)))

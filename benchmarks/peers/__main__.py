@@ -21,7 +21,7 @@ from benchmarks.peers.pool import MachineLock
 from benchmarks.peers.results import Results
 from benchmarks.peers.run import Run, say
 from benchmarks.peers.shapes import SHAPES, weight_bytes, write_checkpoint
-from benchmarks.peers.systems import BASE, Places, System, find_server, look_for, parse_python, systems
+from benchmarks.peers.systems import BASE, LLAMA_TYPES, Places, System, find_server, look_for, parse_python, systems
 from benchmarks.peers.workloads import Workload, workloads
 
 KV_TOKENS = 20480
@@ -59,8 +59,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-0.6b")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--quantization", nargs="+", choices=("none", "int8", "int4"), default=["none"],
-        help="forms of this engine and of llama.cpp (q8_0, q4_0) to run; several may be given")  # fmt: skip
+    add("--quantization", nargs="+", choices=tuple(LLAMA_TYPES), default=["none"],
+        help="int8, int4: this engine's, beside llama.cpp's q8_0 and q4_0; others: both read one file")  # fmt: skip
     add("--threads", type=int, default=None, help="for each system; default: the cores this process may use")
     add("--only", nargs="+", metavar="SYSTEM", choices=names, help=f"of {', '.join(names)}; this engine always runs")
     add("--skip", nargs="+", metavar="SYSTEM", choices=names, default=[])

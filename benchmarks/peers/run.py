@@ -189,9 +189,8 @@ class Run:
         return worker
 
     def _new(self, system: System, kind: str = "") -> Worker:
-        settings = replace(
-            self.settings, quantization=system.quantization, gguf=self.ggufs.get(system.quantization, "")
-        )
+        file = self.ggufs.get(system.quantization, "") if system.gguf else ""
+        settings = replace(self.settings, quantization=system.quantization, gguf=file)
         log = self.logs / f"{system.worker}{kind}.log".replace(" ", "-")
         return Worker(system.driver, self.places.python(system.python), settings, log, self.limit)
 

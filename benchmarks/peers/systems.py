@@ -12,7 +12,9 @@ from pathlib import Path
 
 from benchmarks.peers.workloads import Workload
 
-LLAMA_TYPES = {"none": "", "int8": "q8_0", "int4": "q4_0"}
+FILE_TYPES = ("q8_0", "q6_k", "q4_k_m", "q4_0")
+"""Forms of GGUF files that this engine and llama.cpp read alike."""
+LLAMA_TYPES = {"none": "", "int8": "q8_0", "int4": "q4_0", **{kind: kind for kind in FILE_TYPES}}
 PYTHONS = ("transformers", "llama", "vllm")
 """Names for which the caller can give a Python: `llama` serves llama-cpp-python and the writing of GGUF files."""
 
@@ -78,13 +80,13 @@ def systems(quantizations: list[str]) -> list[System]:
                 found.append(system)
             elif system is ENGINE or system.gguf:
                 suffix = LLAMA_TYPES[form] if system.gguf else form
-                found.append(_variant(system, form, suffix))
+                found.append(_variant(system, form, suffix, gguf=system.gguf or form in FILE_TYPES))
     return found
 
 
-def _variant(system: System, form: str, suffix: str) -> System:
+def _variant(system: System, form: str, suffix: str, *, gguf: bool) -> System:
     return System(
-        f"{system.name}-{suffix}", f"{system.title} {suffix}", system.driver, system.needs, system.python, system.gguf,
+        f"{system.name}-{suffix}", f"{system.title} {suffix}", system.driver, system.needs, system.python, gguf,
         system.streams, system.arrivals, system.serial, system.chat, form,
     )  # fmt: skip
 

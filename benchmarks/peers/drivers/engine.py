@@ -15,12 +15,12 @@ class EngineDriver:
         from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 
         given: dict[str, Any] = {}
-        if settings.quantization != "none":
+        if settings.quantization != "none" and not settings.gguf:
             if "quantization" not in {field.name for field in fields(EngineConfig)}:
                 raise Absent("the engine of this checkout has no setting `quantization` yet")
             given["quantization"] = settings.quantization
         self._engine = await AsyncEngine.from_pretrained(
-            settings.checkpoint, dtype=settings.dtype, device="cpu", num_threads=settings.threads,
+            settings.gguf or settings.checkpoint, dtype=settings.dtype, device="cpu", num_threads=settings.threads,
             max_num_seqs=settings.max_seqs, max_model_len=settings.max_len, kv_cache_memory=settings.kv_bytes,
             show_progress=False, grammar_backend="none", **given,
         )  # fmt: skip

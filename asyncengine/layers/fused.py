@@ -32,7 +32,7 @@ class LayerParts(Protocol):
 
     config: Any
     attention: Attention
-    mlp: MLP
+    mlp: Any
     before_attention: Norm | None
     before_mlp: Norm | None
     merged: MergedHeads | None
@@ -114,6 +114,8 @@ def _common(layer: LayerParts) -> bool:
     if config.parallel or config.post_norm or config.after_attention is not None or config.after_mlp is not None:
         return False
     if layer.inputs is not None or layer.scalar is not None or attention.makes_values:
+        return False
+    if not isinstance(layer.mlp, MLP):  # a mixture: it is one call itself
         return False
     if before is None or middle is None or not (before.fusable and middle.fusable):
         return False

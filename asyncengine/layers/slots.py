@@ -18,6 +18,8 @@ class TensorSlot:
     """Takes a tensor of that shape and any float dtype, perhaps mapped from a file; keeps nothing of it."""
     initial: float | None = None
     """What a model without a checkpoint has here; None: random numbers."""
+    replaces: tuple[str, ...] = ()
+    """Of a tensor that checkpoints may have instead of others: the names of these."""
 
     @staticmethod
     def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None) -> TensorSlot:

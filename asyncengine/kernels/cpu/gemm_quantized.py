@@ -193,3 +193,7 @@ def _tile(
         tile5(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
     elif rows == 6:
         tile6(x, x_scales, starts, weights, panel, scales, scale_panel, groups, turn, turns, out, bits)
+
+
+round_part, gemm_part = _round_part, _gemm_part
+"""For a loop over several weights (`experts`)."""

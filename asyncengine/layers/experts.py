@@ -136,7 +136,7 @@ class Experts:
                 pairs = order[begin : begin + size]
                 made[pairs] = self.down.multiply(expert, self._gate(self.up.multiply(expert, x[pairs // count])))
                 begin += size
-        return (made.view(rows, count, -1).float() * weights[..., None]).sum(1).to(x.dtype)
+        return (made.view(rows, count, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
 
     def _gate(self, both: torch.Tensor) -> torch.Tensor:
         config = self.config

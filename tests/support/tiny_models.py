@@ -177,6 +177,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             attention_bias=True,
         )
     ),
+    "dots1": lambda: hf.Dots1Config(
+        **_common(
+            hidden_size=WHOLE,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            sliding_window=WINDOW,
+            max_window_layers=2,
+        )
+    ),
     "ernie4.5moe": lambda: hf.Ernie4_5_MoeConfig(
         **_common(
             hidden_size=WHOLE,

@@ -35,6 +35,9 @@ class Stacked(NamedTuple):
     down: str = "mlp.experts.down_proj"
 
 
+_STACKED = Stacked()
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """The experts of a layer, with the checkpoint's names for their matrices."""
@@ -45,9 +48,9 @@ class ExpertsConfig:
     activation: str = "silu"
     """Of the gate, a name in `ACTIVATIONS`; or "clamped" (gpt-oss)."""
     up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
-    """Gate and up of each expert. None: the checkpoint has all experts' in one tensor."""
+    """Gate and up of each expert."""
     down: str = "mlp.experts.{}.down_proj.weight"
-    stacked: Stacked = Stacked()
+    stacked: Stacked = _STACKED
     """How a checkpoint may call them otherwise (transformers' `save_original_format=False`)."""
     only_stacked: bool = False
     """No checkpoint has a tensor for each expert."""
@@ -146,6 +149,10 @@ class Experts:
             return self._gated(both)
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[config.activation](gate) * up
+
+    @property
+    def compiled(self) -> bool:
+        return self._kernel is not None
 
     @property
     def name(self) -> str:

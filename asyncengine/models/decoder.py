@@ -117,6 +117,12 @@ class DecoderLayer:
         self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
         rotary = config.attention.rotary
         self.merged = self.attention.merged_heads(None if rotary is None else model.rotary[rotary])
+        self.compiled = bool(self.mixtures()) and all(
+            [linear.weight.product(None) is not None for linear in self.linears()]
+            + [mixture.experts.compiled for mixture in self.mixtures()]
+        )
+        """Whether it is a mixture whose products are all made by compiled kernels: torch's threads have nothing to do.
+        """
 
     def __call__(
         self,
@@ -292,7 +298,7 @@ class Decoder:
     @property
     def compiled(self) -> bool:
         """Whether short steps run in compiled kernels throughout."""
-        return self.fused is not None
+        return self.fused is not None or all(layer.compiled for layer in self.layers)
 
     def describe(self) -> list[str]:
         """How it runs, e.g. ["decoder x 1", "fused_layers x 28", "packed x 113"]."""

@@ -3,9 +3,9 @@
     [--form bfloat16 int8 int4 transformers --layers 2 --steps 30 --threads 2]
 
 A model of the shape of Qwen3-30B-A3B (width 2,048, 128 experts of width 768, eight of them for each row) with few
-layers and a small vocabulary, random weights, random tokens. Medians in milliseconds; how many experts of a layer a step
-uses; and the share of the memory's bandwidth, read between the steps, at which that time reads these experts' weights
-and everything else once. "transformers" is the same in bfloat16 through transformers' modules (`fuse=False`).
+layers and a small vocabulary, random weights, random tokens. Medians in milliseconds; how many experts of a layer a
+step uses; and the share of the memory's bandwidth, read between the steps, at which that time reads these experts'
+weights and everything else once. "transformers" is the same in bfloat16 through transformers' modules (`fuse=False`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncengine.device.output_buffers import new_tensor
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.jit import array, inline, pointer, serial_in_order, with_gil
 
@@ -47,8 +46,8 @@ def route(
     multiplied by `by_expert`, float32 alike. All contiguous.
     """
     rows, columns = logits.shape
-    ids = new_tensor((rows, settings.chosen), torch.int64)
-    weights = new_tensor((rows, settings.chosen), torch.float32)
+    ids = torch.empty((rows, settings.chosen), dtype=torch.int64)
+    weights = torch.empty((rows, settings.chosen), dtype=torch.float32)
     run = _route_few if rows * columns <= _AT_ONCE else route_rows
     run(
         logits.data_ptr(), 0 if correction is None else correction.data_ptr(),

@@ -112,20 +112,20 @@ class Experts:
         bias = config.bias is not None
         self.up = ExpertMatrices(options, up, config.experts, bias=bias)
         self.down = ExpertMatrices(options, down, config.experts, bias=bias)
-        self._kernel = None if number is None else _kernel(config, number, self.up.product(), self.down.product())
+        self.kernel = None if number is None else _kernel(config, number, self.up.product(), self.down.product())
         self._most = 1 << 30
-        if self._kernel is not None:
+        if self.kernel is not None:
             size = options.dtype.itemsize
-            self._most = max(1, _SCRATCH // self._kernel.scratch_bytes(1, size))
+            self._most = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self._kernel is None:
+        if self.kernel is None:
             return self._by_torch(x, chosen, weights)
         x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = max(1, self._most // chosen.shape[1])
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)
-            self._kernel(x[part], chosen[part], weights[part], out[part])
+            self.kernel(x[part], chosen[part], weights[part], out[part])
         return out
 
     def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ class Experts:
 
     @property
     def compiled(self) -> bool:
-        return self._kernel is not None
+        return self.kernel is not None
 
     @property
     def name(self) -> str:
@@ -295,6 +295,16 @@ class SparseMLP:
         if gate is not None:
             return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
         return y.add_(shared)
+
+    def fused(self) -> Any:
+        """All of it as what fused layers take (`kernels.cpu.mixture.MixtureKernel`); None: they do not take this."""
+        router = self.router.product()
+        if router is None or self.experts.kernel is None or self.shared is not None:
+            return None
+        from asyncengine.kernels.cpu.mixture import MixtureKernel
+
+        vectors = self.router.correction, self.router.by_expert
+        return MixtureKernel(router, vectors, self.router.settings, self.experts.kernel)
 
     def linears(self) -> list[Linear]:
         """Where adapters may act: not on experts."""

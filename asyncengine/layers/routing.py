@@ -67,7 +67,7 @@ class Router:
         self._prefix, self._width, self._gate = prefix, width, gate
         dtype = torch.float32 if config.exact else options.dtype
         self.weight = _unrounded(replace(options, bits=None, dtype=dtype), config.experts + (gate is not None), width)
-        self._dtype = dtype
+        self._dtype, self._same = dtype, dtype == options.dtype
         self.bias: torch.Tensor | None = None
         if config.bias is not None:
             self.bias = options.zeros(self.weight.outputs, dtype=self.weight.bias_dtype)
@@ -77,12 +77,14 @@ class Router:
 
         self.correction, self.by_expert = vector(config.correction), vector(config.by_expert)
         self._memory = OutputBufferPool()
-        self._route, self._settings = None, None
+        self._route: Any = None
+        self.settings: Any = None
+        """Of the compiled choice, if there is one."""
         if options.compiled and config.scores != "sparsemixer":
             from asyncengine.kernels.cpu.routing import RouteSettings, route
 
             self._route = route
-            self._settings = RouteSettings(
+            self.settings = RouteSettings(
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
                 config.normalised, config.least_sum, config.scale,
             )  # fmt: skip
@@ -91,8 +93,12 @@ class Router:
         logits = self.weight.logits(x.to(self._dtype), self.bias, self._memory)
         gate = None if self._gate is None else logits[:, self.config.experts]
         if self._route is not None:
-            return *self._route(logits, self.correction, self.by_expert, self._settings), gate
+            return *self._route(logits, self.correction, self.by_expert, self.settings), gate
         return *route(logits[:, : self.config.experts], self.correction, self.by_expert, self.config), gate
+
+    def product(self) -> Any:
+        """As fused layers take it; None: it is of another form or type than theirs, or the choice is torch's."""
+        return self.weight.product(self.bias) if self._same and self.settings is not None else None
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

@@ -11,10 +11,11 @@ from support.checkpoints import Checkpoint
 from support.forwards import Forwards, logits_of
 from support.panels import use_panels
 from support.reachable import tensors_in
-from support.tiny_models import make_model
+from support.tiny_models import FAMILIES, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import AdapterError
+from asyncengine.models import decoder
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
 
@@ -76,6 +77,30 @@ def test_a_row_s_bits_alone_and_in_company(
     alone = logits_of(model, IDS)
     together = Forwards(model, rows=3).step([5, 6, 7, *IDS, 91, 92], [3, len(IDS), 2])
     assert torch.equal(together[3 : 3 + len(IDS)], alone)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "float32", "int4"])
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "qwen3moe, first layer dense"])
+def test_all_layers_in_one_call_give_the_same_bits(
+    name: str, form: Any, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    use_panels(True, monkeypatch)
+    monkeypatch.setitem(FAMILIES, "qwen3moe, first layer dense", first_dense)
+    dtype, quantization = (form, None) if "float" in form else ("bfloat16", form)
+    folder = checkpoint(name, dtype=torch.bfloat16)
+    fused = load(folder, dtype=dtype, quantization=quantization)
+    assert "fused_layers x 3" in fused.describe()
+    monkeypatch.setattr(decoder, "fused_layers", lambda *_: None)
+    apart = load(folder, dtype=dtype, quantization=quantization)
+    assert apart.fused is None
+    for ids in (IDS, IDS[:1]):
+        assert torch.equal(logits_of(fused, ids), logits_of(apart, ids))
+
+
+def first_dense() -> Any:
+    config = FAMILIES["qwen3moe"]()
+    return type(config)(**{**config.to_dict(), "mlp_only_layers": [0]})
 
 
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ on the rows beside it nor on the number of threads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import gate, gate_clamped
 from asyncengine.kernels.cpu.calls import call, parallel_for
-from asyncengine.kernels.cpu.fused_layer import LinearWeights
 from asyncengine.kernels.cpu.gemm_quantized import gemm_part, round_part
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.packed import WIDTH, multiply_part, panels_at_once
 from asyncengine.kernels.cpu.quantized_tiles import GROUP, PANEL, PANELS
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.cpu.fused_layer import LinearWeights
 
 ALIGNED = WIDTH
 """Outputs of an expert are a multiple of it: then each begins with a panel, packed or quantized."""
@@ -63,10 +65,12 @@ class ExpertsKernel:
 
     def __init__(self, up: LinearWeights, down: LinearWeights, form: ExpertsForm) -> None:
         self._held = (up, down)  # an address keeps nothing where it is
+        self.bits = up.bits
         self._bits = None if up.bits == 0 else np.uint8(8) if up.bits == 8 else np.int8(4)
-        self._form = form
+        self.form = form
         self._width, self._both, self._inner = up.inputs, up.outputs // form.experts, down.inputs
         self._record = np.zeros((2, _FIELDS), dtype=np.int64)
+        self.address: int = self._record.ctypes.data
         for place, linear in enumerate((up, down)):
             self._record[place] = linear.fields()
             self._record[place, OUTPUTS] //= form.experts
@@ -75,16 +79,16 @@ class ExpertsKernel:
         """Memory that a call takes for so many (row, expert) pairs, for numbers of `size` bytes."""
         groups = -(-max(self._width, self._inner) // GROUP)
         numbers = (2 * self._width + self._both + self._inner) * size + groups * (GROUP + 8)
-        return pairs * (numbers + 16) + self._form.experts * 16 + (_PARTS + 2) * _LINE
+        return pairs * (numbers + 16) + self.form.experts * 16 + (_PARTS + 2) * _LINE
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         """out [rows, width] = the sum of what the experts `chosen` (int64 [rows, k]) make of x, times `weights`
         (float32 alike). All contiguous, x and out of one type; the k experts of a row differ."""
         rows, count = chosen.shape
-        form, size = self._form, x.element_size()
+        form, size = self.form, x.element_size()
         scratch = np.empty(self.scratch_bytes(rows * count, size), dtype=np.uint8)
         run_experts(
-            self._record.ctypes.data, scratch.ctypes.data, x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
+            self.address, scratch.ctypes.data, x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
             out.data_ptr(), rows, count, form.experts, form.activation, np.float32(form.alpha),
             np.float32(form.limit), self._bits, kind_of(x.dtype), size, use_team(),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from asyncengine.kernels.cpu.activation import gate
 from asyncengine.kernels.cpu.gemm_quantized import multiply_rounded
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.kernels.cpu.lora import add_adapters
+from asyncengine.kernels.cpu.mixture import MixtureKernel, run_mixture
 from asyncengine.kernels.cpu.norm import add_norm
 from asyncengine.kernels.cpu.packed import multiply, panels_at_once
 from asyncengine.kernels.cpu.team import use_team
@@ -29,9 +30,10 @@ LINEAR_FIELDS = 5
 # The linears of a layer, in the order they run; NEXT_QKV is the next layer's, if there is one.
 OUT_PROJECTION, GATE_UP, DOWN, NEXT_QKV = range(4)
 _LINEARS = 4
-# Behind them in a layer's record: addresses of the weights of the norm before the MLP, and of the one after it.
-MLP_NORM, NEXT_NORM = range(2)
-_NORMS = 2
+# Behind them in a layer's record: addresses of the weights of the norm before the MLP, and of the one after it, and of
+# the record of a mixture that the layer has instead of the MLP (0: none).
+MLP_NORM, NEXT_NORM, MIXTURE = range(3)
+_OTHERS = 3
 
 
 class LinearWeights(NamedTuple):
@@ -55,7 +57,7 @@ class FusedLayerKernel:
     """One layer's linears and norms from attention's result to what the next attention reads, or the output layer.
 
     `linears` are OUT_PROJECTION .. NEXT_QKV, the last one left out where the model's last norm follows; all of the same
-    bits. `norms` are weight and epsilon of MLP_NORM and NEXT_NORM, `activation` is what `activation_id` says of that
+    bits; a layer with a `mixture` has neither GATE_UP nor DOWN. `norms` are weight and epsilon of MLP_NORM and NEXT_NORM, `activation` is what `activation_id` says of that
     of the MLP, `factor` what a branch is multiplied by before it is added to the residual.
     """
 
@@ -65,29 +67,37 @@ class FusedLayerKernel:
         norms: Sequence[tuple[torch.Tensor, float]],
         activation: int,
         factor: float,
+        mixture: MixtureKernel | None = None,
     ) -> None:
         self._held = (linears, norms)  # an address keeps nothing where it is
+        self.mixture = mixture
         bits = linears[0].bits
         self.bits = None if bits == 0 else np.uint8(8) if bits == 8 else np.int8(4)
         """As `run_fused_layer` takes it."""
-        projects = len(linears) == _LINEARS
+        there = range(_LINEARS) if mixture is None else (OUT_PROJECTION, NEXT_QKV)
+        by_place = dict(zip(there, linears, strict=False))
+        projects = NEXT_QKV in by_place
         epsilons = np.float32(norms[MLP_NORM][1]), np.float32(norms[NEXT_NORM][1])
         self.settings = (np.float32(factor), *epsilons, activation, projects)
         """(factor, epsilons of MLP_NORM and NEXT_NORM, activation, whether there is a NEXT_QKV)"""
-        out, gate_up, down = linears[:NEXT_QKV]
-        self.outputs = linears[NEXT_QKV].outputs if projects else out.outputs
-        self._row = 2 * out.outputs + gate_up.outputs + down.inputs
+        out = linears[OUT_PROJECTION]
+        self.outputs = linears[-1].outputs if projects else out.outputs
+        self._row = 2 * out.outputs
+        if mixture is None:
+            self._row += by_place[GATE_UP].outputs + by_place[DOWN].inputs
         self._inputs = max(linear.inputs for linear in linears)
-        self._record = np.zeros(_LINEARS * LINEAR_FIELDS + _NORMS, dtype=np.int64)
-        for place, linear in enumerate(linears):
+        self._record = np.zeros(_LINEARS * LINEAR_FIELDS + _OTHERS, dtype=np.int64)
+        for place, linear in by_place.items():
             self._record[place * LINEAR_FIELDS : (place + 1) * LINEAR_FIELDS] = linear.fields()
-        self._record[-_NORMS:] = [weight.data_ptr() for weight, _ in norms]
+        others = [weight.data_ptr() for weight, _ in norms]
+        self._record[-_OTHERS:] = [*others, 0 if mixture is None else mixture.address]
         self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, rows: int, size: int) -> int:
         """What a call needs of `scratch`, for numbers of `size` bytes."""
         rounded = gemm_quantized.scratch_bytes(rows, self._inputs) if self.bits is not None else 0
-        return rows * self._row * size + rounded
+        mixed = 0 if self.mixture is None else self.mixture.scratch_bytes(rows, size)
+        return rows * self._row * size + max(rounded, mixed)
 
     def __call__(self, attended: torch.Tensor, residual: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """[rows, outputs] from attention's result [rows, heads * dim]; the residual [rows, width] is added to.
@@ -98,8 +108,8 @@ class FusedLayerKernel:
         out = residual.new_empty((rows, self.outputs))
         run_fused_layer(
             self.address, attended.data_ptr(), residual.data_ptr(), out.data_ptr(), scratch.data_ptr(), rows,
-            *self.settings, *packed.tiles_for(rows), self.bits, kind_of(residual.dtype), size, 0, 0, 0, 0,
-            use_team(),
+            *self.settings, *packed.tiles_for(rows), self.bits, None if self.mixture is None else np.int8(1),
+            kind_of(residual.dtype), size, 0, 0, 0, 0, use_team(),
         )  # fmt: skip
         return out
 
@@ -108,14 +118,14 @@ class FusedLayerKernel:
 def run_fused_layer(
     record: int, attended: int, residual: int, out: int, scratch: int, rows: int, factor: np.float32,
     first_epsilon: np.float32, second_epsilon: np.float32, activation: int, projects: bool, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, size: int, adapters: int, first_linear: int, adapter_rows: int,
-    memory: int, team: int,
+    bits: np.generic | None, mixed: np.generic | None, kind: np.generic, size: int, adapters: int, first_linear: int,
+    adapter_rows: int, memory: int, team: int,
 ) -> None:  # fmt: skip
     """A `FusedLayerKernel` by address. `bits` says by its type what weights are rounded to; None: they are not, and no
-    code for rounded ones is compiled. `adapters`, `adapter_rows`, `memory`: `AdapterRecords` of the model's linears (0:
-    none), of which the first here is number `first_linear`."""
+    code for rounded ones is compiled; nor is code for mixtures, if `mixed` is None. `adapters`, `adapter_rows`,
+    `memory`: `AdapterRecords` of the model's linears (0: none), of which the first here is number `first_linear`."""
     linears = array(pointer(record, np.int64(0)), (_LINEARS, LINEAR_FIELDS))
-    norms = array(pointer(record + _LINEARS * LINEAR_FIELDS * 8, np.int64(0)), (_NORMS,))
+    norms = array(pointer(record + _LINEARS * LINEAR_FIELDS * 8, np.int64(0)), (_OTHERS,))
     width, inner_width = linears[OUT_PROJECTION, OUTPUTS], linears[GATE_UP, OUTPUTS] // 2
     branch, normed = scratch, scratch + rows * width * size
     gate_up = normed + rows * width * size
@@ -124,13 +134,16 @@ def run_fused_layer(
     for place in range(_LINEARS if projects else NEXT_QKV):
         source = attended if place == OUT_PROJECTION else inner if place == DOWN else normed
         target = gate_up if place == GATE_UP else out if place == NEXT_QKV else branch
-        multiply_any(source, linears[place], target, rounded, rows, tile, tiles, bits, kind, size, team)
-        add_adapters(source, target, adapters, first_linear + place, adapter_rows, memory, kind, team)
+        if linears[place, OUTPUTS] != 0:
+            multiply_any(source, linears[place], target, rounded, rows, tile, tiles, bits, kind, size, team)
+            add_adapters(source, target, adapters, first_linear + place, adapter_rows, memory, kind, team)
+        elif mixed is not None and place == DOWN:
+            run_mixture(norms[MIXTURE], normed, branch, rounded, rows, tile, tiles, bits, kind, size, team)
         if place == OUT_PROJECTION:
             add_norm(
                 residual, branch, norms[MLP_NORM], residual, normed, rows, width, factor, first_epsilon, kind, team
             )
-        elif place == GATE_UP:
+        elif place == GATE_UP and inner_width != 0:
             gate(gate_up, inner, rows, inner_width, activation, kind, team)
         elif place == DOWN:
             after = normed if projects else out

@@ -53,7 +53,8 @@ class FusedLayersKernel:
     """The layers of one model, from the first norm to what the output layer reads.
 
     `first` are weight and epsilon of the first norm, `projection` is the first layer's merged one; `layers` and `heads`
-    are those of each layer. All weights are of the same bits. Raises `ValueError` if they are not.
+    are those of each layer, some of which may have a mixture. All weights are of the same bits. Raises `ValueError` if
+    they are not.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class FusedLayersKernel:
         self._held = (first, projection, layers, heads)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
         self._bits = layers[0].bits
+        self._mixed = np.int8(1) if any(layer.mixture is not None for layer in layers) else None
         self._first = (first[0].data_ptr(), np.float32(first[1]))
         self._projection = np.array(projection.fields(), dtype=np.int64)
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
@@ -113,7 +115,7 @@ class FusedLayersKernel:
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
             self._projection.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
-            *packed.tiles_for(rows), self._bits, self._kind, *tile_types, self._size, *adapters,
+            *packed.tiles_for(rows), self._bits, self._mixed, self._kind, *tile_types, self._size, *adapters,
             use_team(),
         )  # fmt: skip
 
@@ -122,8 +124,8 @@ class FusedLayersKernel:
 def _run_layers(
     table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
-    bits: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int, adapters: int,
-    adapter_rows: int, memory: int, team: int,
+    bits: np.generic | None, mixed: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int,
+    adapters: int, adapter_rows: int, memory: int, team: int,
 ) -> None:  # fmt: skip
     fields = array(pointer(table, np.int64(0)), (count, FIELDS))
     values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
@@ -147,5 +149,5 @@ def _run_layers(
         run_fused_layer(
             spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
             number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, bits,
-            kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
+            mixed, kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
         )  # fmt: skip

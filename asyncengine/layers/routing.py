@@ -144,7 +144,7 @@ def route(
     scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if config.groups_kept < config.groups:
-        grouped = choice.unflatten(1, (config.groups, -1))
+        grouped = choice.view(*choice.shape[:1], config.groups, config.experts // config.groups)
         kept = _best(grouped.topk(2, dim=-1).values.sum(-1), config.groups_kept)
         out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, kept, False)
         choice = grouped.masked_fill(out[..., None], -torch.inf).flatten(1)

@@ -57,8 +57,9 @@ class FusedLayerKernel:
     """One layer's linears and norms from attention's result to what the next attention reads, or the output layer.
 
     `linears` are OUT_PROJECTION .. NEXT_QKV, the last one left out where the model's last norm follows; all of the same
-    bits; a layer with a `mixture` has neither GATE_UP nor DOWN. `norms` are weight and epsilon of MLP_NORM and NEXT_NORM, `activation` is what `activation_id` says of that
-    of the MLP, `factor` what a branch is multiplied by before it is added to the residual.
+    bits; a layer with a `mixture` has neither GATE_UP nor DOWN. `norms` are weight and epsilon of MLP_NORM and
+    NEXT_NORM, `activation` is what `activation_id` says of that of the MLP, `factor` what a branch is multiplied by
+    before it is added to the residual.
     """
 
     def __init__(

@@ -73,8 +73,8 @@ class ExpertMatrices:
         self.outputs, self.inputs = forms[0].outputs * len(forms) // experts, forms[0].inputs
         self.bias = options.zeros(experts, self.outputs, dtype=forms[0].bias_dtype) if bias else None
 
-    def load(self, expert: int, first: int, weight: torch.Tensor) -> None:
-        """Take rows [first, first + n) of one expert's matrix: weight [n, inputs]."""
+    def load(self, expert: int, first: int, weight: Any) -> None:
+        """Take rows [first, first + n) of one expert's matrix: weight [n, inputs], as `WeightForm.load` takes it."""
         if len(self.forms) == 1:
             self.forms[0].load(expert * self.outputs + first, weight)
         else:
@@ -196,10 +196,12 @@ class Experts:
     def _stacked(self, matrices: ExpertMatrices, first: int, outputs: int, replaced: tuple[str, ...]) -> TensorSlot:
         config, shape = self.config, (matrices.experts, outputs, matrices.inputs)
 
-        def load(tensor: torch.Tensor) -> None:
+        def load(stacked: Any) -> None:
+            """A tensor, or a sequence of the experts' matrices [outputs, inputs] as `WeightForm.load` takes them."""
+            turned = config.transposed and isinstance(stacked, torch.Tensor)
             for expert in range(config.experts):
-                own = tensor[expert]
-                matrices.load(expert, first, own.T.contiguous() if config.transposed else own)
+                own = stacked[expert]
+                matrices.load(expert, first, own.T.contiguous() if turned else own)
 
         names = tuple(self._prefix + name.format(expert) for expert in range(config.experts) for name in replaced)
         if config.transposed:
@@ -253,8 +255,8 @@ def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any) -> Any:
     return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit))
 
 
-def _loader(matrices: ExpertMatrices, expert: int, first: int) -> Callable[[torch.Tensor], None]:
-    return lambda tensor: matrices.load(expert, first, tensor)
+def _loader(matrices: ExpertMatrices, expert: int, first: int) -> Callable[[Any], None]:
+    return lambda weight: matrices.load(expert, first, weight)
 
 
 def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -121,7 +121,8 @@ class Experts:
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.kernel is None:
             return self._by_torch(x, chosen, weights)
-        x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+        out = torch.empty_like(x)
         rows = max(1, self._most // chosen.shape[1])
         for first in range(0, len(x), rows):
             part = slice(first, first + rows)

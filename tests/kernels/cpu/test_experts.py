@@ -130,6 +130,18 @@ def test_without_the_kernel(dtype: torch.dtype) -> None:
     assert plain(x[:0], ids[:0], weights[:0]).shape == compiled(x[:0], ids[:0], weights[:0]).shape == (0, 64)
 
 
+def test_experts_one_by_one() -> None:
+    """A checkpoint that turns all experts' matrices round may give each as it is used, in whatever form forms take."""
+    config = ExpertsConfig(COUNT, 32, "clamped", only_stacked=True, transposed=True, interleaved=True)
+    turned, each = (Experts(options(HALF), config, "", 64) for _ in range(2))
+    for (_, slot), (_, other) in zip(turned.slots(), each.slots(), strict=True):
+        tensor = draw(*slot.shape)
+        slot.load(tensor)
+        other.load([matrix.T.contiguous() for matrix in tensor])
+    x, (ids, weights) = draw(4, 64).to(HALF), choice(4)
+    assert torch.equal(turned(x, ids, weights), each(x, ids, weights))
+
+
 def test_plain_weights_are_one_block_and_others_have_a_form_each() -> None:
     dense = Experts(options(torch.float16, plain=True), ExpertsConfig(COUNT, 32), "", 64)
     assert [type(form) for form in dense.up.forms] == [DenseWeight]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.checkpoints import Checkpoint
 from support.forwards import Forwards, logits_of
+from support.gguf_files import write_gguf
 from support.panels import use_panels
+from support.quantized_checkpoints import mxfp4
 from support.reachable import tensors_in
 from support.tiny_models import FAMILIES, make_model
 
@@ -62,6 +67,47 @@ def test_rounded_weights(name: str, quantization: Any, checkpoint: Checkpoint) -
     # the random router has near ties: where one is chosen otherwise, a row is another one
     errors = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert float(errors.median()) < {"int8": 0.05, "int4": 0.6}[quantization]
+
+
+def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
+    """All of them in one tensor of the file; as they are stored, in one block."""
+    pytest.importorskip("numba")
+    reference = make_model("qwen3moe")
+    weights = dict(reference.state_dict())
+    stored = write_gguf(
+        tmp_path / "m.gguf", reference.config, weights, lambda name, _: "Q8_0" if "exps" in name else "F32"
+    )  # fmt: skip
+    model = load(tmp_path / "m.gguf")
+    assert "Q8_0 experts x 3" in model.describe()
+    assert all(layer.mixtures()[0].experts.compiled for layer in model.layers)
+    reference.load_state_dict(stored, strict=False)
+    assert row_error(model, reference) < 0.03
+
+
+def test_gpt_oss_experts_in_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    reference, folder = make_model("gpt-oss"), tmp_path / "m"
+    shutil.copytree(checkpoint("gpt-oss"), folder)
+    tensors, dense = dict(reference.state_dict()), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        written = mxfp4(tensors.pop(name).transpose(1, 2))
+        tensors |= {f"{name}_{part}": tensor for part, tensor in written.tensors.items()}
+        dense[name] = written.dense.transpose(1, 2).contiguous()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load(folder, dtype="float32")
+    assert "mxfp4 experts x 3" in model.describe()
+    assert all(layer.mixtures()[0].experts.compiled for layer in model.layers)
+    reference.load_state_dict(dense, strict=False)
+    assert row_error(model, reference) < 0.03
+
+
+def row_error(model: Decoder, reference: Any) -> float:
+    """Of most rows: where a random router has a near tie, another expert may be chosen."""
+    with torch.inference_mode():
+        exact = reference(torch.tensor([IDS]), use_cache=False).logits[0]
+    return float(((logits_of(model, IDS) - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
 
 
 @pytest.mark.parametrize("form", ["bfloat16", "float32", "int8", "int4"])

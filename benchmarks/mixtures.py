@@ -27,9 +27,10 @@ from asyncengine.layers.fused import FusedLayers
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
+from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.step import Batch, Row, RowSpec
+from asyncengine.step import Batch, Row
 
 FORMS = ("bfloat16", "int8", "int4", "transformers")
 SHAPE = {
@@ -77,7 +78,7 @@ class Requests:
     def __init__(self, runner: ModelRunner, rows: int, length: int) -> None:
         self._runner = runner
         generator = random.Random(rows)
-        self._specs = [RowSpec(row, GREEDY, row, length, ()) for row in range(rows)]
+        self._specs = [RequestSpec(row, (5,) * length, GREEDY, length + 1, seed=row) for row in range(rows)]
         pages = -(-length // PAGE)
         self._pages = [list(range(1 + pages * row, 1 + pages * (row + 1))) for row in range(rows)]
         self._tokens = [[generator.randrange(SHAPE["vocab_size"]) for _ in range(length)] for _ in range(rows)]

@@ -48,6 +48,8 @@ class AttentionConfig:
     """Of values, over a head's dimensions (Gemma 4)."""
     norm_after_rotation: bool = False
     """Hunyuan."""
+    sinks: str | None = None
+    """A logit of each head that takes part in the softmax and carries no value (gpt-oss)."""
     clip: float | None = None
     """Queries, keys and values are clamped to [-clip, clip] (OLMo 1)."""
 
@@ -85,9 +87,11 @@ class Attention:
             self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
         self.makes_values = self.value_norm is not None or len(config.qkv) == 2
         """Values are not what the projection gives."""
+        self._sinks_path = f"{prefix}{config.sinks}"
+        sinks = None if config.sinks is None else options.zeros(config.num_heads, dtype=torch.float32)
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
-            scale=config.scale, window=config.window, softcap=config.softcap,
+            scale=config.scale, window=config.window, softcap=config.softcap, sinks=sinks,
         )  # fmt: skip
         self._dtype = options.dtype
         self._rotate_by_kernel = options.kernels.rotate
@@ -200,3 +204,5 @@ class Attention:
         parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
         for part in parts:
             yield from part.slots()
+        if self.spec.sinks is not None:
+            yield self._sinks_path, TensorSlot.into(self.spec.sinks)

@@ -16,8 +16,8 @@ import torch
 from asyncengine.attention.base import MergedHeads
 from asyncengine.device.output_buffers import new_tensor
 from asyncengine.layers.attention import Attention
+from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.linear import Linear
-from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
@@ -25,6 +25,8 @@ from asyncengine.layers.step import StepContext
 
 MOST_TOKENS = 64
 """Tokens of a step up to which the time of calls shows."""
+_PRODUCTS = 4
+"""Of a layer: queries, keys and values; attention's result; gate and up; down."""
 
 
 class LayerParts(Protocol):
@@ -32,7 +34,7 @@ class LayerParts(Protocol):
 
     config: Any
     attention: Attention
-    mlp: MLP
+    mlp: Any
     before_attention: Norm | None
     before_mlp: Norm | None
     merged: MergedHeads | None
@@ -49,7 +51,7 @@ class FusedLayers:
         """`paths`: of the products in the order in which they are made, as adapters name them."""
         self._chain = chain
         self.forms = chain.forms
-        """As `kernels.cpu.fused_layer.forms_of` has them."""
+        """As `kernels.cpu.fused_layer.run_fused_layer` takes them."""
         self._scratch = scratch
         self._paths = paths
 
@@ -89,7 +91,8 @@ def fused_layers(
     first: Any = layers[0].before_attention
     products = [layer.attention.qkv.weight.products(layer.attention.qkv.bias) for layer in layers]
     for layer, following, product in zip(layers, [*layers[1:], None], [*products[1:], None], strict=True):
-        linears = (layer.attention.out, layer.mlp.up, layer.mlp.down)
+        mixture = layer.mlp.fused() if isinstance(layer.mlp, SparseMLP) else None
+        linears = (layer.attention.out, *([] if mixture is not None else layer.mlp.linears()))
         own: Any = [linear.weight.products(linear.bias) for linear in linears]
         own += [] if following is None else [product]
         if any(each is None for each in own):
@@ -97,7 +100,8 @@ def fused_layers(
         before: Any = layer.before_mlp
         after: Any = norm if following is None else following.before_attention
         norms = [(each.weight, each.config.epsilon) for each in (before, after)]
-        spans.append(FusedLayerKernel(own, norms, _form(layer), scale, options.dtype))
+        form = 0 if mixture is not None else _form(layer)
+        spans.append(FusedLayerKernel(own, norms, form, scale, options.dtype, mixture))
         merged: Any = layer.merged
         heads.append(
             Heads(merged.num_heads, merged.key_dim, merged.value_dim, merged.q_norm, merged.k_norm, merged.epsilon)
@@ -107,7 +111,13 @@ def fused_layers(
     chain = FusedLayersKernel((first.weight, first.config.epsilon), products[0], spans, heads, options.dtype)
     needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)
     scratch = torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8)
-    return FusedLayers(chain, scratch, tuple(linear.path for layer in layers for linear in layer.linears()))
+    return FusedLayers(chain, scratch, tuple(path for layer in layers for path in _paths(layer)))
+
+
+def _paths(layer: LayerParts) -> list[str]:
+    """Of a layer's four products, as adapters name them; "" for what no adapter acts on."""
+    paths = [linear.path for linear in layer.linears()]
+    return paths + [""] * (_PRODUCTS - len(paths))
 
 
 def _common(layer: LayerParts) -> bool:
@@ -121,6 +131,8 @@ def _common(layer: LayerParts) -> bool:
         return False
     if layer.merged is None or not layer.attention.only_merged:
         return False
+    if isinstance(layer.mlp, SparseMLP):
+        return layer.mlp.fused() is not None
     return config.mlp.gated and _form(layer) is not None
 
 

@@ -21,6 +21,8 @@ class TensorSlot:
     """
     initial: float | None = None
     """What a model without a checkpoint has here; None: random numbers."""
+    replaces: tuple[str, ...] = ()
+    """Of a tensor that checkpoints may have instead of others: the names of these."""
 
     @staticmethod
     def into(target: torch.Tensor, added: float = 0.0, initial: float | None = None) -> TensorSlot:

@@ -96,7 +96,7 @@ class WeightForm(Protocol):
         ...
 
     def products(self, bias: torch.Tensor | None) -> list[Any] | None:
-        """What fused layers take (`kernels.cpu.fused_layer.LinearWeights`); None: they do not take this form."""
+        """What fused layers take (`kernels.cpu.linears.LinearWeights`); None: they do not take this form."""
         ...
 
 
@@ -253,7 +253,7 @@ class PackedWeight:
         self._panels.read_rows(ids, self.weight, out)
 
     def products(self, bias: torch.Tensor | None) -> list[Any]:
-        from asyncengine.kernels.cpu.fused_layer import LinearWeights
+        from asyncengine.kernels.cpu.linears import LinearWeights
 
         return [LinearWeights(self.weight, bias, self.inputs, self.outputs)]
 
@@ -304,7 +304,7 @@ class PanelWeight:
         return [self._products.name_of_code(self._form, out)]
 
     def products(self, bias: torch.Tensor | None) -> list[Any]:
-        from asyncengine.kernels.cpu.fused_layer import LinearWeights
+        from asyncengine.kernels.cpu.linears import LinearWeights
 
         return [LinearWeights(self._matrix, bias, self.inputs, self.outputs)]
 

@@ -17,6 +17,7 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
+from asyncengine.layers.experts import MoEConfig, SparseMLP
 from asyncengine.layers.fused import FusedLayers, fused_layers
 from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
@@ -25,6 +26,7 @@ from asyncengine.layers.norm import Norm, NormConfig, add_and_norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.places import Place
 from asyncengine.layers.rotary import Angles, Rotary, RotaryConfig
+from asyncengine.layers.side_experts import SideExperts, SideExpertsConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 
@@ -34,7 +36,7 @@ class LayerConfig:
     """One decoder layer. A norm that is not named is not there."""
 
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MoEConfig
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     """On what attention gives, before it is added (Gemma 2, OLMo 2, GLM 4)."""
@@ -44,6 +46,8 @@ class LayerConfig:
     """Attention and MLP read the same input, and both are added to it (Cohere)."""
     post_norm: bool = False
     """`before_mlp` and `after_mlp` normalise the stream itself, after each sum (OPT 350M)."""
+    side: SideExpertsConfig | None = None
+    """A mixture of experts beside the feed-forward part, of the stream itself (Gemma 4)."""
     scalar: str | None = None
     """A number of the checkpoint that the layer's result is multiplied by (Gemma 4)."""
 
@@ -101,13 +105,24 @@ class DecoderLayer:
         self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
         self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
         self.attention = Attention(options, config.attention, prefix, width, pool)
-        self.mlp = MLP(options, config.mlp, prefix, width)
+        self.mlp: MLP | SparseMLP = (
+            SparseMLP(options, config.mlp, prefix, width)
+            if isinstance(config.mlp, MoEConfig)
+            else MLP(options, config.mlp, prefix, width)
+        )
+        self.side = None if config.side is None else SideExperts(options, config.side, norm, prefix, width)
         inputs = model.layer_inputs
         self.inputs = None if inputs is None else LayerInput(options, inputs, norm, prefix, width)
         self.scalar_path = f"{prefix}{config.scalar}"
         self.scalar = None if config.scalar is None else options.zeros(1).fill_(1.0)
         rotary = config.attention.rotary
         self.merged = self.attention.merged_heads(None if rotary is None else model.rotary[rotary])
+        self.compiled = bool(self.mixtures()) and all(
+            [linear.weight.products(None) is not None for linear in self.linears()]
+            + [mixture.experts.compiled for mixture in self.mixtures()]
+        )
+        """Whether it is a mixture whose products are all made by compiled kernels: torch's threads have nothing to do.
+        """
 
     def __call__(
         self,
@@ -136,6 +151,8 @@ class DecoderLayer:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
         adapters = step.adapters if rows is None else step.row_adapters
         branch = self.mlp(x, adapters)
+        if self.side is not None:
+            branch = self.side(residual, branch)
         if self.config.parallel:
             residual = (residual + branch).to(x.dtype)
             return residual, residual if following is None else following(residual)
@@ -155,6 +172,7 @@ class DecoderLayer:
     def norms(self) -> list[Norm]:
         every = [self.before_attention, self.after_attention, self.before_mlp, self.after_mlp]
         every += [] if self.inputs is None else [self.inputs.norm]
+        every += [] if self.side is None else self.side.norms
         return [norm for norm in every if norm is not None]
 
     def linears(self) -> list[Linear]:
@@ -164,11 +182,16 @@ class DecoderLayer:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
         inputs = [] if self.inputs is None else self.inputs.linears()
-        parts: list[Attention | MLP | Norm | Linear] = [self.attention, self.mlp, *self.norms(), *inputs]
+        sides = [] if self.side is None else [self.side]
+        parts: list[Any] = [self.attention, self.mlp, *sides, *self.norms(), *inputs]
         for part in parts:
             yield from part.slots()
         if self.scalar is not None:
             yield self.scalar_path, TensorSlot.into(self.scalar, initial=1.0)
+
+    def mixtures(self) -> list[SparseMLP | SideExperts]:
+        """Its mixtures of experts, whose weights are no linears."""
+        return [part for part in (self.mlp, self.side) if isinstance(part, (SparseMLP, SideExperts))]
 
 
 class Decoder:
@@ -258,23 +281,30 @@ class Decoder:
         parts: Sequence[Any] = (*outer, *self.layers, self.norm, self.head)
         return {name: slot for part in parts if part is not None for name, slot in part.slots()}
 
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Places of tensors that a checkpoint may hold instead of some of those."""
+        for layer in self.layers:
+            for mixture in layer.mixtures():
+                yield from mixture.other_slots()
+
     @property
     def nbytes(self) -> int:
         """Of all weights."""
         parts: list[Any] = [self.embedding, self.positions, self.inputs, *self.projections, self.norm, self.head]
         for layer in self.layers:
-            parts += [*layer.linears(), *layer.norms(), *(layer.attention.norms or ())]
+            parts += [*layer.linears(), *layer.norms(), *(layer.attention.norms or ()), *layer.mixtures()]
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def compiled(self) -> bool:
         """Whether short steps run in compiled kernels throughout."""
-        return self.fused is not None
+        return self.fused is not None or all(layer.compiled for layer in self.layers)
 
     def describe(self) -> list[str]:
         """How it runs, e.g. ["decoder x 1", "fused_layers x 28", "packed x 113"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
+        counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
         if self.fused is not None:
             counts["fused_layers"] = len(self.layers)
         return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncengine.layers.mlp import MLP
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder
@@ -37,13 +38,10 @@ def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
     names += [name for weight in weights for name in _products(weight, kind, kind)]
     names += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     table = head if decoder.config.tied else decoder.embedding.stored
-    if isinstance(table, PackedWeight):
-        names += [_named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
-    elif isinstance(table, PanelWeight):
-        names.append(_named("quantized_panels:_read_rows", 9, kind, 1))
+    names += [] if table is None else _rows(table, kind)
     if any(norm.fusable for layer in decoder.layers for norm in layer.norms()):
         names += [_named("norm:norm", 5, "float32", kind, 1), _named("norm:add_norm", 7, "float32", "float32", kind, 1)]
-    if any(layer.mlp.gated is not None for layer in decoder.layers):
+    if any(isinstance(layer.mlp, MLP) and layer.mlp.gated is not None for layer in decoder.layers):
         names.append(_named("activation:gate", 5, kind, 1))
     names += [_named("sampling:_choose", 10), _named("gather:_copy_few_rows", 5)]
     return list(dict.fromkeys(names))
@@ -70,6 +68,14 @@ def _products(weight: WeightForm, kind: str, out: str) -> list[str]:
         return [_named("gemm_rowmajor:_product", 6, kind, 1)]
     if isinstance(weight, PanelWeight):
         return [_named("gemm_quantized:_multiply", 8, kind, out, 2), *weight.kernels(out)]
+    return []
+
+
+def _rows(weight: WeightForm, kind: str) -> list[str]:
+    if isinstance(weight, PackedWeight):
+        return [_named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
+    if isinstance(weight, PanelWeight):
+        return [_named("quantized_panels:_read_rows", 9, kind, 1)]
     return []
 
 

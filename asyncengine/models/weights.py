@@ -90,8 +90,16 @@ def settle_tie(described: DecoderConfig, checkpoint: CheckpointSource) -> Decode
 
 
 def slots_of(decoder: Decoder, checkpoint: CheckpointSource) -> dict[str, TensorSlot]:
-    """A decoder's slots by the checkpoint's names: of a tied model it may have the one matrix as the output layer's."""
+    """A decoder's slots by the checkpoint's names.
+
+    Of a tied model it may have the one matrix as the output layer's, and of a mixture all experts' in one tensor.
+    """
     slots, config = decoder.slots(), decoder.config
+    for name, slot in decoder.other_slots():
+        if _stored_name(checkpoint, name):
+            for replaced in slot.replaces:
+                slots.pop(replaced)
+            slots[name] = slot
     head, table = (f"{path}.weight" for path in (config.head, config.embedding))
     if config.tied and _stored_name(checkpoint, head) and not _stored_name(checkpoint, table):
         slots[head] = slots.pop(table)

@@ -26,8 +26,10 @@ import json, sys
 from numba.core.dispatcher import Dispatcher
 called, compile = [], Dispatcher._compile_for_args
 def noted(self, *args, **kwargs):
-    called.append(self)
-    return compile(self, *args, **kwargs)
+    known = set(self.overloads)
+    found = compile(self, *args, **kwargs)
+    called.append((self, set(self.overloads) - known))
+    return found
 Dispatcher._compile_for_args = noted
 import asyncengine.kernels.compile_ahead as compile_ahead
 expected = []
@@ -37,10 +39,10 @@ with Engine.from_pretrained(sys.argv[1], **json.loads(sys.argv[2])) as engine:
     engine.generate([1, 2, 3], SamplingParams(max_tokens=2, temperature=0.0))
 loaded = [name for name in {_SLOW!r} if name in sys.modules]
 found = []
-for function in called:
+for function, added in called:
     module = sys.modules[function.py_func.__module__]
     name = next(name for name, value in vars(module).items() if value is function)
-    found += [f"{{module.__name__}}:{{name}}:({{', '.join(map(str, types))}})" for types in function.overloads]
+    found += [f"{{module.__name__}}:{{name}}:({{', '.join(map(str, types))}})" for types in added]
 print(json.dumps([found, expected, loaded]))
 """
 _SHAPE = {

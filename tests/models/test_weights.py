@@ -152,9 +152,10 @@ def test_a_tied_model_s_heads_are_what_transformers_takes(case: str, checkpoint:
 FORMS: list[tuple[str, str, Any]] = [
     ("qwen3", "bfloat16", None), ("qwen3", "float32", None), ("qwen3", "bfloat16", "int8"),
     ("qwen3", "float32", "int4"), ("llama", "bfloat16", None), ("llama", "float32", "int8"),
-    ("llama", "bfloat16", "int4"), ("qwen2", "float16", None),
+    ("llama", "bfloat16", "int4"), ("qwen2", "float16", None), ("gpt-oss", "bfloat16", None),
+    ("gpt-oss", "bfloat16", "int4"), ("qwen2moe", "float32", None), ("ernie4.5moe", "float32", "int8"),
 ]  # fmt: skip
-"""qwen3 is tied, llama's widths fill no panels, and qwen2 has biases."""
+"""qwen3 is tied, llama's and qwen2moe's widths fill no panels, qwen2 has biases, and the last are mixtures."""
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)

@@ -122,17 +122,122 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "seedoss": lambda: hf.SeedOssConfig(**_common(hidden_size=WHOLE, head_dim=16)),
     "starcoder2": lambda: hf.Starcoder2Config(**_common(sliding_window=WINDOW)),
+    "qwen2moe": lambda: hf.Qwen2MoeConfig(
+        **_common(
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[1],
+            norm_topk_prob=False,
+        )
+    ),
     "qwen3moe": lambda: hf.Qwen3MoeConfig(
-        **_common(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+        **_common(
+            hidden_size=WHOLE,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        )
     ),
     "mixtral": lambda: hf.MixtralConfig(**_common(num_local_experts=4, num_experts_per_tok=2)),
+    "olmoe": lambda: hf.OlmoeConfig(**_common(hidden_size=WHOLE, num_experts=5, num_experts_per_tok=3)),
+    "granitemoe": lambda: hf.GraniteMoeSharedConfig(
+        **_common(
+            hidden_size=WHOLE,
+            intermediate_size=32,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=48,
+            attention_multiplier=0.2,
+            embedding_multiplier=2.0,
+            residual_multiplier=0.7,
+            logits_scaling=1.5,
+        )
+    ),
+    "phimoe": lambda: hf.PhimoeConfig(
+        **_common(
+            num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.1, attention_bias=True, lm_head_bias=True
+        )
+    ),
+    "glm4moe": lambda: hf.Glm4MoeConfig(
+        **_common(
+            hidden_size=WHOLE,
+            head_dim=16,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=2,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        )
+    ),
+    "dots1": lambda: hf.Dots1Config(
+        **_common(
+            hidden_size=WHOLE,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_group=2,
+            topk_group=1,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            norm_topk_prob=True,
+            sliding_window=WINDOW,
+            max_window_layers=2,
+        )
+    ),
+    "ernie4.5moe": lambda: hf.Ernie4_5_MoeConfig(
+        **_common(
+            hidden_size=WHOLE,
+            moe_num_experts=6,
+            moe_k=2,
+            moe_intermediate_size=32,
+            moe_num_shared_experts=1,
+            use_bias=True,
+            tie_word_embeddings=False,
+        )
+    ),
+    "minimax-m2": lambda: hf.MiniMaxM2Config(
+        **_common(
+            hidden_size=WHOLE,
+            intermediate_size=32,
+            head_dim=32,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={**_ROPE, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "gemma4moe": lambda: hf.Gemma4TextConfig(
+        **_common(
+            hidden_size=WHOLE,
+            head_dim=16,
+            global_head_dim=32,
+            sliding_window=WINDOW,
+            layer_types=[*_alternating(2), "full_attention"],
+            num_kv_shared_layers=0,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        )
+    ),
     "gpt-oss": lambda: hf.GptOssConfig(
         **_common(
+            hidden_size=WHOLE,
+            intermediate_size=32,
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=_alternating(),
             num_local_experts=4,
             num_experts_per_tok=2,
+            swiglu_limit=2.0,
             rope_parameters=_ROPE,
         )
     ),
@@ -204,6 +309,8 @@ def make_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, hea
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.3 * torch.randn(1, generator=generator))
+            elif key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if heavy:

@@ -126,3 +126,46 @@ def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.g
     parallel_for(
         _gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, activation, kind)
     )
+
+
+def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """[..., 2 * width] -> [..., width]: g / (1 + exp(-alpha g)) * (u + 1) of neighbours g and u (gpt-oss).
+
+    g is at most `limit`, u within -limit .. limit.
+    """
+    both = both.contiguous()
+    *outer, width = both.shape
+    out = torch.empty((*outer, width // 2), dtype=both.dtype)
+    rows = out.numel() // (width // 2)
+    gate_clamped(
+        both.data_ptr(), out.data_ptr(), rows, width // 2, np.float32(alpha), np.float32(limit), kind_of(both.dtype),
+        use_team(),
+    )  # fmt: skip
+    return out
+
+
+@serial_in_order
+def _clamped_part(
+    piece: int, pieces: int, worker: int,
+    both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32, kind: np.generic,
+) -> None:  # fmt: skip
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+    pairs = array(pointer(both, kind), (last, width, 2))
+    results = array(pointer(out, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            gate_value, up = widen(pairs[row, index, 0]), widen(pairs[row, index, 1])
+            # written so that what is no number stays so
+            gate_value = limit if gate_value > limit else gate_value
+            up = limit if up > limit else -limit if up < -limit else up
+            gate_value = gate_value / (np.float32(1) + exponential(-alpha * gate_value))
+            results[row, index] = narrow(gate_value * (up + np.float32(1)), kind)
+
+
+@serial_in_order
+def gate_clamped(
+    both: int, out: int, rows: int, width: int, alpha: np.float32, limit: np.float32, kind: np.generic, team: int
+) -> None:
+    """`clamped_gate`, by address."""
+    pieces = pieces_of(rows * width * _WORK, rows, team)
+    parallel_for(_clamped_part, team, pieces, (both, out, rows, width, alpha, limit, kind))

@@ -114,13 +114,16 @@ def _plain(arguments: Any) -> tuple[Any, ...]:
 
 
 def _calling(function: Any, types: tuple[Any, ...], *, rare: bool) -> Any:
-    name = _name_of(function, types, rare=rare)
+    known = numba.types.unliteral(function) == numba.types.int64
+    name = "" if known else _name_of(function, types, rare=rare)
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        _emit_call(builder, _emit_address(context, builder, name), cgutils.unpack_tuple(builder, given[1]))
+        address = given[0] if known else _emit_address(context, builder, name)
+        _emit_call(builder, address, cgutils.unpack_tuple(builder, given[1]))
         return context.get_dummy_value()
 
-    return numba.types.void(function, numba.types.BaseTuple.from_types(types)), generate
+    first = numba.types.int64 if known else function
+    return numba.types.void(first, numba.types.BaseTuple.from_types(types)), generate
 
 
 def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any) -> Any:
@@ -161,7 +164,8 @@ def _emit_part(module: Any, name: str, record: Any) -> Any:
 
 
 call: Any = intrinsic(_call)
-"""call(function, (arguments...)), inside kernels: of a compiled function that returns nothing."""
+"""call(function, (arguments...)), inside kernels: of a compiled function that returns nothing; or of what lies at an
+address (`jit.compiled_for`), whose types must be these."""
 call_rare: Any = intrinsic(_call_rare)
 """`call` of a function that most programs never call: it is compiled when it is first called, or by `compile_named`."""
 parallel_for: Any = intrinsic(_parallel_for)

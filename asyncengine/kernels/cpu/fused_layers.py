@@ -16,16 +16,9 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import packed
 from asyncengine.kernels.cpu.attention import attend, join
 from asyncengine.kernels.cpu.attention_write import prepare_and_write
-from asyncengine.kernels.cpu.fused_layer import (
-    LINEAR_FIELDS,
-    FusedLayerKernel,
-    LinearRecord,
-    LinearWeights,
-    forms_of,
-    multiply_any,
-    run_fused_layer,
-)
+from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel, run_fused_layer
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
+from asyncengine.kernels.cpu.linears import LINEAR_FIELDS, LinearRecord, LinearWeights, forms_of, multiply_any
 from asyncengine.kernels.cpu.lora import add_adapters
 from asyncengine.kernels.cpu.norm import norm
 from asyncengine.kernels.cpu.team import use_team
@@ -55,7 +48,7 @@ class FusedLayersKernel:
     """The layers of one model, from the first norm to what the output layer reads.
 
     `first` are weight and epsilon of the first norm, `projection` is the first layer's merged one; `layers` and `heads`
-    are those of each layer.
+    are those of each layer, some of which may have a mixture.
     """
 
     def __init__(
@@ -69,7 +62,10 @@ class FusedLayersKernel:
         self._projection = LinearRecord(projection, dtype)
         self._held = (first, layers, heads)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
-        self.forms = forms_of([self._projection, *(record for layer in layers for record in layer.records)])
+        parts = [*projection, *(part for layer in layers for part in layer.parts)]
+        mixed = np.uint8(0) if any(layer.mixture is not None for layer in layers) else None
+        self.forms = (*forms_of(parts), mixed)
+        """As `fused_layer.run_fused_layer` takes them."""
         self._first = (first[0].data_ptr(), np.float32(first[1]))
         self._projection_fields = np.array(self._projection.fields, dtype=np.int64)
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
@@ -121,8 +117,8 @@ class FusedLayersKernel:
 def _run_layers(
     table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, tile: int, tiles: int,
-    rounds: np.generic | None, packs: np.generic | None, kind: np.generic, lanes: Any, operand: Any, size: int,
-    adapters: int, adapter_rows: int, memory: int, team: int,
+    rounds: np.generic | None, packs: np.generic | None, mixed: np.generic | None, kind: np.generic, lanes: Any,
+    operand: Any, size: int, adapters: int, adapter_rows: int, memory: int, team: int,
 ) -> None:  # fmt: skip
     fields = array(pointer(table, np.int64(0)), (count, FIELDS))
     values = array(pointer(numbers, np.float32(0)), (count, NUMBERS))
@@ -146,5 +142,5 @@ def _run_layers(
         run_fused_layer(
             spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
             number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, rounds,
-            packs, kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
+            packs, mixed, kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
         )  # fmt: skip

@@ -269,3 +269,7 @@ def _make_part(form: PanelForm) -> Any:
 
     multiply_part.made_for = repr(form)  # type: ignore[attr-defined]
     return serial_in_order(multiply_part)
+
+
+round_part = _round_part
+"""For a loop over several weights (`experts`)."""

@@ -301,3 +301,7 @@ def _read_part(
         for index in range(steps):
             for place_in_step in range(step):
                 result[index, place_in_step] = panel[index, row % WIDTH, place_in_step]
+
+
+multiply_part = _multiply_part
+"""For a loop over several weights (`experts`)."""

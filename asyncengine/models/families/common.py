@@ -10,6 +10,7 @@ import torch
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
+from asyncengine.layers.experts import MoEConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
@@ -112,12 +113,13 @@ def llama_like(
     *,
     attention: Callable[[int], dict[str, Any]] = lambda index: {},
     mlp: dict[str, Any] | None = None,
+    sparse: Callable[[int], MoEConfig | None] = lambda index: None,
     layer: dict[str, Any] | None = None,
     norm: NormConfig | None = None,
     **changes: Any,
 ) -> DecoderConfig:
     """The decoder of a family that is Llama but for what is given: fields of `AttentionConfig` by layer, of
-    `MLPConfig`, `LayerConfig` and `DecoderConfig`."""
+    `MLPConfig`, `LayerConfig` and `DecoderConfig`. `sparse`: the mixture of experts of a layer, if it has one."""
     dim = head_dim_of(config)
 
     def one(index: int) -> LayerConfig:
@@ -130,6 +132,9 @@ def llama_like(
                 **attention(index),
             }
         )
+        mixture = sparse(index)
+        if mixture is not None:
+            return LayerConfig(own, mixture, **(layer or {}))
         inner = {"width": config.intermediate_size, **(mlp or {})}
         inner.setdefault("activation", None)
         inner["activation"] = inner["activation"] or activation(config)

@@ -1,15 +1,17 @@
 """Gemma 4's text model: further embeddings at every layer, layers that use the keys and values of others, norms of
-values, and heads of another size where there is no window."""
+values, heads of another size where there is no window, and experts beside the feed-forward part."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
+from asyncengine.layers.experts import ExpertsConfig, Stacked
 from asyncengine.layers.layer_inputs import LayerInputConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.routing import RouterConfig
+from asyncengine.layers.side_experts import SideExpertsConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, rotary_of, windows_of
 from asyncengine.models.families.gemma import SANDWICH
@@ -18,9 +20,7 @@ _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Gemma4ForCausalLM` without experts."""
-    if config.enable_moe_block:
-        raise UnsupportedModel("family 'gemma4_text' with experts is not written down")
+    """Of `Gemma4ForCausalLM`."""
     norm = NormConfig(epsilon=config.rms_norm_eps)
     values = NormConfig(epsilon=config.rms_norm_eps, weight=False)
     kinds, windows = config.layer_types, windows_of(config)
@@ -50,7 +50,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         )
         doubled = 2 if shared and config.use_double_wide_mlp else 1
         mlp = MLPConfig(config.intermediate_size * doubled, act)
-        return LayerConfig(attention, mlp, scalar="layer_scalar", **SANDWICH)
+        return LayerConfig(attention, mlp, side=_side(config, act), scalar="layer_scalar", **SANDWICH)
 
     unused = "|".join(str(index) for index in range(first_shared, count))
     return DecoderConfig(
@@ -66,4 +66,21 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         tied=bool(config.tie_word_embeddings),
         logit_softcap=config.final_logit_softcapping,
         ignored=(rf"(.*\.)?layers\.({unused})\.self_attn\.([kv]_proj|[kv]_norm)\..*",),
+    )
+
+
+def _side(config: Any, act: str) -> SideExpertsConfig | None:
+    if not config.enable_moe_block:
+        return None
+    router = RouterConfig(
+        config.num_experts, config.top_k_experts, name="router.proj.weight", by_expert="router.per_expert_scale"
+    )
+    stacked = Stacked(("experts.gate_up_proj",), "experts.down_proj")
+    return SideExpertsConfig(
+        router,
+        ExpertsConfig(config.num_experts, config.moe_intermediate_size, act, stacked=stacked, only_stacked=True),
+        scale="router.scale",
+        before="pre_feedforward_layernorm_2",
+        after="post_feedforward_layernorm_2",
+        after_mlp="post_feedforward_layernorm_1",
     )

@@ -1,19 +1,24 @@
-"""Granite 3 and 4 (IBM): Llama with multipliers. Of Granite 4, those without recurrent layers and experts."""
+"""Granite 3 and 4 (IBM): Llama with multipliers, and with experts. Of Granite 4, those without recurrent layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from asyncengine.errors import UnsupportedModel
+from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
+from asyncengine.layers.mlp import MLPConfig
+from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, llama_like, rotary_of
 
+_BLOCK = "block_sparse_moe."
+_SHARED: dict[str, Any] = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
+
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `GraniteForCausalLM`, `GraniteMoeHybridForCausalLM`."""
+    """Of `GraniteForCausalLM`, `GraniteMoeForCausalLM`, `GraniteMoeSharedForCausalLM` and
+    `GraniteMoeHybridForCausalLM`."""
     hybrid = config.model_type == "granitemoehybrid"
-    if hybrid and config.num_local_experts:
-        raise UnsupportedModel(f"family {config.model_type!r} with experts is not written down")
+    mixture = _mixture(config)
     rotates = not hybrid or config.position_embedding_type == "rope"
 
     def attention(index: int) -> dict[str, Any]:
@@ -24,14 +29,27 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
             "out_bias": config.attention_bias,
         }
 
-    mlp: dict[str, Any] = {"bias": False if hybrid else config.mlp_bias}
+    mlp: dict[str, Any] = {"bias": bool(getattr(config, "mlp_bias", False))}
     if hybrid:
-        names = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
-        mlp |= {"width": config.shared_intermediate_size, "activation": activation(config), **names}
+        mlp = {"width": config.shared_intermediate_size, "activation": activation(config), **_SHARED}
     return llama_like(
-        config, length, attention=attention, mlp=mlp,
+        config, length, attention=attention, mlp=mlp, sparse=lambda index: mixture,
         rotary=(rotary_of(config, length),) if rotates else (),
         embedding_scale=float(config.embedding_multiplier),
         residual_scale=float(config.residual_multiplier),
         logit_scale=1.0 / config.logits_scaling,
     )  # fmt: skip
+
+
+def _mixture(config: Any) -> MoEConfig | None:
+    count, act = getattr(config, "num_local_experts", 0), activation(config)
+    if not count:
+        return None
+    names = (f"{_BLOCK}router.layer.weight", f"{_BLOCK}input_linear.weight", f"{_BLOCK}output_linear.weight")
+    others = (f"{_BLOCK}router.weight", f"{_BLOCK}experts.gate_up_proj", f"{_BLOCK}experts.down_proj")
+    router = RouterConfig(count, config.num_experts_per_tok, name=names[0])
+    stacked = Stacked((names[1],), names[2])
+    experts = ExpertsConfig(count, config.intermediate_size, act, stacked=stacked, only_stacked=True)
+    width = getattr(config, "shared_intermediate_size", 0)
+    shared = MLPConfig(width, act, **_SHARED) if width else None
+    return MoEConfig(router, experts, shared, aliases=tuple(zip(names, others, strict=True)))

@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import activation, gemm_quantized, norm, packed, quantize
-from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel, LinearWeights
+from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
+from asyncengine.kernels.cpu.linears import LinearWeights
 
 ATTENDED, WIDTH, BETWEEN, AFTER = 96, 512, 320, 224
 """Numbers of a row: of attention's result, the residual, the gated half, the next projection."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from support.checkpoints import Checkpoint
 from support.drive import Driver, Job, prompts
 from support.tiny_models import FAMILIES, VOCAB, WHOLE, WINDOW, make_model
+from support.tiny_models import _common as common
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import compiler_missing
@@ -91,15 +93,41 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "hunyuan, alpha": changed("hunyuan", attention_bias=True, rope_parameters=rope("dynamic", alpha=50.0, factor=1.0)),
     "seedoss with biases": changed("seedoss", attention_bias=False, attention_out_bias=True, mlp_bias=True),
     "ministral3 with a window": changed("ministral3", sliding_window=WINDOW),
+    "qwen2moe, every second layer": changed(
+        "qwen2moe", mlp_only_layers=[], decoder_sparse_step=2, norm_topk_prob=True, qkv_bias=False,
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2, layer_types=None,
+    ),
+    "qwen3moe, not normalised": changed(
+        "qwen3moe", norm_topk_prob=False, mlp_only_layers=[0], use_sliding_window=True, sliding_window=WINDOW
+    ),
+    "mixtral with a window": changed("mixtral", hidden_size=WHOLE, sliding_window=WINDOW),
+    "olmoe, normalised": changed("olmoe", norm_topk_prob=True, attention_bias=True, num_key_value_heads=4),
+    "granitemoe alone": lambda: hf.GraniteMoeConfig(
+        **common(num_local_experts=4, num_experts_per_tok=3, tie_word_embeddings=True, attention_multiplier=0.3)
+    ),
+    "granitehybrid, experts": changed("granitehybrid", num_local_experts=4, num_experts_per_tok=2),
+    "phimoe, longrope within": changed(
+        "phimoe", max_position_embeddings=512, original_max_position_embeddings=256,
+        rope_parameters=rope("longrope", **LONG, short_mscale=1.2, long_mscale=1.4,
+                             original_max_position_embeddings=256),
+    ),
+    "glm4moe, one group": changed(
+        "glm4moe", n_group=1, topk_group=1, norm_topk_prob=False, use_qk_norm=False, first_k_dense_replace=0
+    ),
+    "ernie4.5moe, none shared": changed(
+        "ernie4.5moe", moe_num_shared_experts=0, moe_layer_interval=2, moe_layer_start_index=0, use_bias=False
+    ),
+    "gpt-oss, yarn": changed("gpt-oss", rope_parameters=None, hidden_size=48, attention_bias=False),
 }  # fmt: skip
 """Options that change the forward: the families' own tiny models have some already. With longrope, transformers changes
 the frequencies while a sequence grows, and leaves cached keys as they are; its forward over all tokens, as here, knows
 one set, as the decoder does."""
 OWN = (
     "llama", "phi3", "granite", "granitehybrid", "olmo", "olmo2", "olmo3", "smollm3", "stablelm", "glm", "glm4",
-    "exaone4", "starcoder2", "hunyuan", "seedoss", "ministral3",
+    "exaone4", "starcoder2", "hunyuan", "seedoss", "ministral3", "qwen2moe", "qwen3moe", "mixtral", "olmoe",
+    "granitemoe", "phimoe", "glm4moe", "dots1", "ernie4.5moe", "minimax-m2", "gemma4moe", "gpt-oss",
 )  # fmt: skip
-LIMITED = {"phi3, longrope within": 256}
+LIMITED = {"phi3, longrope within": 256, "phimoe, longrope within": 256}
 """Longest sequences, where a checkpoint could do more."""
 
 
@@ -219,7 +247,9 @@ def test_attention_in_steps_of_its_own_equals_transformers(name: str, checkpoint
     runner.close()
 
 
-COMMONEST = ("llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3")
+COMMONEST = (
+    "llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3", "qwen3moe", "mixtral", "gpt-oss"
+)  # fmt: skip
 """Families with an RMS norm before each branch, a gated feed-forward part, and nothing after."""
 SEEDS = (0, 1, 2)
 
@@ -286,10 +316,9 @@ def test_options_that_are_not_written_down_run_through_transformers(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Said in one line, and never computed as if they were not there."""
-    more = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    monkeypatch.setitem(FAMILIES, "granitehybrid, experts", changed("granitehybrid", **more))
+    monkeypatch.setitem(FAMILIES, "olmoe, clipped", changed("olmoe", clip_qkv=1.0))
     monkeypatch.setitem(FAMILIES, "llama, quick gelu", changed("llama", hidden_act="quick_gelu"))
-    for name, what in (("granitehybrid, experts", "experts"), ("llama, quick gelu", "quick_gelu")):
+    for name, what in (("olmoe, clipped", "clip_qkv"), ("llama, quick gelu", "quick_gelu")):
         caplog.clear()
         config = EngineConfig(page_size=PAGE, max_num_seqs=64, kv_cache_memory="4MiB", show_progress=False)
         loaded = load_model(str(checkpoint(name)), config)
@@ -318,6 +347,6 @@ def test_what_compiled_kernels_take(name: str, dtype: torch.dtype, monkeypatch: 
     assert described is not None
     decoder = Decoder(described, LayerOptions(dtype, CPU, layer_kernels("auto", dtype, CPU)), 64)
     rotates_exactly = name in ("olmo2", "olmo3") and dtype != torch.float32
-    merged = name not in ("glm", "glm4", "hunyuan") and not rotates_exactly
+    merged = name not in ("glm", "glm4", "hunyuan", "ernie4.5moe") and not rotates_exactly
     assert [layer.merged is not None for layer in decoder.layers] == [merged] * 3
-    assert decoder.compiled == (name in COMMONEST)
+    assert (decoder.fused is not None) == (name in COMMONEST)

@@ -1,0 +1,355 @@
+"""A mixture's experts: what each row's chosen ones make of it, summed by weight, in one call.
+
+Weights of all experts lie one below the other, as one packed or quantized weight. (row, expert) pairs are sorted by
+expert; then there is one loop over all panels of the experts that are used, for gate and up, and one for down: at one
+row only their weights are read, and a step costs two loops, not two for each expert. What multiplies panels is that of
+`packed` and `gemm_quantized`. A row's sum goes over its experts in the order in which it chose them: the result depends
+neither on the rows beside it nor on the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu import gemm_quantized
+from asyncengine.kernels.cpu.activation import gate, gate_clamped
+from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.gemm_quantized import (
+    BYTES,
+    CHUNK_INPUTS,
+    CHUNKS,
+    INPUTS,
+    ORDER,
+    OUTPUTS,
+    PANELS_AT,
+    ROW_SCALES,
+    SUM_FORM,
+    SUMMED,
+    round_part,
+)
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
+from asyncengine.kernels.cpu.packed import WIDTH, multiply_part, panels_at_once
+from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
+from asyncengine.kernels.cpu.quantized_tiles import PANELS
+from asyncengine.kernels.cpu.team import use_team
+from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
+
+ALIGNED = WIDTH
+"""Outputs of an expert are a multiple of it: then each begins with a panel, packed or quantized."""
+# The two products, as `linears` has them; OUTPUTS and BYTES are those of one expert.
+UP, DOWN = range(2)
+# Parts of the memory of a call.
+_ORDER, _PLACE, _BEGINS, _ACTIVE, _GATHERED, _BOTH, _INNER, _MADE, _ROUNDED = range(9)
+_PARTS = 9
+_LINE = 64
+_EVEN = 8
+"""Rows of an expert whose arithmetic takes about as long as reading its panels."""
+_CHUNK = 2**18
+"""Bytes of an expert's weights in a piece at least."""
+_ROUNDING = 16
+"""Bytes that could be read while a number of x is rounded."""
+_COLUMNS = 256
+"""Numbers of a row that are summed at once."""
+CLAMPED = -1
+"""As `activation`: that of neighbours, with bounds (`activation.gate_clamped`)."""
+
+
+class ExpertsForm(NamedTuple):
+    """Sizes of a mixture, and what is between its two products."""
+
+    experts: int
+    activation: int
+    """As `activation.activation_id` says, or `CLAMPED`."""
+    alpha: float = 0.0
+    limit: float = 0.0
+    """Of `CLAMPED`."""
+
+
+class ExpertsKernel:
+    """One layer's experts. `up` and `down` are those of all experts, one below the other, in any forms."""
+
+    def __init__(self, up: LinearWeights, down: LinearWeights, form: ExpertsForm, dtype: torch.dtype) -> None:
+        """`dtype`: that of all rows."""
+        self.parts = [up, down]  # an address keeps nothing where it is
+        self._forms = forms_of(self.parts)
+        self.form = form
+        self._width, self._both, self._inner = up.inputs, up.outputs // form.experts, down.inputs
+        self._record = np.array([part.fields(dtype) for part in self.parts], dtype=np.int64)
+        self._record[:, [MATRIX + OUTPUTS, MATRIX + BYTES]] //= form.experts
+        self.address: int = self._record.ctypes.data
+
+    def scratch_bytes(self, pairs: int, size: int) -> int:
+        """Memory that a call takes for so many (row, expert) pairs, for numbers of `size` bytes."""
+        numbers = pairs * ((2 * self._width + self._both + self._inner) * size + 16)
+        rounded = gemm_quantized.scratch_bytes(pairs, max(self._width, self._inner))
+        if self._forms[0] is None:
+            rounded = 0
+        return numbers + rounded + self.form.experts * 16 + (_PARTS + 2) * _LINE
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+        """out [rows, width] = the sum of what the experts `chosen` (int64 [rows, k]) make of x, times `weights`
+        (float32 alike). All contiguous, x and out of one type; the k experts of a row differ."""
+        rows, count = chosen.shape
+        form, size = self.form, x.element_size()
+        scratch = np.empty(self.scratch_bytes(rows * count, size), dtype=np.uint8)
+        run_experts(
+            self.address, scratch.ctypes.data, x.data_ptr(), chosen.data_ptr(), weights.data_ptr(),
+            out.data_ptr(), rows, count, form.experts, form.activation, np.float32(form.alpha),
+            np.float32(form.limit), *self._forms, kind_of(x.dtype), size, use_team(),
+        )  # fmt: skip
+
+
+@serial_in_order
+def run_experts(
+    record: int, scratch: int, x: int, chosen: int, weights: int, out: int, rows: int, count: int, experts: int,
+    activation: int, alpha: np.float32, limit: np.float32, rounds: np.generic | None, packs: np.generic | None,
+    kind: np.generic, size: int, team: int,
+) -> None:  # fmt: skip
+    """An `ExpertsKernel` by address. `rounds`, `packs` are what `linears.forms_of` says."""
+    linears = array(pointer(record, np.int64(0)), (2, PRODUCT_FIELDS))
+    pairs, width, inner = rows * count, linears[UP, MATRIX + INPUTS], linears[DOWN, MATRIX + INPUTS]
+    memory = _parts_of(scratch, pairs, width, linears[UP, MATRIX + OUTPUTS], inner, experts, size)
+    order, begins, active = memory[_ORDER], memory[_BEGINS], memory[_ACTIVE]
+    used = _sort_pairs(chosen, order, memory[_PLACE], begins, active, pairs, experts)
+    pieces = pieces_of(pairs * width * size * 2, pairs, team)
+    parallel_for(_gather_part, team, pieces, (x, order, memory[_GATHERED], pairs, count, width * size))
+    _multiply(linears[UP], memory[_GATHERED], memory, memory[_BOTH], pairs, used, rounds, packs, kind, size, team)
+    if activation == CLAMPED:
+        gate_clamped(memory[_BOTH], memory[_INNER], pairs, inner, alpha, limit, kind, team)
+    else:
+        gate(memory[_BOTH], memory[_INNER], pairs, inner, activation, kind, team)
+    _multiply(linears[DOWN], memory[_INNER], memory, memory[_MADE], pairs, used, rounds, packs, kind, size, team)
+    blocks = -(-width // _COLUMNS)
+    pieces = pieces_of(pairs * width * size * 2, rows * blocks, team)
+    parallel_for(_sum_part, team, pieces, (memory[_MADE], memory[_PLACE], weights, out, rows, count, width, kind, size))
+
+
+@inline
+def _parts_of(
+    scratch: int, pairs: int, width: int, both: int, inner: int, experts: int, size: int
+) -> NDArray[np.int64]:
+    """Where the parts of a call's memory begin; the last one goes to its end."""
+    parts = np.empty(_PARTS, np.int64)
+    parts[_ORDER] = parts[_PLACE] = 8 * pairs
+    parts[_BEGINS], parts[_ACTIVE] = 8 * (experts + 1), 8 * experts
+    parts[_GATHERED] = parts[_MADE] = pairs * width * size
+    parts[_BOTH], parts[_INNER] = pairs * both * size, pairs * inner * size
+    parts[_ROUNDED] = 0
+    at = -(-scratch // _LINE) * _LINE
+    for part in range(_PARTS):
+        begin, at = at, at + -(-parts[part] // _LINE) * _LINE
+        parts[part] = begin
+    return parts
+
+
+@serial_in_order
+def _sort_pairs(chosen: int, order: int, place: int, begins: int, active: int, pairs: int, experts: int) -> int:
+    """Pairs by expert, in the order of rows within each; which experts have any; how many these are.
+
+    `order`: the pair at each place. `place`: the place of each pair. `begins`: [experts + 1].
+    """
+    whole = np.int64(0)
+    ids, ordered = array(pointer(chosen, whole), (pairs,)), array(pointer(order, whole), (pairs,))
+    places, firsts = array(pointer(place, whole), (pairs,)), array(pointer(begins, whole), (experts + 1,))
+    having = array(pointer(active, whole), (experts,))
+    firsts[:] = 0
+    for pair in range(pairs):
+        firsts[ids[pair] + 1] += 1
+    used = 0
+    for expert in range(experts):
+        if firsts[expert + 1] > 0:
+            having[used] = expert
+            used += 1
+        firsts[expert + 1] += firsts[expert]
+    ends = np.empty(experts, np.int64)
+    ends[:] = firsts[:experts]
+    for pair in range(pairs):
+        at = ends[ids[pair]]
+        ends[ids[pair]] = at + 1
+        places[pair], ordered[at] = at, pair
+    return used
+
+
+@serial_in_order
+def _gather_part(
+    piece: int, pieces: int, worker: int, x: int, order: int, out: int, pairs: int, count: int, size: int
+) -> None:
+    """Rows of x, of `size` bytes, in the order of the sorted pairs."""
+    first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
+    ordered = array(pointer(order, np.int64(0)), (last,))
+    words = size // 4
+    for at in range(first, last):
+        source = array(pointer(x + ordered[at] // count * size, np.uint32(0)), (words,))
+        target = array(pointer(out + at * size, np.uint32(0)), (words,))
+        target[:] = source
+
+
+@serial_in_order
+def _multiply(
+    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int,
+    rounds: np.generic | None, packs: np.generic | None, kind: np.generic, size: int, team: int,
+) -> None:  # fmt: skip
+    """out [pairs, OUTPUTS] = x [pairs, INPUTS] W^T + bias, of the expert of each pair."""
+    if rounds is None:
+        _multiply_packed(linear, x, memory, out, pairs, used, kind, size, team)
+    elif packs is None or linear[CODE] != 0:
+        _multiply_rounded(linear, x, memory, out, pairs, used, kind, size, team)
+    else:
+        _multiply_packed(linear, x, memory, out, pairs, used, kind, size, team)
+
+
+@serial_in_order
+def _multiply_packed(
+    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int, kind: np.generic,
+    size: int, team: int,
+) -> None:  # fmt: skip
+    inputs, outputs, weights = linear[MATRIX + INPUTS], linear[MATRIX + OUTPUTS], linear[MATRIX + PANELS_AT]
+    panels = outputs // WIDTH
+    chunks = _chunks(inputs * outputs * size, panels, -(-pairs // used), used, team)
+    parallel_for(
+        _packed_part, team, used * chunks,
+        (
+            weights, linear[BIAS], x, out, memory[_BEGINS], memory[_ACTIVE], chunks, inputs * size, panels, kind,
+            size,
+        ),
+    )  # fmt: skip
+
+
+@serial_in_order
+def _multiply_rounded(
+    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int, kind: np.generic,
+    size: int, team: int,
+) -> None:  # fmt: skip
+    outputs, address = linear[MATRIX + OUTPUTS], linear.ctypes.data
+    pieces = pieces_of(pairs * linear[MATRIX + INPUTS] * _ROUNDING, used, team)
+    parallel_for(
+        _round_rows_part, team, pieces,
+        (address, x, memory[_ROUNDED], memory[_BEGINS], memory[_ACTIVE], used, kind, size),
+    )  # fmt: skip
+    most = -(-outputs // (PANELS * PANEL))
+    chunks = _chunks(linear[MATRIX + BYTES], most, -(-pairs // used), used, team)
+    parallel_for(
+        _quantized_part, team, used * chunks,
+        (address, memory[_ROUNDED], out, memory[_BEGINS], memory[_ACTIVE], chunks, kind, size),
+    )  # fmt: skip
+
+
+@inline
+def _chunks(work: int, most: int, rows: int, used: int, team: int) -> int:
+    """Parts of an expert's weight, of `work` bytes, that are pieces: enough that all threads end together."""
+    wanted = pieces_of(work * used * reads_worth(rows, _EVEN), most * used, team)
+    return max(1, min(-(-wanted // used), most, work // _CHUNK)) if team != 0 else 1
+
+
+@serial_in_order
+def _packed_part(
+    piece: int, pieces: int, worker: int,
+    weights: int, bias: int, x: int, out: int, begins: int, active: int, chunks: int, row_size: int, panels: int,
+    kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    """Some panels of one expert, for all its rows. `row_size`: bytes of a row of x."""
+    expert = array(pointer(active, np.int64(0)), (piece // chunks + 1,))[piece // chunks]
+    firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
+    begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
+    tile, tiles = _tiles_for(rows)
+    added = bias + expert * panels * WIDTH * 4 if bias != 0 else 0
+    arguments = (
+        piece % chunks, chunks, worker, x + begin * row_size, weights + expert * panels * WIDTH * row_size, added,
+        out + begin * panels * WIDTH * size, panels * WIDTH * size, rows, row_size, panels, tile, tiles,
+        panels_at_once(rows, row_size), kind, kind, size,
+    )  # fmt: skip
+    call(multiply_part, arguments)
+
+
+@inline
+def _tiles_for(rows: int) -> tuple[int, int]:
+    """As `packed.tiles_for`."""
+    tiles = (rows + 11) // 12
+    while True:
+        for size in (1, 2, 3, 4, 6, 8, 12):
+            if size <= rows <= size * tiles:
+                return size, tiles
+        tiles += 1
+
+
+@inline
+def _rounded_row(matrix: NDArray[np.int64]) -> int:
+    """Bytes of a rounded row: its numbers, scales and sums, as `gemm_quantized` has them."""
+    groups = matrix[CHUNKS] * matrix[CHUNK_INPUTS] // GROUP
+    size: int = groups * (GROUP + 4 + 4 * (GROUP // matrix[SUMMED]))
+    return size
+
+
+@serial_in_order
+def _round_rows_part(
+    piece: int, pieces: int, worker: int,
+    linear: int, x: int, rounded: int, begins: int, active: int, used: int, kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    """Rows of some experts, each expert's in a block of its own, as a product takes them."""
+    first, last = used * piece // pieces, used * (piece + 1) // pieces
+    having = array(pointer(active, np.int64(0)), (last,))
+    matrix = array(pointer(linear, np.int64(0)), (PRODUCT_FIELDS,))[MATRIX:]
+    inputs, groups = matrix[INPUTS], matrix[CHUNKS] * matrix[CHUNK_INPUTS] // GROUP
+    for place in range(first, last):
+        expert = having[place]
+        firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
+        begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
+        source, target = x + begin * inputs * size, rounded + begin * _rounded_row(matrix)
+        arguments = (
+            0, 1, worker, source, matrix[ORDER], target, rows, inputs, groups, matrix[SUMMED], matrix[SUM_FORM], kind,
+            size,
+        )  # fmt: skip
+        call(round_part, arguments)
+
+
+@serial_in_order
+def _quantized_part(
+    piece: int, pieces: int, worker: int,
+    linear: int, rounded: int, out: int, begins: int, active: int, chunks: int, kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    """Some panels of one expert, for all its rows."""
+    expert = array(pointer(active, np.int64(0)), (piece // chunks + 1,))[piece // chunks]
+    firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
+    begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
+    product = array(pointer(linear, np.int64(0)), (PRODUCT_FIELDS,))
+    matrix = product[MATRIX:]
+    outputs, bias, scales = matrix[OUTPUTS], product[BIAS], matrix[ROW_SCALES]
+    own = matrix[PANELS_AT] + expert * matrix[BYTES]
+    its_scales = scales + expert * outputs * 4 if scales != 0 else 0
+    added = bias + expert * outputs * 4 if bias != 0 else 0
+    source, target = rounded + begin * _rounded_row(matrix), out + begin * outputs * size
+    arguments = (
+        piece % chunks, chunks, worker, own, its_scales, added, target, source, rows, matrix[CHUNKS], outputs, outputs,
+        kind,
+    )  # fmt: skip
+    call(product[CODE], arguments)
+
+
+@serial_in_order
+def _sum_part(
+    piece: int, pieces: int, worker: int,
+    made: int, place: int, weights: int, out: int, rows: int, count: int, width: int, kind: np.generic, size: int,
+) -> None:  # fmt: skip
+    """Blocks of rows of the result: sums over each row's experts, in the order it chose them."""
+    blocks = -(-width // _COLUMNS)
+    first, last = rows * blocks * piece // pieces, rows * blocks * (piece + 1) // pieces
+    sums = np.empty(_COLUMNS, np.float32)
+    places = array(pointer(place, np.int64(0)), (rows * count,))
+    shares = array(pointer(weights, np.float32(0)), (rows * count,))
+    for block in range(first, last):
+        row, begin = block // blocks, block % blocks * _COLUMNS
+        columns = min(_COLUMNS, width - begin)
+        sums[:] = 0
+        for pair in range(row * count, (row + 1) * count):
+            share = shares[pair]
+            values = array(pointer(made + (places[pair] * width + begin) * size, kind), (columns,))
+            for column in range(columns):
+                sums[column] += share * widen(values[column])
+        result = array(pointer(out + (row * width + begin) * size, kind), (columns,))
+        for column in range(columns):
+            result[column] = narrow(sums[column], kind)

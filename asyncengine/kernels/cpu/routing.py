@@ -1,0 +1,154 @@
+"""Which experts each row goes to, and with what weights: scores, groups, choice and normalisation in one pass.
+
+Of equal scores the expert with the lowest number is taken. A row's choice depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu.activation import exponential
+from asyncengine.kernels.cpu.jit import array, inline, pointer, serial_in_order, with_gil
+
+_AT_ONCE = 2**13
+"""Scores up to which the interpreter's lock is kept: some ten microseconds."""
+_NONE = np.float32(-np.inf)
+
+
+class RouteSettings(NamedTuple):
+    """How scores become weights."""
+
+    experts: int
+    chosen: int
+    """Experts of a row."""
+    sigmoid: bool
+    """Scores are sigmoids of the logits; else their softmax."""
+    groups: int
+    """Equal parts of the experts, of which a row uses those `kept` with the largest sum of their two best."""
+    kept: int
+    normalised: bool
+    """Weights of a row are divided by their sum, or by `least` if that is larger."""
+    least: float
+    scale: float
+    """What weights are multiplied by."""
+
+
+def route(
+    logits: torch.Tensor, correction: torch.Tensor | None, by_expert: torch.Tensor | None, settings: RouteSettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts int64 [rows, chosen], their weights float32 alike), best first; logits float32 [rows, at least experts].
+
+    `correction` float32 [experts] is added to scores where experts are chosen, and not to weights; weights are
+    multiplied by `by_expert`, float32 alike. All contiguous.
+    """
+    rows, columns = logits.shape
+    ids = torch.empty((rows, settings.chosen), dtype=torch.int64)
+    weights = torch.empty((rows, settings.chosen), dtype=torch.float32)
+    run = _route_few if rows * columns <= _AT_ONCE else route_rows
+    run(
+        logits.data_ptr(), 0 if correction is None else correction.data_ptr(),
+        0 if by_expert is None else by_expert.data_ptr(), ids.data_ptr(), weights.data_ptr(), rows, columns,
+        settings.experts, settings.chosen, settings.sigmoid, settings.groups, settings.kept, settings.normalised,
+        np.float32(settings.least), np.float32(settings.scale),
+    )  # fmt: skip
+    return ids, weights
+
+
+@serial_in_order
+def route_rows(
+    logits: int, correction: int, by_expert: int, ids: int, weights: int, rows: int, columns: int, experts: int,
+    chosen: int, sigmoid: bool, groups: int, kept: int, normalised: bool, least: np.float32, scale: np.float32,
+) -> None:  # fmt: skip
+    """`route` by address."""
+    single = np.float32(0)
+    given = array(pointer(logits, single), (rows, columns))
+    corrections = array(pointer(correction, single), (experts,))
+    factors = array(pointer(by_expert, single), (experts,))
+    found = array(pointer(ids, np.int64(0)), (rows, chosen))
+    shares = array(pointer(weights, single), (rows, chosen))
+    scores, choice = np.empty(experts, np.float32), np.empty(experts, np.float32)
+    by_group = np.empty(groups, np.float32)
+    for row in range(rows):
+        _score(given[row], scores, experts, sigmoid)
+        for expert in range(experts):
+            choice[expert] = scores[expert] + corrections[expert] if correction != 0 else scores[expert]
+        if kept < groups:
+            _keep_groups(choice, by_group, experts // groups, kept)
+        total = np.float32(0)
+        for place in range(chosen):
+            best = _take_best(choice, found[row], place)
+            shares[row, place] = scores[best]
+            total += scores[best]
+        for place in range(chosen):
+            share = shares[row, place]
+            if normalised:
+                share /= max(total, least)
+            share *= scale
+            shares[row, place] = share * factors[found[row, place]] if by_expert != 0 else share
+
+
+_route_few = with_gil(route_rows)
+
+
+@inline
+def _score(logits: NDArray[np.float32], scores: NDArray[np.float32], experts: int, sigmoid: bool) -> None:
+    if sigmoid:
+        for expert in range(experts):
+            scores[expert] = np.float32(1) / (np.float32(1) + exponential(-logits[expert]))
+        return
+    largest = logits[0]
+    for expert in range(experts):
+        largest = max(largest, logits[expert])
+    total = np.float32(0)
+    for expert in range(experts):
+        scores[expert] = exponential(logits[expert] - largest)
+        total += scores[expert]
+    for expert in range(experts):
+        scores[expert] /= total
+
+
+@inline
+def _take_best(choice: NDArray[np.float32], taken: NDArray[np.int64], place: int) -> int:
+    """The expert with the largest value that is not among the first `place` of `taken`, to which it is added.
+
+    A value that is no number is never larger than another, so that there is always one.
+    """
+    best = -1
+    for expert in range(len(choice)):
+        free = True
+        if not (best < 0 or choice[expert] > choice[best]):
+            continue
+        for earlier in range(place):
+            free = free and taken[earlier] != expert
+        if free:
+            best = expert
+    taken[place] = best
+    return best
+
+
+@inline
+def _keep_groups(choice: NDArray[np.float32], by_group: NDArray[np.float32], size: int, kept: int) -> None:
+    """All but the `kept` best groups are out of the choice."""
+    for group in range(len(by_group)):
+        first, second = _NONE, _NONE
+        for expert in range(group * size, (group + 1) * size):
+            value = choice[expert]
+            if value > first:
+                first, second = value, first
+            elif value > second:
+                second = value
+        by_group[group] = first + second
+    best = np.empty(kept, np.int64)
+    for place in range(kept):
+        _take_best(by_group, best, place)
+    for group in range(len(by_group)):
+        stays = False
+        for place in range(kept):
+            stays = stays or best[place] == group
+        if not stays:
+            for expert in range(group * size, (group + 1) * size):
+                choice[expert] = _NONE

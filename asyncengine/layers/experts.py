@@ -1,0 +1,361 @@
+"""Mixtures of experts (Shazeer et al. 2017): each row goes to a few of many feed-forward parts.
+
+All experts' matrices of one kind are one weight, one below the other, wherever its parts can be multiplied alone: a
+compiled kernel then reads those of the chosen experts and no others. A row's result is a sum over its experts in the
+order in which it chose them, in float32, whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from asyncengine.layers.kernels import ACTIVATIONS, Activation
+from asyncengine.layers.linear import Linear
+from asyncengine.layers.mlp import MLP, MLPConfig
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.routing import Router, RouterConfig
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import RowAdapters
+from asyncengine.layers.stored import RowRange, StoredMatrix
+from asyncengine.layers.weight_forms import DenseWeight, WeightForm
+
+_SCRATCH = 2**26
+"""Bytes that a call of the compiled kernel takes at most: a long step is cut into rows that fit."""
+
+
+class Stacked(NamedTuple):
+    """Names of tensors that have the matrices of all experts."""
+
+    up: tuple[str, ...] = ("mlp.experts.gate_up_proj",)
+    """Gate and up, [experts, outputs, inputs] each, or both in one."""
+    down: str = "mlp.experts.down_proj"
+
+
+_STACKED = Stacked()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a layer, with the checkpoint's names for their matrices."""
+
+    experts: int
+    width: int
+    """Of what is between the two products of one of them."""
+    activation: str = "silu"
+    """Of the gate, a name in `ACTIVATIONS`; or "clamped", whose gate and up are neighbours (gpt-oss)."""
+    up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
+    """Gate and up of each expert."""
+    down: str = "mlp.experts.{}.down_proj.weight"
+    stacked: Stacked = _STACKED
+    """How a checkpoint may call them otherwise (transformers' `save_original_format=False`)."""
+    only_stacked: bool = False
+    """No checkpoint has a tensor for each expert."""
+    transposed: bool = False
+    """Stacked tensors are [experts, inputs, outputs] (gpt-oss)."""
+    bias: tuple[str, str] | None = None
+    """Stacked, of up and down (gpt-oss)."""
+    alpha: float = 1.702
+    limit: float = 7.0
+    """Of "clamped": g sigmoid(alpha g) (u + 1), with g at most `limit` and u within -limit .. limit."""
+
+
+class ExpertMatrices:
+    """The matrices [outputs, inputs] of all experts, in one form, one below the other, or in a form for each."""
+
+    def __init__(self, options: LayerOptions, forms: Sequence[WeightForm], experts: int, *, bias: bool) -> None:
+        self.experts, self.forms = experts, forms
+        self.outputs, self.inputs = forms[0].outputs * len(forms) // experts, forms[0].inputs
+        self.bias = options.zeros(experts, self.outputs, dtype=forms[0].bias_dtype) if bias else None
+
+    def load(self, expert: int, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """Take rows [first, first + n) of one expert's matrix: weight [n, inputs], as `WeightForm.load` takes it."""
+        if len(self.forms) == 1:
+            self.forms[0].load(expert * self.outputs + first, weight)
+        else:
+            self.forms[expert].load(first, weight)
+
+    def multiply(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias of one expert, by torch or by that expert's own form."""
+        bias = None if self.bias is None else self.bias[expert]
+        if len(self.forms) > 1:
+            return self.forms[expert].multiply(x, bias)
+        whole = self.forms[0]
+        assert isinstance(whole, DenseWeight)
+        first = expert * self.outputs
+        return linear(x, whole.weight[first : first + self.outputs], bias)
+
+    def product(self) -> Any:
+        """All of them as one product for the compiled kernel; None: it does not take this form."""
+        return None if len(self.forms) > 1 else _product(self.forms[0], self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for form in self.forms) + (0 if self.bias is None else self.bias.nbytes)
+
+
+class Experts:
+    """x [rows, width], experts int64 [rows, k] and weights float32 [rows, k] -> [rows, width]."""
+
+    def __init__(self, options: LayerOptions, config: ExpertsConfig, prefix: str, width: int) -> None:
+        self.config, self._prefix = config, prefix
+        self._gated = options.kernels.gated(config.activation)
+        number = _activation_number(options, config, self._gated)
+        up, down = _forms(options, config, prefix, width, compiled=number is not None)
+        bias = config.bias is not None
+        self.up = ExpertMatrices(options, up, config.experts, bias=bias)
+        self.down = ExpertMatrices(options, down, config.experts, bias=bias)
+        self.kernel = None
+        if number is not None:
+            self.kernel = _kernel(config, number, self.up.product(), self.down.product(), options.dtype)
+        self._most = 1 << 30
+        if self.kernel is not None:
+            size = options.dtype.itemsize
+            self._most = max(1, _SCRATCH // self.kernel.scratch_bytes(1, size))
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.kernel is None:
+            return self._by_torch(x, chosen, weights)
+        x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+        out = torch.empty_like(x)
+        rows = max(1, self._most // chosen.shape[1])
+        for first in range(0, len(x), rows):
+            part = slice(first, first + rows)
+            self.kernel(x[part], chosen[part], weights[part], out[part])
+        return out
+
+    def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """One product after the other for each expert that has rows."""
+        rows, count = chosen.shape
+        by_expert, order = chosen.flatten().sort(stable=True)
+        made = x.new_empty((rows * count, x.shape[1]))
+        begin = 0
+        for expert, size in enumerate(torch.bincount(by_expert, minlength=self.config.experts).tolist()):
+            if size:
+                pairs = order[begin : begin + size]
+                made[pairs] = self.down.multiply(expert, self._gate(self.up.multiply(expert, x[pairs // count])))
+                begin += size
+        return (made.view(rows, count, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def _gate(self, both: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        if config.activation == "clamped":
+            return clamped(both, config.alpha, config.limit)
+        if self._gated is not None:
+            return self._gated(both)
+        gate, up = both.chunk(2, dim=-1)
+        return ACTIVATIONS[config.activation](gate) * up
+
+    @property
+    def compiled(self) -> bool:
+        return self.kernel is not None
+
+    @property
+    def name(self) -> str:
+        """For `info`."""
+        forms = (self.up.forms[0].name, self.down.forms[0].name)
+        return f"{' + '.join(dict.fromkeys(forms))} experts"
+
+    @property
+    def nbytes(self) -> int:
+        return self.up.nbytes + self.down.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name: a tensor for each expert, where checkpoints have them so."""
+        config = self.config
+        if config.only_stacked:
+            yield from self.stacked_slots()
+            return
+        for expert in range(config.experts):
+            for part, name in enumerate(config.up):
+                load = _loader(self.up, expert, part * config.width)
+                yield self._prefix + name.format(expert), TensorSlot((config.width, self.up.inputs), load)
+            load = _loader(self.down, expert, 0)
+            yield self._prefix + config.down.format(expert), TensorSlot((self.down.outputs, self.down.inputs), load)
+
+    def stacked_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """The same by other names: one tensor for the experts together."""
+        config = self.config
+        names, each = config.stacked, 2 * config.width // len(config.stacked.up)
+        replaced = () if config.only_stacked else config.up
+        for part, name in enumerate(names.up):
+            own = replaced[part * len(replaced) // len(names.up) : (part + 1) * len(replaced) // len(names.up)]
+            yield self._prefix + name, self._stacked(self.up, part * each, each, own)
+        yield (
+            self._prefix + names.down,
+            self._stacked(self.down, 0, self.down.outputs, () if config.only_stacked else (config.down,)),
+        )
+        if config.bias is not None:
+            for name, matrices in zip(config.bias, (self.up, self.down), strict=True):
+                assert matrices.bias is not None
+                yield self._prefix + name, TensorSlot.into(matrices.bias, initial=0.0)
+
+    def _stacked(self, matrices: ExpertMatrices, first: int, outputs: int, replaced: tuple[str, ...]) -> TensorSlot:
+        config, shape = self.config, (matrices.experts, outputs, matrices.inputs)
+
+        def load(stacked: torch.Tensor | StoredMatrix) -> None:
+            """A tensor of that shape; of a quantized matrix, experts [outputs, inputs] lie one below the other."""
+            for expert in range(config.experts):
+                if isinstance(stacked, torch.Tensor):
+                    own = stacked[expert]
+                    matrices.load(expert, first, own.T.contiguous() if config.transposed else own)
+                else:
+                    begin = expert * outputs
+                    matrices.load(expert, first, RowRange(stacked, begin, begin + outputs))
+
+        names = tuple(self._prefix + name.format(expert) for expert in range(config.experts) for name in replaced)
+        if config.transposed:
+            shape = (shape[0], shape[2], shape[1])
+        return TensorSlot(shape, load, replaces=names)
+
+
+def _forms(
+    options: LayerOptions, config: ExpertsConfig, prefix: str, width: int, *, compiled: bool
+) -> tuple[Sequence[WeightForm], Sequence[WeightForm]]:
+    """Those of (gate and up, down). THE place where it is decided how experts are kept.
+
+    `compiled`: there is a kernel for parts of a packed or quantized weight. Parts of a plain one are views.
+    """
+    count, inner = config.experts, config.width
+    shapes = ((2 * inner, width), (width, inner))
+    paths = _paths(options, config, prefix)
+
+    def make(shape: tuple[int, int], names: Sequence[Sequence[str]]) -> WeightForm:
+        """Of the experts whose matrices have these names."""
+        outputs, each = shape[0] * len(names), shape[0] // len(names[0])
+        return options.weight(outputs, shape[1], range(each, outputs, each), [name for own in names for name in own])
+
+    whole = [make(shape, names) for shape, names in zip(shapes, paths, strict=True)]
+    if all(isinstance(form, DenseWeight) for form in whole):
+        return whole[:1], whole[1:]
+    if compiled and all(_product(form, None) is not None for form in whole):
+        from asyncengine.kernels.cpu.experts import ALIGNED
+
+        if all(outputs % ALIGNED == 0 for outputs, _ in shapes):
+            return whole[:1], whole[1:]
+    first, second = (
+        [make(shape, names[expert : expert + 1]) for expert in range(count)]
+        for shape, names in zip(shapes, paths, strict=True)
+    )
+    return first, second
+
+
+def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[list[list[str]]]:
+    """Of (gate and up, down), for each expert, the names of its matrices: as the checkpoint has them."""
+
+    def named(names: Sequence[str], expert: int) -> list[str]:
+        return [(prefix + name.format(expert)).removesuffix(".weight") for name in names]
+
+    found = []
+    for stacked, own in ((config.stacked.up, config.up), ((config.stacked.down,), (config.down,))):
+        known = config.only_stacked or any(path in options.forms for path in named(stacked, 0))
+        found.append([named(stacked if known else own, expert) for expert in range(config.experts)])
+    return found
+
+
+def _activation_number(options: LayerOptions, config: ExpertsConfig, gated: Activation | None) -> int | None:
+    """What the compiled kernel calls the activation; None: it has none like it, or there is no such kernel here."""
+    if not options.compiled or options.kernels.name != "compiled":
+        return None
+    from asyncengine.kernels.cpu.activation import activation_id
+    from asyncengine.kernels.cpu.experts import CLAMPED
+
+    return CLAMPED if config.activation == "clamped" else activation_id(gated)
+
+
+def _product(form: WeightForm, bias: torch.Tensor | None) -> Any:
+    """What there is to multiply by for the compiled kernel; None: it is nothing, or several matrices side by side."""
+    found = form.products(None if bias is None else bias.flatten()) or []
+    return found[0] if len(found) == 1 else None
+
+
+def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: torch.dtype) -> Any:
+    """The compiled kernel; None: experts are kept in forms of their own."""
+    if up is None or down is None:
+        return None
+    from asyncengine.kernels.cpu.experts import ExpertsForm, ExpertsKernel
+
+    return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
+
+
+def _loader(matrices: ExpertMatrices, expert: int, first: int) -> Callable[[torch.Tensor | StoredMatrix], None]:
+    return lambda weight: matrices.load(expert, first, weight)
+
+
+def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """[..., 2 * width] -> [..., width]: g sigmoid(alpha g) (u + 1) of neighbours g and u, bounded (gpt-oss)."""
+    gate, up = both.float()[..., ::2].clamp(max=limit), both.float()[..., 1::2].clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A layer's mixture: a router, its experts, and what all rows go through beside them."""
+
+    router: RouterConfig
+    experts: ExpertsConfig
+    shared: MLPConfig | None = None
+    """Experts that every row goes to, as one feed-forward part."""
+    shared_gate: str | None = None
+    """What they give is multiplied by the sigmoid of a product with this row (Qwen 2)."""
+    aliases: tuple[tuple[str, str], ...] = field(default=())
+    """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
+
+
+class SparseMLP:
+    """x [rows, width] -> [rows, width]: the experts of each row, and those that all rows share."""
+
+    def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
+        self.config, self._prefix = config, prefix
+        self.router = Router(options, config.router, prefix, width, config.shared_gate)
+        self.experts = Experts(options, config.experts, prefix, width)
+        self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
+
+    def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
+        chosen, weights, gate = self.router(x)
+        y = self.experts(x, chosen, weights)
+        if self.shared is None:
+            return y
+        shared = self.shared(x, adapters)
+        if gate is not None:
+            return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
+        return y.add_(shared)
+
+    def fused(self) -> Any:
+        """All of it as what fused layers take (`kernels.cpu.mixture.MixtureKernel`); None: they do not take this."""
+        router = self.router.product()
+        if router is None or self.experts.kernel is None or self.shared is not None:
+            return None
+        from asyncengine.kernels.cpu.mixture import MixtureKernel
+
+        vectors = self.router.correction, self.router.by_expert
+        return MixtureKernel(router, vectors, self.router.settings, self.experts.kernel)
+
+    def linears(self) -> list[Linear]:
+        """Where adapters may act: not on experts."""
+        return [] if self.shared is None else self.shared.linears()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is in no linear."""
+        return self.router.nbytes + self.experts.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        yield from self.router.slots()
+        yield from self.experts.slots()
+        if self.shared is not None:
+            yield from self.shared.slots()
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Other names of the same; each slot says which it stands for."""
+        if not self.config.experts.only_stacked:
+            yield from self.experts.stacked_slots()
+        own = dict(self.slots()) if self.config.aliases else {}
+        for name, other in self.config.aliases:
+            slot = own[self._prefix + name]
+            yield self._prefix + other, TensorSlot(slot.shape, slot.load, slot.initial, (self._prefix + name,))

@@ -1,0 +1,76 @@
+"""A mixture of experts beside a layer's feed-forward part: each with norms of its own, and added (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from asyncengine.layers.experts import Experts, ExpertsConfig
+from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.routing import Router, RouterConfig
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.stored import StoredMatrix, dense
+
+
+@dataclass(frozen=True, slots=True)
+class SideExpertsConfig:
+    """With the checkpoint's names."""
+
+    router: RouterConfig
+    experts: ExpertsConfig
+    scale: str
+    """What a row is multiplied by once it is normalised for the router, and then by width^-0.5."""
+    before: str
+    """Norm of what experts take: the stream."""
+    after: str
+    """Norm of what they give."""
+    after_mlp: str
+    """Norm of what the feed-forward part gives, before the two are added."""
+
+
+class SideExperts:
+    """(stream, what the feed-forward part gives) [rows, width] -> [rows, width]."""
+
+    def __init__(
+        self, options: LayerOptions, config: SideExpertsConfig, norm: NormConfig, prefix: str, width: int
+    ) -> None:
+        self.router = Router(options, config.router, prefix, width)
+        self.experts = Experts(options, config.experts, prefix, width)
+        self.before, self.after, self.after_mlp = (
+            Norm(options, norm, prefix + name, width) for name in (config.before, config.after, config.after_mlp)
+        )
+        self._scaled = Norm(options, replace(norm, weight=False), prefix + config.scale, width)
+        self._factor = width**-0.5
+
+    def __call__(self, residual: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        chosen, weights, _ = self.router(self._scaled(residual))
+        return self.after_mlp(branch) + self.after(self.experts(self.before(residual), chosen, weights))
+
+    @property
+    def norms(self) -> list[Norm]:
+        """Those that have a weight of a norm's name."""
+        return [self.before, self.after, self.after_mlp]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is in no linear and no norm."""
+        return self.router.nbytes + self.experts.nbytes + self._scaled.nbytes
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name; norms apart."""
+        weight = self._scaled.weight
+
+        def load(tensor: torch.Tensor | StoredMatrix) -> None:
+            weight.copy_(tensor if isinstance(tensor, torch.Tensor) else dense(tensor).view(weight.shape))
+            weight.mul_(self._factor)
+
+        yield self._scaled.path, TensorSlot(tuple(weight.shape), load, initial=1.0)
+        yield from self.router.slots()
+        yield from self.experts.slots()
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """None: checkpoints know one spelling."""
+        yield from ()

@@ -1,0 +1,39 @@
+"""gpt-oss (OpenAI 2025): experts with biases and a bounded activation, and a sink of attention for each head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncengine.layers.experts import ExpertsConfig, MoEConfig
+from asyncengine.layers.routing import RouterConfig
+from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.families.common import llama_like, windows_of
+
+
+def decoder_config(config: Any, length: int) -> DecoderConfig:
+    """Of `GptOssForCausalLM`, its checkpoints in 16 or 32 bits."""
+    windows = windows_of(config)
+    router = RouterConfig(
+        config.num_local_experts, config.num_experts_per_tok, name="mlp.router.weight", bias="mlp.router.bias"
+    )
+    experts = ExpertsConfig(
+        config.num_local_experts,
+        config.intermediate_size,
+        "clamped",
+        only_stacked=True,
+        transposed=True,
+        bias=("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"),
+        alpha=config.swiglu_alpha,
+        limit=config.swiglu_limit,
+    )
+    mixture = MoEConfig(router, experts)
+
+    def attention(index: int) -> dict[str, Any]:
+        return {
+            "window": windows[index],
+            "sinks": "self_attn.sinks",
+            "qkv_bias": config.attention_bias,
+            "out_bias": config.attention_bias,
+        }
+
+    return llama_like(config, length, attention=attention, sparse=lambda index: mixture)

@@ -1,0 +1,99 @@
+"""Experts stored in small numbers: multiplied as they are stored, wherever their forms allow, and else one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.forwards import relative_error
+from support.layer_options import options
+from support.stored_matrices import RandomMatrix
+
+from asyncengine.layers.experts import Experts, ExpertsConfig, Stacked
+from asyncengine.layers.stored import StoredForm
+
+pytest.importorskip("numba")
+
+COUNT, CHOSEN = 5, 2
+NAMES = ("experts.{}.gate.weight", "experts.{}.up.weight"), "experts.{}.down.weight"
+
+
+def make(config: ExpertsConfig, width: int, forms: dict[str, str], *, ordered: bool = False) -> tuple[Experts, Experts]:
+    """(kept as stored, dequantized and multiplied by torch) of the same random matrices. `forms`: by parts of paths."""
+    plain = Experts(options(plain=True), config, "", width)
+    slots = dict(plain.slots())
+    kinds = {path: next((forms[part] for part in forms if part in path), None) for path in slots}
+    stored = {}
+    for seed, (path, slot) in enumerate(slots.items()):
+        *experts, outputs, inputs = slot.shape[:1] + slot.shape[:0:-1] if config.transposed else slot.shape
+        kind = kinds[path]
+        if kind:
+            rows = outputs * (experts[0] if experts else 1)
+            stored[path] = RandomMatrix(kind, rows, inputs, seed=seed, ordered=ordered)
+    kept = {path.removesuffix(".weight"): StoredForm(each.name, each.form, ordered) for path, each in stored.items()}
+    found = Experts(options(forms=kept), config, "", width)
+    for seed, path in enumerate(slots):
+        shape = slots[path].shape
+        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
+        for experts_of in (plain, found):
+            dict(experts_of.slots())[path].load(stored.get(path, tensor))
+    return found, plain
+
+
+def near(found: Experts, plain: Experts, width: int) -> None:
+    """To what rounding x to 8 bits costs in two products, of which some add up to little; at one row and at many."""
+    generator = torch.Generator().manual_seed(1)
+    for rows in (1, 19):
+        x = torch.randn(rows, width, generator=generator)
+        ids = torch.rand(rows, COUNT, generator=generator).argsort(dim=1)[:, :CHOSEN].contiguous()
+        weights = torch.rand(rows, CHOSEN, generator=generator)
+        assert relative_error(plain(x, ids, weights), found(x, ids, weights)) < 4e-2
+
+
+@pytest.mark.parametrize(
+    ("forms", "width", "inner"),
+    [
+        ({"gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}, 256, 256),
+        ({"gate": "awq", "up": "awq", "down": "awq"}, 128, 384),
+        ({"gate": "w8a8", "up": "w8a8", "down": "Q8_0"}, 64, 96),
+        ({"gate": "mxfp4", "up": "mxfp4"}, 64, 128),
+    ],
+    ids=str,
+)
+def test_experts_of_one_form_are_one_matrix(forms: dict[str, str], width: int, inner: int) -> None:
+    """Up and down may be of two forms, one of them packed."""
+    found, plain = make(ExpertsConfig(COUNT, inner, up=NAMES[0], down=NAMES[1]), width, forms)
+    up, down = forms["up"], forms.get("down")
+    assert found.up.forms[0].name == up
+    if down is not None:
+        assert found.compiled
+        assert found.name == (f"{up} experts" if up == down else f"{up} + {down} experts")
+    near(found, plain, width)
+
+
+@pytest.mark.parametrize(
+    ("forms", "inner", "ordered"),
+    [
+        ({"gate": "Q4_0", "up": "Q8_0", "down": "Q4_0"}, 64, False),
+        ({"experts.3.": "Q4_0"}, 64, False),
+        ({"gate": "Q4_0", "up": "Q4_0", "down": "Q4_0"}, 64, True),
+        ({"gate": "w8a8", "up": "w8a8", "down": "w8a8"}, 40, False),
+    ],
+    ids=["gate is no up", "one expert only", "orders of their own", "no whole panels"],
+)
+def test_experts_of_several_forms_are_multiplied_one_by_one(forms: dict[str, str], inner: int, ordered: bool) -> None:
+    config = ExpertsConfig(COUNT, inner, up=NAMES[0], down=NAMES[1])
+    found, plain = make(config, 64, forms, ordered=ordered)
+    assert not found.compiled
+    near(found, plain, 64)
+
+
+def test_all_experts_in_one_stored_matrix() -> None:
+    """gpt-oss: one matrix, expert below expert, for a tensor [experts, inputs, outputs]."""
+    config = ExpertsConfig(
+        COUNT, 64, "clamped", stacked=Stacked(("both",), "down"), only_stacked=True, transposed=True,
+        bias=("both_bias", "down_bias"),
+    )  # fmt: skip
+    found, plain = make(config, 96, {"bias": "", "both": "mxfp4", "down": "mxfp4"})
+    assert found.compiled
+    assert found.name == "mxfp4 experts"
+    near(found, plain, 96)

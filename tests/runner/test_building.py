@@ -173,7 +173,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     def told(name: str) -> Callable[..., Any]:
         def work(*_: Any, **__: Any) -> Any:
             seen.append((name, list(current)))
-            return SimpleNamespace(device=CUDA, dtype=torch.float32, model=None)
+            return SimpleNamespace(device=CUDA, dtype=torch.float32, model=None, hf_config=None)
 
         return work
 

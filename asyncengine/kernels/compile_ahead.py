@@ -26,7 +26,9 @@ from typing import Any
 logger = logging.getLogger("asyncengine")
 
 MOST_PROCESSES = 4
-"""More win little: the longest chain of kernels takes a quarter of the time, and each process holds 250 MB."""
+"""More win little: kernels that take long wait for each other, and each process holds an interpreter with numba."""
+_PATIENCE = 120.0
+"""Seconds in which one kernel should be compiled, or a process begin."""
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from asyncengine.kernels.compile_worker import main; main()"
@@ -53,6 +55,8 @@ class CompileAhead:
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
         self._mark = ""
+        self.patience = _PATIENCE
+        """Seconds without any progress after which `finish` waits no longer."""
 
     def expect(self) -> None:
         """Start the processes at once if nothing at all has been compiled on this machine: names will come, and a
@@ -83,7 +87,7 @@ class CompileAhead:
         return True
 
     def finish(self, told: Told) -> None:
-        """Wait until all are compiled, or until nobody is left to do it. What `told` raises ends the waiting."""
+        """Wait until all are compiled, or nobody is left to do it, or gets on. What `told` raises ends the waiting."""
         if not self._named:
             self.close()
         while (name := self._next_done()) is not None:
@@ -135,7 +139,10 @@ class CompileAhead:
         """What has been compiled since; None: all of it, or nobody is left."""
         with self._changed:
             while not self._done and self._alive and (self._waiting or self._working):
-                self._changed.wait()
+                if not self._changed.wait(self.patience):
+                    logger.debug("processes that compile kernels are not waited for any longer")
+                    self._failed += 1
+                    return None
             return self._done.popleft() if self._done else None
 
     def _serve(self) -> None:

@@ -101,6 +101,20 @@ def test_processes_that_die_are_not_waited_for(program: str, folder: Path, monke
     assert kept(folder) == []
 
 
+@pytest.mark.parametrize("program", ["exec sleep 100", "echo ready; exec sleep 100"])
+def test_processes_that_hang_are_not_waited_for(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they are ready, or with a kernel."""
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: start(["sh", "-c", program], **rest))
+    ahead = CompileAhead(2)
+    ahead.patience = 0.2
+    ahead.start([SMALL, CALLS_OTHERS])
+    ahead.finish(lambda name, most: None)
+    ahead.close()
+    assert kept(folder) == []
+    assert all(process.returncode is not None for process in ahead._processes)
+
+
 def test_where_no_process_can_be_started_nothing_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

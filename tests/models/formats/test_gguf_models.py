@@ -17,11 +17,13 @@ from support.gguf_reading import LENGTH, check_tensors, decoder_of, values
 from support.tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncengine.errors import ModelNotFound
+from asyncengine.config import EngineConfig
+from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import dense
 from asyncengine.models.families import decoder_config_of
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.loading import load_model
 
 IDS = list(range(3, 14))
 
@@ -125,14 +127,13 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "gate"),
     [
-        ("qwen3moe", "mlp.experts.3.gate_proj"), ("gpt-oss", "mlp.experts.3.gate_proj"),
-        ("mixtral", "block_sparse_moe.experts.3.w1"),
+        ("qwen3moe", "mlp.experts.3.gate_proj"), ("mixtral", "block_sparse_moe.experts.3.w1"),
     ],
 )  # fmt: skip
 def test_experts(name: str, gate: str, tmp_path: Path) -> None:
     """Each expert's matrices under names of their own, and the configuration of the whole."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    config = changed(name, layer_types=pattern(2, 2) if name == "gpt-oss" else None, **sizes)()
+    config = changed(name, layer_types=None, **sizes)()
     kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0"}
     written = write_gguf(
         tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
@@ -150,8 +151,63 @@ def test_experts(name: str, gate: str, tmp_path: Path) -> None:
         "model_type", "num_experts", "num_local_experts", "num_experts_per_tok", "intermediate_size", "hidden_size",
         "moe_intermediate_size", "norm_topk_prob", "sliding_window", "layer_types", "head_dim", "attention_bias",
     ):  # fmt: skip
-        if given.get(field) is not None and not (name != "gpt-oss" and field in ("layer_types", "sliding_window")):
+        if given.get(field) is not None and field not in ("layer_types", "sliding_window"):
             assert back[field] == given[field], field
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0", "F32"])
+def test_gpt_oss(kind: str, tmp_path: Path) -> None:
+    """Gate and up, apart in the file, take turns again; all experts are one tensor; sinks and biases come along."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "layer_types": pattern(2, 2)}
+    config = changed("gpt-oss", swiglu_limit=7.0, swiglu_alpha=1.702, **sizes)()  # a file has neither
+    reference = make_model(config)
+    written = write_gguf(
+        tmp_path / "m.gguf", config, dict(reference.state_dict()),
+        lambda name, _: kind if "_exps" in name else "F32",
+    )  # fmt: skip
+    meant = {name: tensor for name, tensor in written.items() if ".experts." not in name}
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.mlp.experts."
+
+        def every(part: str, stem: str = prefix) -> torch.Tensor:
+            return torch.stack([written[f"{stem}{index}.{part}"] for index in range(config.num_local_experts)])
+
+        for suffix, there in (("weight", ""), ("bias", "_bias")):
+            both = torch.stack((every(f"gate_proj.{suffix}"), every(f"up_proj.{suffix}")), dim=2).flatten(1, 2)
+            down = every(f"down_proj.{suffix}")
+            moved = (lambda tensor: tensor.transpose(1, 2)) if suffix == "weight" else (lambda tensor: tensor)
+            meant[f"{prefix}gate_up_proj{there}"], meant[f"{prefix}down_proj{there}"] = moved(both), moved(down)
+    reference.load_state_dict(meant)
+    model = open_gguf(tmp_path / "m.gguf")
+    assert set(model.tensors) == set(meant)
+    for name, tensor in meant.items():
+        assert model.tensors[name].shape == tuple(tensor.shape), name
+        stored = model.read(name)
+        if isinstance(stored, torch.Tensor):
+            assert torch.equal(stored.float(), tensor), name
+            continue
+        assert (stored.name, stored.shape) == (kind, (tensor.shape[0] * tensor.shape[2], tensor.shape[1]))
+        assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
+        assert torch.equal(dense(stored, 3, 20), dense(stored)[3:20])
+        model.release(stored)
+    loaded = load_model(str(tmp_path / "m.gguf"), EngineConfig(show_progress=False, dtype="float32")).model
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
+    error = (logits_of(loaded, IDS) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(error.median()) < (2e-5 if kind == "F32" else 0.03)
+    fields = dict(model.config)
+    back = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    assert str(decoder_config_of(back, LENGTH)) == str(decoder_config_of(config, LENGTH))
+
+
+def test_gpt_oss_with_gate_and_up_in_different_types_is_refused(tmp_path: Path) -> None:
+    config = changed("gpt-oss", hidden_size=64, num_hidden_layers=1, layer_types=["full_attention"])()
+    write_gguf(
+        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
+        lambda name, _: "Q8_0" if "gate_exps" in name else "F32",
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModel, match="as F32 and Q8_0: of one type only"):
+        open_gguf(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("kind", [*QUANTIZED, *PLAIN])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
-from asyncengine.models.formats.gguf import names
+from asyncengine.models.formats.gguf import gpt_oss, names
 from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
@@ -60,10 +60,22 @@ class GgufModel:
         self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         self._entries = _entries(path, header, places)
         self._values = _values(header)
-        self.tensors = {
+        self._experts = _joined(path, self._entries) if self.config["model_type"] == "gpt_oss" else {}
+        """Tensors of transformers' that are several here, or lie otherwise."""
+        self.tensors = self._stored_tensors()
+
+    def _stored_tensors(self) -> dict[str, StoredTensor]:
+        inside = {part for each in self._experts.values() for part in each.parts}
+        found = {
             name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
             for name, entry in self._entries.items()
-        } | {name: StoredTensor("F32", tuple(tensor.shape), path) for name, tensor in self._values.items()}
+            if name not in inside
+        }
+        for name, each in self._experts.items():
+            first = self._entries[each.parts[0]]
+            found[name] = StoredTensor(first.place.kind.name, each.shape, first.file.path)
+        values = self._values.items()
+        return found | {name: StoredTensor("F32", tuple(tensor.shape), self.path) for name, tensor in values}
 
     @property
     def elements(self) -> int:
@@ -84,6 +96,8 @@ class GgufModel:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
         if name in self._values:
             return self._values[name].clone()
+        if (experts := self._experts.get(name)) is not None:
+            return self._read_experts([self._entries[part] for part in experts.parts])
         entry = self._entries[name]
         if entry.place.kind.form is not None:
             return _matrix(entry)
@@ -92,11 +106,18 @@ class GgufModel:
             tensor = tensor.index_select(0, torch.from_numpy(_source(entry)))
         return tensor - entry.added if entry.added else tensor
 
+    def _read_experts(self, parts: list[_Entry]) -> torch.Tensor | StoredMatrix:
+        """Quantized ones lie one below the other, [outputs, inputs] each."""
+        if parts[0].place.kind.form is None:
+            return gpt_oss.interleaved([_plain(entry) for entry in parts])
+        matrices = [_matrix(_flat(entry)) for entry in parts]
+        return matrices[0] if len(matrices) == 1 else gpt_oss.TakingTurns(*matrices)
+
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """What `read` gave will not be read again. Of a copy, nothing happens."""
-        if isinstance(tensor, BlockMatrix):
-            tensor.file.release(tensor.place.offset, tensor.place.offset + tensor.place.nbytes)
-        elif isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor):
+            tensor.release(0, tensor.shape[0])
+        else:
             for file in dict.fromkeys(entry.file for entry in self._entries.values()):
                 first = tensor.data_ptr() - file.bytes.ctypes.data
                 if 0 <= first < len(file.bytes) and tensor.is_contiguous():
@@ -162,6 +183,24 @@ def _values(header: Header) -> dict[str, torch.Tensor]:
     }
 
 
+def _joined(path: Path, entries: dict[str, _Entry]) -> dict[str, gpt_oss.ExpertTensors]:
+    try:
+        found = gpt_oss.joined({name: entry.place.shape for name, entry in entries.items()})
+    except ValueError as error:
+        raise ModelNotFound(f"{path} has experts of other shapes: {error}") from None
+    for each in found.values():
+        kinds = sorted({entries[part].place.kind.name for part in each.parts})
+        if len(kinds) > 1:
+            raise UnsupportedModel(f"{path} has {' and '.join(each.parts)} as {' and '.join(kinds)}: of one type only")
+    return found
+
+
+def _flat(entry: _Entry) -> _Entry:
+    """Of all experts' matrices, one below the other."""
+    experts, outputs, inputs = entry.place.shape
+    return entry._replace(place=entry.place._replace(shape=(experts * outputs, inputs)))
+
+
 def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
     """A tensor, or those along its first axis."""
     if "{}" not in there:
@@ -195,7 +234,8 @@ def _check_entry(path: Path, name: str, entry: _Entry) -> None:
     rows = entry.place.shape[0]
     if entry.heads and rows % (2 * entry.heads):
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {rows} rows for {entry.heads} heads")
-    if entry.place.kind.form is not None and len(entry.place.shape) != 2:
+    whole = 3 if name.endswith((f"{gpt_oss.GATE}.weight", f"{gpt_oss.UP}.weight", f"{gpt_oss.DOWN}.weight")) else 2
+    if entry.place.kind.form is not None and len(entry.place.shape) != whole:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from asyncengine.models.formats.gguf import gpt_oss
+
 OUTER: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = "model.layers.{}."
 
@@ -83,7 +85,9 @@ QWEN_MOE = {
 }
 GPT_OSS = {
     **{name: there for name, there in LLAMA.items() if name != "ffn_norm"},
-    **_EXPERTS,
+    "ffn_gate_exps": gpt_oss.GATE,
+    "ffn_up_exps": gpt_oss.UP,
+    "ffn_down_exps": gpt_oss.DOWN,
     "ffn_gate_inp": "mlp.router",
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",

@@ -40,26 +40,24 @@ class Arena:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An `Empty`, aligned to a cache line. Raises `RuntimeError` or `OSError` where memory is not to be had."""
-        size = math.prod(shape) * dtype.itemsize
-        return self._take(size).view(dtype).view(tuple(shape)) if _pays(size) else ordinary(shape, dtype)
+        taken = self._take(shape, dtype)
+        return ordinary(shape, dtype) if taken is None else taken
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The same, all zeros; what is never written to takes no memory."""
-        size = math.prod(shape) * dtype.itemsize
-        if not _pays(size):
-            return torch.zeros(tuple(shape), dtype=dtype)
-        return self._take(size).view(dtype).view(tuple(shape))  # new from the system, and nothing is given out twice
+        taken = self._take(shape, dtype)  # new from the system, and nothing is given out twice: it is zeros
+        return torch.zeros(tuple(shape), dtype=dtype) if taken is None else taken
 
-    def _take(self, size: int) -> torch.Tensor:
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """None: it does not matter where so little lies, or there are no huge pages here."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return None
         if self._block is None or self._used + size > len(self._block):
             self._block, self._used = _block(max(size, _CHUNK)), 0
         place = self._block[self._used : self._used + size]
         self._used += -(-size // _LINE) * _LINE
-        return place
-
-
-def _pays(size: int) -> bool:
-    return size >= _SMALL and hasattr(mmap, "MADV_HUGEPAGE")
+        return place.view(dtype).view(tuple(shape))
 
 
 def _block(size: int) -> torch.Tensor:

@@ -83,10 +83,6 @@ class Checkpoint:
     opened: OpenFiles = field(default_factory=OpenFiles)
 
     @property
-    def weight_bytes(self) -> int:
-        return sum(stored.elements * _ITEM_BYTES.get(stored.kind, 4) for stored in self.tensors.values())
-
-    @property
     def elements(self) -> int:
         return sum(stored.elements for stored in self.tensors.values())
 

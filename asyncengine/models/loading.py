@@ -138,8 +138,9 @@ def _read_config(
             return plain, described, length
     hf_config = load_config(checkpoint, config)
     length = _max_model_len(hf_config, config)
-    tried = plain is not None or not config.fuse
-    return hf_config, None if tried else decoder_config_of(hf_config, length), length
+    if plain is not None or not config.fuse:  # it was tried already, or is not to be
+        return hf_config, None, length
+    return hf_config, decoder_config_of(hf_config, length), length
 
 
 def _load_decoder(

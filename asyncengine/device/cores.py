@@ -1,8 +1,9 @@
 """How many threads the next step is computed with: all that the engine may use, unless they stand in each other's way.
 
-Engines of one process share its cores: while two of them run steps, each uses half of its threads. And a step may take
-far longer than its work, because the machine is busy with something else: where threads lose more to waiting for one
-another than they win, an engine uses half as many, and tries more again later, at growing intervals.
+Engines of one process share its cores: while two of them run steps, each uses half of its threads, and a long step
+over documents gives them up in its midst when a chat's short one comes. And a step may take far longer than its work,
+because the machine is busy with something else: where threads lose more to waiting for one another than they win, an
+engine uses half as many, and tries more again later, at growing intervals.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -32,22 +33,42 @@ _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
 
+class Step(Protocol):
+    """A step that is being computed."""
+
+    most: int
+    """Threads that it would use alone."""
+
+    def limit(self, threads: int) -> None:
+        """From now on, so many threads at most."""
+        ...
+
+
 class Sharing:
-    """Counts the engines of a process that are running a step."""
+    """The steps that are running in a process, each with its share of the cores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
+        self._running: list[Step] = []
 
-    def enter(self, wanted: int) -> int:
-        """How many threads of `wanted` a step that begins now should use."""
+    def enter(self, step: Step) -> int:
+        """How many threads a step that begins now should use. It and the others are limited to their shares."""
         with self._lock:
-            self._running += 1
-            return max(1, wanted // self._running)
+            self._running.append(step)
+            self._limit()
+            return self._share(step)
 
-    def leave(self) -> None:
+    def leave(self, step: Step) -> None:
         with self._lock:
-            self._running -= 1
+            self._running.remove(step)
+            self._limit()
+
+    def _limit(self) -> None:
+        for step in self._running:
+            step.limit(self._share(step))
+
+    def _share(self, step: Step) -> int:
+        return max(1, step.most // len(self._running))
 
 
 _CPU = torch.device("cpu")
@@ -84,15 +105,21 @@ class Cores:
             yield
             return
         if small:
-            with self._use(1, 1):
+            with self._joined(1), self._measured(1, 1):
                 yield
             return
-        threads = min(self._company.threads, self._sharing.enter(self.most))
-        try:
-            with self._use(threads, 1 if torch_alone else threads):
-                yield
-        finally:
-            self._sharing.leave()
+        with self._joined(self._company.threads):
+            threads = min(self._company.threads, self._sharing.enter(self))
+            try:
+                with self._measured(threads, 1 if torch_alone else threads):
+                    yield
+            finally:
+                self._sharing.leave(self)
+
+    def limit(self, threads: int) -> None:
+        """Of the step that is going on, for whoever shares the cores with it. Torch's own operators keep theirs."""
+        if self._team is not None:
+            self._team.limit(min(threads, self._company.threads))
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -104,11 +131,11 @@ class Cores:
         return nullcontext() if self._team is None else self._team.joined(threads)
 
     @contextmanager
-    def _use(self, threads: int, for_torch: int) -> Iterator[None]:
+    def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
         self._used = threads
         began, preempted = time.perf_counter(), _preempted()
         before = None if self._team is None else self._team.account
-        with torch_threads(for_torch), self._joined(threads):
+        with torch_threads(for_torch):
             yield
         loops = None if self._team is None or before is None else self._team.account.since(before)
         lost = _preempted() - preempted if for_torch > 1 else 0

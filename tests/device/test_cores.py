@@ -96,7 +96,7 @@ def test_an_engine_on_another_device_takes_no_threads() -> None:
     cores = Cores(4, torch.device("meta"), sharing)
     before = torch.get_num_threads()
     with cores.step():
-        assert sharing.enter(4) == 4
+        assert sharing.enter(Cores(4, sharing=sharing)) == 4
         assert torch.get_num_threads() == before
     assert cores.stats.now == 1
     cores.close()
@@ -110,11 +110,39 @@ def test_engines_share_the_cores_while_they_run_steps() -> None:
             assert team_threads()[0] == 4
             other = on_a_thread(lambda: stepped(two))
             assert other == 2
+            assert team_threads()[0] == 4
         assert on_a_thread(lambda: stepped(two)) == 4
         assert two.stats.now == 4
     finally:
         one.close()
         two.close()
+
+
+def test_a_step_gives_cores_up_in_its_midst() -> None:
+    """And has them back when the other's step is over: ten thousand documents are long steps, a chat's are short."""
+    sharing = Sharing()
+    long, short = Cores(4, sharing=sharing), Cores(4, sharing=sharing)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with short.step():
+            inside.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    try:
+        with long.step():
+            assert team_threads()[0] == 4
+            holder.start()
+            assert inside.wait(10)
+            assert team_threads()[0] == 2
+            leave.set()
+            holder.join()
+            assert team_threads()[0] == 4
+    finally:
+        leave.set()
+        long.close()
+        short.close()
 
 
 def stepped(cores: Cores) -> int:

@@ -23,6 +23,7 @@ from asyncengine.kernels.cpu.team_loops import (
     PIECE,
     PIECE_BYTES,
     STOPPED,
+    WANTED,
     WORKER,
     WORKERS,
     change,
@@ -74,6 +75,7 @@ class Team:
         self._name = name
         self._helpers: list[threading.Thread] = []
         self._started = False
+        self._joined = 1
         self._busy = threading.Lock()
         self._memory = np.zeros((WORKERS + threads * WORKER + LINE) // 8, dtype=np.int64)
         offset = -self._memory.ctypes.data % LINE // 8
@@ -105,11 +107,16 @@ class Team:
     def _use(self, threads: int) -> None:
         if not self._end.alive:
             raise RuntimeError("the team is closed")
+        self._joined = threads
         if threads > 1 and not self._started:
             self._started = True  # once, even if the system has no thread: it would be asked for in every step
             self._start_helpers()
-        if self._words[ACTIVE // 8] != threads - 1:
+        if not self._words[ACTIVE // 8] == self._words[WANTED // 8] == threads - 1:
             change(self._address, ACTIVE, threads - 1, self.threads)
+
+    def limit(self, threads: int) -> None:
+        """From the next loop on, within the `joined` that is going on, so many threads at most. From any thread."""
+        self._words[WANTED // 8] = max(1, min(threads, self._joined)) - 1
 
     def _start_helpers(self) -> None:
         for index in range(self.threads - 1):
@@ -124,8 +131,8 @@ class Team:
 
     @property
     def active(self) -> int:
-        """Threads that loops are shared among now."""
-        return int(self._words[ACTIVE // 8]) + 1
+        """Threads that the next loop is shared among."""
+        return int(self._words[WANTED // 8]) + 1
 
     @property
     def address(self) -> int:

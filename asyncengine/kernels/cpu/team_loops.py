@@ -45,6 +45,8 @@ FUNCTION, RECORD, PIECES, ACTIVE, STOPPED, PIECE, HELPER_SPIN, CALLER_SPIN = ran
 DONE = 1 * LINE
 SLEEPERS = 2 * LINE
 WAITING = 3 * LINE
+WANTED = 3 * LINE + 8
+"""What ACTIVE becomes when the next loop begins; any thread may write it."""
 # ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
 EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
 MUTEX = 5 * LINE
@@ -158,12 +160,23 @@ def _take_pieces(team: int, worker: int) -> int:
 
 
 @serial_in_order
+def _follow(team: int) -> None:
+    """Between two loops: as many helpers as are wanted now. Those that rest and are wanted again are woken."""
+    wanted, before = load(team + WANTED), load(team + ACTIVE)
+    store(team + ACTIVE, wanted)
+    if wanted > before:
+        _wake_helpers(team, wanted)
+
+
+@serial_in_order
 def run_together(function: int, record: int, pieces: int, team: int) -> None:
     """function(piece, pieces, worker, record) for every piece, by the caller and whichever helpers have a core.
 
     `worker` is 0 for the caller and 1 .. for helpers.
     """
     clock = _clock_of(team, 0)
+    if load(team + WANTED) != load(team + ACTIVE):
+        _follow(team)
     store(team + FUNCTION, function)
     store(team + RECORD, record)
     store(team + PIECES, pieces)
@@ -261,6 +274,8 @@ def make(team: int, workers: int) -> None:
 
 @serial_in_order
 def change(team: int, place: int, value: int, workers: int) -> None:
-    """ACTIVE or STOPPED, for helpers that sleep as well."""
+    """ACTIVE or STOPPED, for helpers that sleep as well; no loop is running."""
+    if place == ACTIVE:
+        store(team + WANTED, value)
     store(team + place, value)
     _wake_helpers(team, workers - 1)

@@ -196,3 +196,31 @@ def test_without_another_thread_to_have_the_caller_does_it(monkeypatch: pytest.M
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with team_of(3):
         assert run(20, 5)[0] == [5] * 20
+
+
+def test_fewer_and_more_while_loops_run() -> None:
+    """Another thread says so at any moment; every piece is computed once all the same."""
+    with team_of(4) as team:
+        ended = threading.Event()
+
+        def change() -> None:
+            turn = 0
+            while not ended.is_set():
+                turn += 1
+                team.limit(1 + turn % 4)
+
+        changing = threading.Thread(target=change)
+        changing.start()
+        try:
+            for pieces in (2, 7, 64):
+                counts, _ = run(pieces, 3000)
+                assert counts == [3000] * pieces
+        finally:
+            ended.set()
+            changing.join()
+        team.limit(1)
+        assert use_team() == 0
+        team.limit(64)
+        assert team.active == 4
+        counts, _ = run(40, 200)
+        assert counts == [200] * 40

@@ -81,6 +81,8 @@ async def test_the_answer_is_right_and_of_the_schemas_kind(chat: ChatAsyncEngine
 
 @pytest.mark.parametrize("method", METHODS)
 def test_partial_objects_are_streamed(chat: ChatAsyncEngine, method: Any) -> None:
+    # with guesses a step may give several tokens, and so a part may be the whole object
+    chat = chat.model_copy(update={"model_kwargs": {"speculation": False}})
     seen = list(chat.with_structured_output(PersonDict, method=method).stream(TEXT))
     assert len(seen) > 4
     assert seen[-1] == MARTA

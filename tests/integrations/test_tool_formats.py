@@ -74,7 +74,7 @@ def test_calls_through_langchain(loaded: Any) -> None:
     {"Trip": Trip, "Weather": Weather}[call["name"]].model_validate(call["args"], strict=True)
     assert not answer.text
     assert answer.response_metadata["finish_reason"] == "tool_calls"
-    chunks = list(bound.stream(question))
+    chunks = list(bound.stream(question, speculation=False))  # with guesses a piece may be a whole call
     whole = sum(chunks[1:], chunks[0])
     assert isinstance(whole, AIMessageChunk)
     assert [(c["name"], c["args"]) for c in whole.tool_calls] == [(call["name"], call["args"])]

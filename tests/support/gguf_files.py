@@ -82,7 +82,7 @@ def write_gguf(
     writer.add_type("model")
     _hyperparameters(writer, architecture, config)
     for key, value in (more or {}).items():
-        add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array}.get(
+        add = {str: writer.add_string, bool: writer.add_bool, list: writer.add_array, float: writer.add_float32}.get(
             type(value), writer.add_uint32
         )
         add(key, value)

@@ -153,6 +153,16 @@ def test_a_message_inside_a_turn_does_not_end_it() -> None:
     assert tokens.index("<|end|>") not in ends
 
 
+@pytest.mark.parametrize(("architecture", "pre"), [("gptoss", "gpt-4o"), ("lfm2", "llama-bpe"), ("mistral3", "tekken")])
+def test_ollamas_converter_does_not_know_how_text_is_cut(architecture: str, pre: str) -> None:
+    """Its word for that is "default", which cuts otherwise."""
+    hf = published(pre)
+    metadata = byte_level_metadata(hf, "default", architecture=architecture)
+    assert_same(load_gguf_tokenizer(metadata), hf, TEXTS)
+    del metadata["tokenizer.ggml.pre"]
+    assert_same(load_gguf_tokenizer(metadata), hf, TEXTS)
+
+
 def test_chat_templates_of_the_header() -> None:
     metadata = byte_level_metadata(published("command-r"), "command-r")
     chat = [{"role": "user", "content": "hi"}]

@@ -50,6 +50,15 @@ def _nibbles(block, first: int, out, at: int, half: int):  # type: ignore[no-unt
 
 
 @inline
+def _pairs(block, first: int, out, count: int):  # type: ignore[no-untyped-def]
+    """`count` bytes of two neighbours each, the first in the lower half."""
+    for place in range(count):
+        packed = block[first + place]
+        out[2 * place] = packed & np.uint8(15)
+        out[2 * place + 1] = packed >> np.uint8(4)
+
+
+@inline
 def _six_bits(block, steps, minima, at: int):  # type: ignore[no-untyped-def]
     """Eight scales and eight minima of 6 bits, in bytes 4 to 15."""
     for place in range(4):
@@ -66,7 +75,7 @@ def _small(
     minimum_steps: int,
 ) -> None:  # fmt: skip
     """Blocks of 32. `shape`: bytes of a block, and what it has: + 1000 a minimum, + 2000 fifth bits, + 4000 whole bytes
-    instead, + 8000 an exponent for a scale."""
+    instead, + 8000 an exponent for a scale, + 16000 the same with neighbours in a byte."""
     wanted = array(pointer(places, np.int64(0)), (rows,))
     size, has = shape % 1000, shape // 1000
     scale = array(pointer(scales, np.uint16(0)), (rows * blocks,))
@@ -79,6 +88,10 @@ def _small(
             if has & 8:
                 scale[place] = block[0]
                 _nibbles(block, 1, out, 0, 16)
+                continue
+            if has & 16:
+                scale[place] = block[0]
+                _pairs(block, 1, out, 16)
                 continue
             scale[place] = _half(block, 0)
             at = 2
@@ -231,6 +244,7 @@ _KERNELS: Mapping[str, tuple[Callable[..., None], int, int, int, bool]] = {
     "Q5_1": (_small, 3024, 32, 0, True),
     "Q8_0": (_small, 4034, 32, 0, False),
     "MXFP4": (_small, 8017, 32, 0, False),
+    "MXFP4_PAIRS": (_small, 16017, 32, 0, False),
     "Q2_K": (_q2_k, 84, 256, 16, True),
     "Q3_K": (_q3_k, 110, 256, 16, False),
     "Q4_K": (_q4_k, 144, 256, 8, True),

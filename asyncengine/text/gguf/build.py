@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.gguf.byte_level import build_byte_level
-from asyncengine.text.gguf.families import family_of
+from asyncengine.text.gguf.families import family_of, pre_of
 from asyncengine.text.gguf.metadata import HUGGINGFACE_KEY, PREFIX, TokenizerHeader, broken, read_header
 from asyncengine.text.gguf.sentencepiece import build_sentencepiece
 from asyncengine.text.gguf.special import add_tokens, end_ids, set_template, vocabulary_of
@@ -66,7 +66,7 @@ def _build(header: TokenizerHeader) -> Any:
         return build_wordpiece(header)
     vocabulary = vocabulary_of(header)
     if header.kind == "gpt2":
-        family = family_of(header.pre)
+        family = family_of(pre_of(header))
         if not header.merges:
             raise broken(PREFIX + "merges", "is missing")
         tokenizer = build_byte_level(header, vocabulary, family)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from asyncengine.errors import UnsupportedModel, shorten
+from asyncengine.text.gguf.metadata import TokenizerHeader
 
 
 class Step(Enum):
@@ -153,3 +154,12 @@ def family_of(pre: str) -> Family:
         f"this GGUF file's tokenizer cuts text into words as {shorten(repr(pre), 60)} does (tokenizer.ggml.pre), "
         f"which is not known here. Known: {known}"
     )
+
+
+_OLLAMA = {"gptoss": "gpt-4o", "lfm2": "lfm2", "mistral3": "tekken"}
+"""By `general.architecture`: Ollama's converter says "default" of every vocabulary that it does not recognize."""
+
+
+def pre_of(header: TokenizerHeader) -> str:
+    """What a header says of how its text is cut into words, or would say if its converter had known."""
+    return _OLLAMA.get(header.architecture, header.pre) if header.pre in ("", "default") else header.pre

@@ -86,7 +86,7 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "overlapping": (pair((16, 0), (8, 32)), ModelNotFound, "b begins at 32, within or before"),
     "reversed": (pair((8, 32), (8, 0)), ModelNotFound, "b begins at 0, within or before"),
     "unknown type": (gguf([LLAMA], [place("a", (1,), 999, 0)], b"\0" * 64), ModelNotFound, "the unknown type 999"),
-    "type that is gone": (gguf([LLAMA], [place("a", (32,), 4, 0)], b"\0" * 64), ModelNotFound, "Q4_2, which llama.cpp"),
+    "type that is gone": (gguf([LLAMA], [place("a", (32,), 5, 0)], b"\0" * 64), ModelNotFound, "Q4_3, which llama.cpp"),
     "part of a block": (gguf([LLAMA], [place("a", (33,), 8, 0)], b"\0" * 64), ModelNotFound, "blocks of 32"),
     "nothing": (gguf(), ModelNotFound, "names no general.architecture"),
     "architecture of a number": (gguf([whole("general.architecture", 1)]), ModelNotFound, "names no general.arch"),

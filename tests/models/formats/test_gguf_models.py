@@ -13,9 +13,10 @@ import pytest
 import torch
 from support.forwards import logits_of
 from support.gguf_files import PLAIN, QUANTIZED, write_gguf
+from support.gguf_models import IDS, YARN, changed, make_model, pattern, rope
 from support.gguf_reading import LENGTH, check_tensors, decoder_of, values
 from support.tiny_models import FAMILIES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
@@ -25,30 +26,8 @@ from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.model import open_gguf
 from asyncengine.models.loading import load_model
 
-IDS = list(range(3, 14))
-
-
-def changed(name: str, **fields: Any) -> Callable[[], Any]:
-    """The tiny model of that family with other options."""
-
-    def make() -> Any:
-        config = FAMILIES[name]()
-        return type(config)(**{**config.to_dict(), **fields})
-
-    return make
-
-
-def rope(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 10000.0, **fields}
-
-
-def pattern(period: int, layers: int) -> list[str]:
-    return ["full_attention" if (index + 1) % period == 0 else "sliding_attention" for index in range(layers)]
-
-
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5]
-YARN = rope("yarn", factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0)
 PHI_LONG = {"short_factor": LONG, "long_factor": [2 * each for each in LONG], "original_max_position_embeddings": 300}
 SIX = {"num_hidden_layers": 6, "layer_types": pattern(6, 6)}
 GEMMA_ROPE = {"sliding_attention": rope("default"), "full_attention": {**rope("linear", factor=8.0), "rope_theta": 1e6}}
@@ -84,20 +63,6 @@ CASES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 DIFFERENT = {"mistral": "llama"}
 """What llama.cpp makes of a family that is Llama but for its name."""
-
-
-def make_model(config: Any) -> Any:
-    """A random model of transformers', norms and biases included."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.2 * torch.randn(parameter.shape))
-                else:
-                    parameter.mul_(4.0)
-    return model
 
 
 @pytest.mark.parametrize("name", CASES)

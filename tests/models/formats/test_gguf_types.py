@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import QUANTIZED, dequantized, random_blocks
+from support.ollama_gpt_oss import raw_blocks
 
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.stored import StoredMatrix, dense, dequantize
@@ -41,10 +42,11 @@ def matrix_of(folder: Path, kind: str, blocks: np.ndarray) -> BlockMatrix:
 
 
 def test_the_table_is_ggmls() -> None:
-    """Number, name, numbers and bytes of a block: all that the public package knows."""
+    """Number, name, numbers and bytes of a block: all that the public package knows, and one of Ollama's."""
     known = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    known[4] = ("MXFP4_PAIRS", *gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.MXFP4])
     assert known == {number: (kind.name, kind.numbers, kind.nbytes) for number, kind in BLOCK_TYPES.items()}
-    assert set(QUANTIZED) == {kind.name for kind in BLOCK_TYPES.values() if kind.form is not None}
+    assert {*QUANTIZED, "MXFP4_PAIRS"} == {kind.name for kind in BLOCK_TYPES.values() if kind.form is not None}
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -58,6 +60,29 @@ def test_is_exact(kind: str, tmp_path: Path) -> None:
     assert torch.equal(dense(matrix, 2, 5), expected[2:5])
     assert matrix.rows(3, 3).numbers.shape == (0, COLUMNS)
     assert matrix.rows(0, ROWS).numbers.max() < 1 << matrix.form.bits
+
+
+@pytest.mark.parametrize("missing", [None, "no compiler"])
+def test_ollamas_blocks_with_neighbours_in_a_byte(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The number 4, which was ggml's own once: the numbers of the same blocks in ggml's order."""
+    blocks = random_blocks("MXFP4", ROWS, COLUMNS)
+    path = tmp_path / "one.gguf"
+    writer = gguf.GGUFWriter(path, "gptoss")
+    writer.add_tensor("m", raw_blocks(blocks), raw_dtype=gguf.GGMLQuantizationType.MXFP4)
+    writer.tensors[-1]["m"].dtype = 4  # type: ignore[assignment]
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if missing is not None:
+        monkeypatch.setattr("asyncengine.models.formats.gguf.matrix.compiler_missing", lambda *_: missing)
+    file = GgufFile(path)
+    place = file.tensors["m"]
+    assert place.kind.form is not None
+    found = BlockMatrix(place.kind.name, (ROWS, COLUMNS), place.kind.form, file, place)
+    assert torch.equal(dense(found), dequantized(blocks, "MXFP4"))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

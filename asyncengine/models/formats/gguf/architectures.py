@@ -188,11 +188,18 @@ def _seed(header: Header) -> Fields:
 
 
 def _mistral3(header: Header) -> Fields:
+    """Ollama's converter had names of its own for what came with this family."""
+    logarithm = header.real("rope.scaling.mscale_all_dim", 0.0)
     return {"sliding_window": None, "yarn_more": {
-        "llama_4_scaling_beta": header.real("attention.temperature_scale", 0.0),
+        "llama_4_scaling_beta": temperature_scale(header),
         "mscale": 1.0,
-        "mscale_all_dim": header.real("rope.scaling.yarn_log_multiplier", 0.0),
+        "mscale_all_dim": header.real("rope.scaling.yarn_log_multiplier", logarithm),
     }}  # fmt: skip
+
+
+def temperature_scale(header: Header) -> float:
+    """What queries grow by with the logarithm of their position; 0: they do not."""
+    return header.real("attention.temperature_scale", header.real("rope.scaling_beta", 0.0))
 
 
 def _experts(header: Header) -> Fields:
@@ -216,10 +223,11 @@ def _gpt_oss(header: Header) -> Fields:
     return {
         "num_local_experts": header.whole("expert_count"),
         "num_experts_per_tok": header.whole("expert_used_count"),
-        "intermediate_size": header.whole("expert_feed_forward_length"),
+        "intermediate_size": header.whole("expert_feed_forward_length", header.whole("feed_forward_length", 0)),
         "sliding_window": header.whole("attention.sliding_window"),
         "layer_types": layer_types(header, 2, 1),
         "yarn_more": {"truncate": False},
+        "rope_defaults": {"kind": "yarn" if header.value("rope.scaling.factor") else ""},
         **_attention_bias(header),
     }
 
@@ -246,6 +254,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", names.QWEN_MOE, more=_qwen2moe),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", names.QWEN_MOE, more=_qwen3moe),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", names.GPT_OSS, more=_gpt_oss),
+    "gptoss": Architecture("gpt_oss", "GptOssForCausalLM", names.OLLAMA_GPT_OSS, more=_gpt_oss),
     "gemma": Architecture("gemma", "GemmaForCausalLM", norm_offset=1.0, more=_attention_bias),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", names.SANDWICH, norm_offset=1.0, more=_gemma2),
     "gemma3": Architecture(

@@ -35,7 +35,9 @@ def header_of(path: Path, metadata: Metadata, tensors: Mapping[str, TensorPlace]
 def architecture_of(header: Header) -> Architecture:
     """What a header's architecture is in transformers, which knows some of llama.cpp's by several names."""
     known = ARCHITECTURES[header.architecture]
-    if known.model_type == "ministral3" and header.value("attention.temperature_scale") is None:
+    if known.model_type == "ministral3" and not any(
+        header.value(key) is not None for key in ("attention.temperature_scale", "rope.scaling_beta")
+    ):
         return ARCHITECTURES["llama"]  # what Ollama calls Mistral Small 3
     return MIXTRAL if known.model_type == "llama" and header.whole("expert_count", 0) else known
 

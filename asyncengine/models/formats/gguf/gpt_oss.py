@@ -1,4 +1,5 @@
-"""gpt-oss' experts: llama.cpp's converter takes gate and up apart; in transformers' tensors their rows take turns.
+"""gpt-oss' experts: llama.cpp's converter takes gate and up apart; in transformers' tensors their rows take turns, as
+they did in Ollama's first files.
 
 Transformers has one tensor for all experts, [experts, inputs, outputs]; a file has [experts, outputs, inputs].
 """
@@ -15,6 +16,8 @@ from asyncengine.layers.stored import GroupedRows, StoredMatrix
 
 GATE, UP, DOWN = "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj"
 GATE_UP = "mlp.experts.gate_up_proj"
+MATRICES = tuple(f"{name}.weight" for name in (GATE, UP, DOWN, GATE_UP))
+"""How names of tensors [experts, outputs, inputs] end."""
 
 
 class ExpertTensors(NamedTuple):
@@ -31,11 +34,11 @@ def joined(shapes: dict[str, tuple[int, ...]]) -> dict[str, ExpertTensors]:
     tensors that do not go together."""
     found: dict[str, ExpertTensors] = {}
     for name, shape in shapes.items():
-        for stem, there in ((GATE, GATE_UP), (DOWN, DOWN)):
+        for stem, there in ((GATE, GATE_UP), (GATE_UP, GATE_UP), (DOWN, DOWN)):
             prefix, part, suffix = name.partition(stem)
             if not part or suffix not in (".weight", ".bias"):
                 continue
-            parts = (name,) if stem == DOWN else (name, f"{prefix}{UP}{suffix}")
+            parts = (name, f"{prefix}{UP}{suffix}") if stem == GATE else (name,)
             if len(shape) != (3 if suffix == ".weight" else 2) or any(shapes.get(each) != shape for each in parts):
                 raise ValueError(f"{parts[-1]} does not go with {name}")
             outputs = shape[1] * len(parts)

@@ -22,15 +22,14 @@ from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.metadata import Metadata, broken
-from asyncengine.models.formats.gguf.names import IGNORED, hugging_face_name
+from asyncengine.models.formats.gguf.names import IGNORED
+from asyncengine.models.formats.gguf.parts import MAX_PARTS, parts_of
 from asyncengine.models.formats.gguf.splits import open_files
 from asyncengine.models.sizes import check_sizes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-_MAX_NAMES = 2**20
-"""Tensors after those of all experts have got names of their own."""
 
 
 class _Entry(NamedTuple):
@@ -157,18 +156,18 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     for name, (file, place) in places.items():
         if re.fullmatch(IGNORED, name):
             continue
-        there = hugging_face_name(name, known.layer)
-        if there is None:
+        parts = parts_of(header, name, known.layer)
+        if not parts:
             raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
         if not place.kind.readable:
             raise UnsupportedModel(
                 f"{path} has the tensor {shorten(name, 100)} as {place.kind.name}, which is not read. Pass a file "
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
-        for own, part in _parts(path, there, place):
-            found[own] = _Entry(file, part, _heads(name, known, header), _added(name, known))
-            if len(found) > _MAX_NAMES:
-                raise broken(path, f"it has more than {_MAX_NAMES} tensors")
+        for part in parts:
+            found[part.name] = _Entry(file, part.place, _heads(part.stem, known, header), _added(name, known))
+            if len(found) > MAX_PARTS:
+                raise broken(path, f"it has more than {MAX_PARTS} tensors")
     for name, entry in found.items():
         _check_entry(path, name, entry)
     return found
@@ -201,29 +200,11 @@ def _flat(entry: _Entry) -> _Entry:
     return entry._replace(place=entry.place._replace(shape=(experts * outputs, inputs)))
 
 
-def _parts(path: Path, there: str, place: TensorPlace) -> list[tuple[str, TensorPlace]]:
-    """A tensor, or those along its first axis."""
-    if "{}" not in there:
-        wanted = place
-        if there.endswith("shared_expert_gate.weight") and len(place.shape) == 1:
-            wanted = place._replace(shape=(1, *place.shape))
-        return [(there, wanted)]
-    if len(place.shape) < 2 or place.shape[0] > _MAX_NAMES:
-        raise ModelNotFound(f"{path}: {there} has the shape {list(place.shape)}")
-    count, size = place.shape[0], place.nbytes // place.shape[0]
-    return [
-        (there.format(index), TensorPlace(place.kind, place.shape[1:], place.offset + index * size, size))
-        for index in range(count)
-    ]
-
-
-def _heads(name: str, known: Architecture, header: Header) -> int:
-    if not known.paired:
+def _heads(stem: str, known: Architecture, header: Header) -> int:
+    if not known.paired or stem not in ("attn_q", "attn_k"):
         return 0
     heads = header.whole("attention.head_count")
-    if ".attn_q." in name:
-        return heads
-    return header.whole("attention.head_count_kv", heads) if ".attn_k." in name else 0
+    return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads)
 
 
 def _added(name: str, known: Architecture) -> float:
@@ -234,7 +215,7 @@ def _check_entry(path: Path, name: str, entry: _Entry) -> None:
     rows = entry.place.shape[0]
     if entry.heads and rows % (2 * entry.heads):
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {rows} rows for {entry.heads} heads")
-    whole = 3 if name.endswith((f"{gpt_oss.GATE}.weight", f"{gpt_oss.UP}.weight", f"{gpt_oss.DOWN}.weight")) else 2
+    whole = 3 if name.endswith(gpt_oss.MATRICES) else 2
     if entry.place.kind.form is not None and len(entry.place.shape) != whole:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
 

@@ -7,6 +7,7 @@ index of the first axis: such a tensor is several tensors there (experts, norms 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from asyncengine.models.formats.gguf import gpt_oss
 
@@ -92,8 +93,22 @@ GPT_OSS = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_sinks": "self_attn.sinks",
 }
+OLLAMA_GPT_OSS = {
+    **GPT_OSS,
+    "attn_out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_up_exps": gpt_oss.GATE_UP,
+}
+"""As Ollama's own converter calls it: rows of gate and up taking turns in one tensor at first, apart since."""
 WITHOUT_SUFFIX = ("self_attn.sinks",)
-"""Parameters of a module itself: transformers adds no ".weight"."""
+"""Parameters of a module itself: transformers adds no ".weight", nor does Ollama's converter."""
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+}
+"""One tensor where others have several, one below the other: of Ollama's first gpt-oss, and of llama.cpp's converter if
+it is told so (`--fuse-qkv`, `--fuse-gate-up-exps`)."""
 
 IGNORED = (
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm)\..*"
@@ -101,18 +116,41 @@ IGNORED = (
 """Tensors that became part of the configuration, and the image part that Ollama keeps in the same file."""
 
 
-def hugging_face_name(name: str, layer: Mapping[str, str]) -> str | None:
-    """The name in a checkpoint of transformers, with "{}" where a tensor is several; None: unknown."""
-    stem, _, suffix = name.rpartition(".")
-    if suffix not in ("weight", "bias"):
+class TensorName(NamedTuple):
+    """A tensor's name in a file, taken apart."""
+
+    layer: int | None
+    """None: of no layer."""
+    stem: str
+    suffix: str
+    """"weight" or "bias"; empty where the name has neither."""
+
+    @property
+    def whole(self) -> str:
+        """As the file has it."""
+        before = "" if self.layer is None else f"blk.{self.layer}."
+        return f"{before}{self.stem}{self.suffix and '.'}{self.suffix}"
+
+
+def split_name(name: str) -> TensorName | None:
+    """None: no name of a tensor that converters give."""
+    stem, dot, suffix = name.rpartition(".")
+    if not dot or suffix not in ("weight", "bias"):
+        stem, suffix = name, ""
+    if not stem.startswith("blk."):
+        return TensorName(None, stem, suffix)
+    number, _, inner = stem.removeprefix("blk.").partition(".")
+    if not (number.isascii() and number.isdecimal() and len(number) < 6 and str(int(number)) == number):
         return None
-    prefix = ""
-    there = OUTER.get(stem)
-    if stem.startswith("blk."):
-        number, _, inner = stem.removeprefix("blk.").partition(".")
-        if not (number.isascii() and number.isdecimal() and len(number) < 6 and str(int(number)) == number):
-            return None
-        prefix, there = LAYER.format(number), layer.get(inner)
+    return TensorName(int(number), inner, suffix)
+
+
+def hugging_face_name(name: TensorName, layer: Mapping[str, str]) -> str | None:
+    """The name in a checkpoint of transformers, with "{}" where a tensor is several; None: unknown."""
+    there = (OUTER if name.layer is None else layer).get(name.stem)
     if there is None:
         return None
-    return prefix + there if there in WITHOUT_SUFFIX else f"{prefix}{there}.{suffix}"
+    prefix = "" if name.layer is None else LAYER.format(name.layer)
+    if there in WITHOUT_SUFFIX:
+        return prefix + there
+    return f"{prefix}{there}.{name.suffix}" if name.suffix else None

@@ -24,9 +24,9 @@ _LLAMA_3_LENGTH = 8192
 
 
 def rope_parameters(
-    header: Header, factors: Factors, head_dim: int, base: float = 10000.0, scaling: float = 0.0
+    header: Header, factors: Factors, head_dim: int, base: float = 10000.0, scaling: float = 0.0, kind: str = ""
 ) -> dict[str, Any]:
-    """Of layers that attend to everything; `base` and `scaling` where the header says nothing.
+    """Of layers that attend to everything; `base`, `scaling` and its `kind` where the header says nothing.
 
     Raises `UnsupportedModel` for a scaling that is not known.
     """
@@ -46,14 +46,18 @@ def rope_parameters(
         return {**found, **_divided(factors["rope_freqs"], header, theta, rotated)}
     if "rope_factors_long" in factors and "rope_factors_short" in factors:
         return {**found, **_long_rope(header, factors)}
-    kind = header.value("rope.scaling.type")
+    named = header.value("rope.scaling.type")
+    if named is None:
+        named = kind or None
     factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", scaling))
-    if kind in (None, "linear") and factor not in (0.0, 1.0):
+    if named in (None, "linear") and factor not in (0.0, 1.0):
         return {**found, "rope_type": "linear", "factor": factor}
-    if kind == "yarn":
+    if named == "yarn":
         return {**found, **_yarn(header, factor)}
-    if kind not in (None, "none", "linear"):
-        raise UnsupportedModel(f"{header.path}: {header.architecture}.rope.scaling.type {str(kind)[:40]!r} is not read")
+    if named not in (None, "none", "linear"):
+        raise UnsupportedModel(
+            f"{header.path}: {header.architecture}.rope.scaling.type {str(named)[:40]!r} is not read"
+        )
     return found
 
 
@@ -70,8 +74,8 @@ def _yarn(header: Header, factor: float) -> dict[str, Any]:
         "original_max_position_embeddings": header.whole(
             "rope.scaling.original_context_length", header.whole("context_length")
         ),
-        "beta_fast": header.real("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": header.real("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": header.real("rope.scaling.yarn_beta_fast", header.real("rope.scaling.beta_fast", 32.0)),
+        "beta_slow": header.real("rope.scaling.yarn_beta_slow", header.real("rope.scaling.beta_slow", 1.0)),
     }
     if header.value("rope.scaling.yarn_attn_factor") is not None:
         found["attention_factor"] = header.real("rope.scaling.yarn_attn_factor")

@@ -45,11 +45,15 @@ def _kquant(name: str, nbytes: int, bits: int, group: int, below: str = "middle"
     return BlockType(name, 256, nbytes, NumberForm(bits, group, below, block=256, table=table))  # type: ignore[arg-type]
 
 
+_MXFP4 = NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)
+
 BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, plain="F32"),
     1: BlockType("F16", 1, 2, plain="F16"),
     2: _legacy("Q4_0", 18, 4),
     3: _legacy("Q4_1", 20, 4, "minima"),
+    # of Ollama's first gpt-oss files (August 2025): the standard's order, two neighbours in a byte
+    4: BlockType("MXFP4_PAIRS", 32, 17, _MXFP4),
     6: _legacy("Q5_0", 22, 6),
     7: _legacy("Q5_1", 24, 6, "minima"),
     8: _legacy("Q8_0", 34, 8),
@@ -77,14 +81,14 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     30: BlockType("BF16", 1, 2, plain="BF16"),
     34: BlockType("TQ1_0", 256, 54),
     35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17, NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)),
+    39: BlockType("MXFP4", 32, 17, _MXFP4),
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18),
 }
 """By the number that files have."""
 
 GONE: Mapping[int, str] = {
-    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }  # fmt: skip
 """Types that llama.cpp itself no longer reads."""

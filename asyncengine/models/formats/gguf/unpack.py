@@ -67,6 +67,12 @@ def _mxfp4(blocks: Blocks) -> GroupedRows:
     return GroupedRows(_rows(_nibbles(blocks[:, :, 1:], 16), blocks), _exponents(blocks[:, :, 0]))
 
 
+def _mxfp4_pairs(blocks: Blocks) -> GroupedRows:
+    packed = blocks[:, :, 1:]
+    numbers = np.stack([packed & 15, packed >> 4], axis=3)
+    return GroupedRows(_rows(numbers, blocks), _exponents(blocks[:, :, 0]))
+
+
 def _exponents(stored: NDArray[Any]) -> NDArray[np.float32]:
     """Half of 2^(e - 127), as the table holds twice the numbers; below 2 that is no normal number."""
     exponents = stored.astype(np.uint32)
@@ -150,7 +156,7 @@ def compiled(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64]) ->
     from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks
 
     found = unpack_blocks(kind, stored, places)
-    scales = _exponents(found.scales) if kind == "MXFP4" else found.scales.view("<f2").astype(np.float32)
+    scales = _exponents(found.scales) if kind in EXPONENTS else found.scales.view("<f2").astype(np.float32)
     minima = found.minima.view("<f2").astype(np.float32) if found.minima.size else None
     return GroupedRows(
         found.numbers, scales, found.steps if found.steps.size else None,
@@ -161,7 +167,10 @@ def compiled(kind: str, stored: NDArray[np.uint8], places: NDArray[np.int64]) ->
 
 UNPACKERS: Mapping[str, Callable[[Blocks], GroupedRows]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _q4_0, "MXFP4": _mxfp4,
+    "MXFP4_PAIRS": _mxfp4_pairs,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
 ADDED = ("Q4_1", "Q5_1")
 """Types whose minimum is added to the numbers, not taken off."""
+EXPONENTS = ("MXFP4", "MXFP4_PAIRS")
+"""Types whose scale is a power of two, stored as its exponent."""

@@ -2,6 +2,7 @@
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
+from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.errors import (
     AdapterError,
@@ -52,6 +53,7 @@ from asyncengine.sync_engine import Engine
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEMO_EMBEDDER",
     "DEMO_MODEL",
     "AdapterError",
     "AdapterInUse",

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import MODEL_PATH, resolve_adapter
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncengine")
 
-DEMO = "demo"
-"""Name of the bundled model, wherever a model's folder or hub id is expected."""
+BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH}
+"""Names of the bundled models, wherever a model's folder or hub id is expected."""
 
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
@@ -58,16 +58,16 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
 
 
 def resolve_model(model: str | os.PathLike[str]) -> str:
-    """What to load for `model`: "demo" is the bundled one unless a folder of that name is here; a folder becomes
-    absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
+    """What to load for `model`: "demo" and "demo-embed" are bundled unless a folder of that name is here; a folder
+    becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
 
     Raises `InvalidParameter` for what is no path.
     """
     model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
     if not isinstance(model, str) or "\0" in model:
         raise InvalidParameter("model", 'must be a folder, a hub id or "demo"', model)
-    if model == DEMO and not os.path.isdir(model):
-        return str(MODEL_PATH)
+    if model in BUNDLED and not os.path.isdir(model):
+        return str(BUNDLED[model])
     return os.path.abspath(model) if os.path.exists(model) else model
 
 

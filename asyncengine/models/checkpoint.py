@@ -115,19 +115,22 @@ class Checkpoint:
         return {name: stored.kind for name, stored in self.tensors.items()}
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig) -> CheckpointSource:
+def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
     A GGUF model may be a file, the one in a folder, "ollama:NAME" or "REPO:FILE.gguf": of that, the header.
 
-    Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
+    `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
+    for what is no text generator where one is wanted.
     """
     if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
-    check_files(folder)
+    if writes:
+        check_files(folder)
     raw = read_json(folder / "config.json", path_or_id)
-    check_architectures(folder, raw)
+    if writes:
+        check_architectures(folder, raw)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:

@@ -33,6 +33,9 @@ from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import ChatKeywords, RequestKeywords
 from asyncengine.outputs import (
+    Embeddings,
+    Ranked,
+    Ranking,
     Chunk,
     Completion,
     FinishReason,

@@ -107,8 +107,6 @@ class EngineFields(EngineChoice):
     )
     """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatKeywords`."""
 
-    _source: EngineSource | None = PrivateAttr(default=None)
-
     @field_validator("adapter_root", "adapters", mode="before")
     @classmethod
     def _paths_as_text(cls, value: Any) -> Any:

@@ -179,7 +179,7 @@ def _progress() -> Iterator[Callable[[int], None]]:
     size, done = _file_size(), 0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("embedding", total=size)
+        task = bar.add_task("0 texts", total=size)
 
         def advance(count: int) -> None:
             nonlocal done

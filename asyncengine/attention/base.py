@@ -15,6 +15,9 @@ import torch
 
 from asyncengine.device.pinned import Int32Array, Int64Array
 
+_FAR = 2**40
+"""More positions than a sequence has."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
@@ -38,6 +41,13 @@ class LayerSpec:
     """Of an encoder: a position sees those after it as well, and a window reaches as far to either side."""
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
+
+    @property
+    def later(self) -> int:
+        """How many positions after its own one sees at most."""
+        if not self.both:
+            return 0
+        return _FAR if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.layers.kernels import ACTIVATIONS, Activation
+from asyncengine.layers.kernels import Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
@@ -48,7 +48,7 @@ class MLP:
             bias=config.bias if config.down_bias is None else config.down_bias,
         )  # fmt: skip
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
-        self._activation: Activation = self.xielu or ACTIVATIONS[config.activation]
+        self._activation: Activation = self.xielu or options.kernels.activation(config.activation)
         self.gated = options.kernels.gated(config.activation) if config.gated else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:

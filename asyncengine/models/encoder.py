@@ -116,7 +116,11 @@ class Encoder:
 
     def _make_attention(self) -> SequenceAttention:
         specs = [layer.attention.spec for layer in self.layers if layer.attention is not None]
-        return TorchSequences(specs)
+        if self.options.kernels.name != "compiled":
+            return TorchSequences(specs)
+        from asyncengine.attention.cpu_whole import CompiledSequences
+
+        return CompiledSequences(specs, self.dtype)
 
     def slots(self) -> dict[str, TensorSlot]:
         """The place of every tensor that a checkpoint has to hold, by its name there."""

@@ -31,15 +31,20 @@ from asyncengine.errors import (
 )
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.options import ChatKeywords, RequestKeywords
+from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
 from asyncengine.outputs import (
     Embeddings,
     Ranked,
     Ranking,
     Chunk,
+    Classification,
+    Classifications,
     Completion,
+    Embeddings,
     FinishReason,
     LogprobEntry,
+    Ranked,
+    Ranking,
     Sample,
     Timings,
     ToolCall,
@@ -66,8 +71,11 @@ __all__ = [
     "BudgetTooSmall",
     "ChatKeywords",
     "Chunk",
+    "Classification",
+    "Classifications",
     "Completion",
     "ContextLengthExceeded",
+    "Embeddings",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -88,6 +96,8 @@ __all__ = [
     "ModelNotFound",
     "OutOfMemory",
     "QueueFull",
+    "Ranked",
+    "Ranking",
     "RequestFailed",
     "RequestKeywords",
     "RequestTimeout",
@@ -101,6 +111,7 @@ __all__ = [
     "ToolCallDelta",
     "UnsupportedModel",
     "Usage",
+    "VectorKeywords",
     "WrongLoop",
     "WrongProcess",
     "shared_engine",

@@ -2,6 +2,7 @@
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
+from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
 from asyncengine.errors import (
     AdapterError,
@@ -30,12 +31,20 @@ from asyncengine.errors import (
 )
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.options import ChatKeywords, RequestKeywords
+from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
 from asyncengine.outputs import (
+    Embeddings,
+    Ranked,
+    Ranking,
     Chunk,
+    Classification,
+    Classifications,
     Completion,
+    Embeddings,
     FinishReason,
     LogprobEntry,
+    Ranked,
+    Ranking,
     Sample,
     Timings,
     ToolCall,
@@ -52,6 +61,7 @@ from asyncengine.sync_engine import Engine
 __version__ = "0.1.0"
 
 __all__ = [
+    "DEMO_EMBEDDER",
     "DEMO_MODEL",
     "AdapterError",
     "AdapterInUse",
@@ -61,8 +71,11 @@ __all__ = [
     "BudgetTooSmall",
     "ChatKeywords",
     "Chunk",
+    "Classification",
+    "Classifications",
     "Completion",
     "ContextLengthExceeded",
+    "Embeddings",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -83,6 +96,8 @@ __all__ = [
     "ModelNotFound",
     "OutOfMemory",
     "QueueFull",
+    "Ranked",
+    "Ranking",
     "RequestFailed",
     "RequestKeywords",
     "RequestTimeout",
@@ -96,6 +111,7 @@ __all__ = [
     "ToolCallDelta",
     "UnsupportedModel",
     "Usage",
+    "VectorKeywords",
     "WrongLoop",
     "WrongProcess",
     "shared_engine",

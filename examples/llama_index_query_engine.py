@@ -1,18 +1,12 @@
-"""Retrieval with LlamaIndex, all local: documents, an index, and several queries at once on an in-process model.
+"""Retrieval with LlamaIndex, all local: documents, an index by the bundled embedder, and several queries at once.
 
     python examples/llama_index_query_engine.py
-
-The embedding is a bag of hashed words, enough to find a sentence by its words without a download; put a real
-embedding model in its place for real documents.
 """
 
 import asyncio
-import hashlib
-import math
-import re
 
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 from llama_index.core import Document, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.asyncengine import AsyncEngineLLM
 
@@ -31,29 +25,10 @@ QUESTIONS = [
 ]
 
 
-class HashedWords(BaseEmbedding):
-    """Each word adds one to one of `size` places; the vector is scaled to length one."""
-
-    size: int = 256
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        vector = [0.0] * self.size
-        for word in re.findall(r"\w+", text.lower()):
-            vector[int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") % self.size] += 1.0
-        length = math.sqrt(sum(value * value for value in vector)) or 1.0
-        return [value / length for value in vector]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_query_embedding(query)
-
-
 async def main(model: str = "demo") -> list[str]:
     index = VectorStoreIndex.from_documents(
         [Document(text=fact) for fact in FACTS],
-        embed_model=HashedWords(),
+        embed_model=AsyncEngineEmbedding(model="demo-embed"),
         transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
     )
     llm = AsyncEngineLLM(model=model, temperature=0, max_tokens=40)

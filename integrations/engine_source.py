@@ -6,10 +6,20 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from asyncengine import DEMO_MODEL, AsyncEngine, Engine, EngineConfig, EngineHandle, ModelInfo, shared_engine
+from asyncengine import (
+    DEMO_EMBEDDER,
+    DEMO_MODEL,
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    EngineHandle,
+    ModelInfo,
+    shared_engine,
+)
 from asyncengine.errors import EngineClosed
 
 AnyEngine = AsyncEngine | Engine | EngineHandle
+BUNDLED = {str(DEMO_MODEL): "demo", str(DEMO_EMBEDDER): "demo-embed"}
 
 
 class EngineSource:
@@ -63,7 +73,7 @@ class EngineSource:
         if self.model:
             return self.model
         if isinstance(engine, EngineHandle):
-            return "demo" if engine.spec[0] == str(DEMO_MODEL) else engine.spec[0]
+            return BUNDLED.get(engine.spec[0], engine.spec[0])
         try:
             return engine.info.name
         except EngineClosed:  # not started yet

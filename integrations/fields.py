@@ -1,4 +1,4 @@
-"""Fields that every adapter class has, and how they become one request's sampling parameters."""
+"""Fields of the classes that generate, and how they become one request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from asyncengine import AsyncEngine, ChatKeywords, Engine, RequestKeywords, SamplingParams
+from asyncengine import ChatKeywords, RequestKeywords, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.engine_source import AnyEngine, EngineSource
+from asyncengine.integrations.engine_choice import EngineChoice
 
 SAMPLING_FIELDS = (
     "temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n",
@@ -62,15 +62,9 @@ class Call:
         return cast(RequestKeywords, self.keywords)
 
 
-class EngineFields(BaseModel):
-    """Which engine, and with which sampling defaults. Constructing loads nothing.
-
-    The adapter classes refuse unknown fields (the frameworks' own bases would ignore them); values are checked as
-    `SamplingParams` and `EngineConfig` check them. Both errors come as pydantic's `ValidationError` (a `ValueError`)
-    naming the field.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+class EngineFields(EngineChoice):
+    """Which engine, and with which sampling defaults; values are checked as `SamplingParams` and `EngineConfig` check
+    them. Constructing loads nothing."""
 
     model: str = Field(
         default_factory=lambda: os.environ.get("ASYNCENGINE_MODEL", ""),
@@ -83,10 +77,6 @@ class EngineFields(BaseModel):
     """Adapters that the shared engine loads at its start: name -> folder of a PEFT checkpoint."""
     adapter_root: str | None = None
     """Folder whose adapters the shared engine loads at its start, and the only one that it takes any from."""
-    engine: AnyEngine | None = Field(default=None, exclude=True, repr=False)
-    """An engine that the caller owns; None: the process-wide shared engine of (model, engine_config)."""
-    engine_config: dict[str, Any] = Field(default_factory=dict)
-    """Further `EngineConfig` fields of the shared engine."""
 
     temperature: float | None = None
     max_tokens: int | None = Field(
@@ -117,37 +107,17 @@ class EngineFields(BaseModel):
     )
     """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatKeywords`."""
 
-    _source: EngineSource | None = PrivateAttr(default=None)
-
-    @field_validator("model", "adapter_root", "adapters", mode="before")
+    @field_validator("adapter_root", "adapters", mode="before")
     @classmethod
-    def _path_as_text(cls, value: Any) -> Any:
+    def _paths_as_text(cls, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: cls._path_as_text(path) for name, path in value.items()}
+            return {name: cls._paths_as_text(path) for name, path in value.items()}
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
-    def _check_engine_fields(self) -> Self:
-        settings = self._settings()
-        if self.engine is not None and settings:
-            first = "engine_config" if self.engine_config else next(iter(settings))
-            raise InvalidParameter(first, "must be left out where engine is given: that engine is configured")
-        if self.engine is None and not self.model:
-            raise InvalidParameter("model", 'must be given (or set ASYNCENGINE_MODEL): a path, a hub id or "demo"')
-        self._engines()
+    def _check_defaults(self) -> Self:
         self._call(None, {})
         return self
-
-    def get_engine(self) -> Engine:
-        """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
-
-        The shared engine lives as long as a model object that uses it; it is not yours to close.
-        """
-        return self._engines().sync()
-
-    async def aget_engine(self) -> AsyncEngine:
-        """The same engine, for a coroutine."""
-        return await self._engines().aio()
 
     def _settings(self) -> dict[str, Any]:
         """`EngineConfig` fields of the shared engine. Raises `InvalidParameter` for one that is given twice."""
@@ -156,13 +126,6 @@ class EngineFields(BaseModel):
             if name in self.engine_config:
                 raise InvalidParameter(name, "is given twice: as a field and in engine_config")
         return {**self.engine_config, **named}
-
-    def _engines(self) -> EngineSource:
-        """The source of the engine, made anew only where a field it depends on was assigned since."""
-        source, settings = self._source, self._settings()
-        if source is None or not source.serves(self.model, settings, self.engine):
-            source = self._source = EngineSource(self.model, settings, self.engine)
-        return source
 
     def _defaults(self) -> dict[str, Any]:
         """What was set on this object, by the names of per-call keywords."""
@@ -209,13 +172,3 @@ class EngineFields(BaseModel):
             given["grammar"] = Grammar.of(given["grammar"])
         params = SamplingParams.from_dict(given)
         return Call(params, keywords, self._name(kwargs))
-
-    def __getstate__(self) -> dict[Any, Any]:
-        if self.engine is not None:
-            raise TypeError("a model object with an explicit engine cannot be pickled; pass model= instead of engine=")
-        return super().__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
-        return super().__deepcopy__(memo)

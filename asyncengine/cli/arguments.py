@@ -66,6 +66,29 @@ def add_generate(commands: Commands) -> None:
     _add_engine_flags(parser)
 
 
+def add_embed(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "embed", help="turn lines of text into vectors", allow_abbrev=False, usage="asyncengine embed [flags] MODEL",
+        description="Reads a text from each line of stdin. Any number of lines: only some are in memory at once.",
+    )  # fmt: skip
+    parser.add_argument("model", metavar="MODEL", help='model folder, Hugging Face hub id, or "demo-embed"')
+    parser.add_argument(
+        "--output", default="-", metavar="FILE", help='FILE.npy, FILE.jsonl, or "-" for JSON lines on stdout [-]'
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt-name", metavar="NAME", help='one of the model\'s prompts, such as "query"')
+    prompts.add_argument("--prompt", metavar="TEXT", help="what goes in front of every text")
+    parser.add_argument("--dimensions", type=int, metavar="N", help="numbers of a vector to keep [all]")
+    parser.add_argument(
+        "--normalize", action=argparse.BooleanOptionalAction, help="make vectors one long [as the model says]"
+    )
+    parser.add_argument(
+        "--truncate", action=argparse.BooleanOptionalAction, default=True,
+        help="cut texts that are too long for the model, or refuse them [cut]",
+    )  # fmt: skip
+    _add_engine_flags(parser)
+
+
 def add_bench(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench", help="measure throughput and latency", allow_abbrev=False, usage="asyncengine bench [flags] MODEL",

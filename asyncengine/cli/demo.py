@@ -21,6 +21,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.stats import EngineStats
 
 MODEL = "demo"
+EMBEDDER = "demo-embed"
 ADAPTERS = {"pirate": "demo/pirate", "json": "demo/json"}
 DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False}
 """One thread: matrices this small gain nothing from a second one. A small cache: its pages can be counted by eye."""
@@ -47,12 +48,14 @@ def run(args: argparse.Namespace) -> int:
 
 async def _story(show: Show, config: EngineConfig, streams: int) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
-        with scenes.busy(show, "importing torch and loading the model"):
+        with scenes.busy(show, "importing torch and loading the models"):
             engine = await stack.enter_async_context(open_async_engine(MODEL, config))
-        return await _play(show, engine, streams)
+            like = EngineConfig(device=config.device, num_threads=config.num_threads, show_progress=False)
+            embedder = await stack.enter_async_context(open_async_engine(EMBEDDER, like))
+        return await _play(show, engine, embedder, streams)
 
 
-async def _play(show: Show, engine: AsyncEngine, streams: int) -> dict[str, Any]:
+async def _play(show: Show, engine: AsyncEngine, embedder: AsyncEngine, streams: int) -> dict[str, Any]:
     info = engine.info
     show.print(
         f"[bold]asyncengine[/bold] has loaded its bundled model into this process: {info.weight_bytes / 1e6:.1f} MB "
@@ -61,7 +64,7 @@ async def _play(show: Show, engine: AsyncEngine, streams: int) -> dict[str, Any]
     )
     with scenes.busy(show, "importing LangChain and LlamaIndex"):
         chain = await in_background(lambda: frameworks.chain(engine))
-        queries = await in_background(lambda: frameworks.query_engine(engine))
+        queries = await in_background(lambda: frameworks.query_engine(engine, embedder))
     for name, module, extra in (
         ("LangChain", "langchain_core", "langchain"),
         ("LlamaIndex", "llama_index.core", "llama-index"),

@@ -1,10 +1,8 @@
-"""The demo's small world: eight invented documents, questions about them, and an embedding that needs no model."""
+"""The demo's small world: eight invented documents, and questions about them."""
 
 from __future__ import annotations
 
-import math
 import re
-import zlib
 from typing import NamedTuple
 
 
@@ -83,30 +81,3 @@ SMALL_JOBS = (
     Question("Tell me a story about a fox named Brin.", "Brin"),
     Question("What is the capital of Peru?", "Lima"),
 )
-
-_WORD = re.compile(r"[\w@.:-]*\w")
-_STOP = re.compile(
-    r"an?|and|are|at|by|do|does|for|has|have|how|in|is|it|like|many|much|of|on|or|that|the|to|was|what|when|where|which"
-    r"|who|with"
-)
-DIMENSIONS = 512
-
-
-def embed(text: str) -> list[float]:
-    """A hashed bag of words of length one: texts that share rare words point the same way. Deterministic."""
-    vector = [0.0] * DIMENSIONS
-    for word in _WORD.findall(text.lower()):
-        if not _STOP.fullmatch(word):
-            vector[zlib.crc32(word.encode()) % DIMENSIONS] += 1.0
-    length = math.sqrt(sum(x * x for x in vector)) or 1.0
-    return [x / length for x in vector]
-
-
-def nearest(question: str) -> str:
-    """Name of the document closest to `question`."""
-    query = embed(question)
-
-    def closeness(name: str) -> float:
-        return sum(a * b for a, b in zip(query, embed(DOCUMENTS[name]), strict=True))
-
-    return max(DOCUMENTS, key=closeness)

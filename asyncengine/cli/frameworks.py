@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.cli.documents import DOCUMENTS, embed, nearest
+from asyncengine.cli.documents import DOCUMENTS
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.sync_engine import Engine
 
 MAX_TOKENS = 96
 SYSTEM = "Answer from this text:\n\n{context}"
@@ -55,8 +56,10 @@ def chain(engine: AsyncEngine) -> Chain:
     return _LangChain(engine) if installed("langchain_core") else _PlainChain(engine)
 
 
-def query_engine(engine: AsyncEngine) -> QueryEngine:
-    return _LlamaIndex(engine) if installed("llama_index.core") else _PlainQueryEngine(engine)
+def query_engine(engine: AsyncEngine, embedder: AsyncEngine) -> QueryEngine:
+    """Over the documents, which are embedded here: blocking, so not on the embedder's own loop."""
+    made = _LlamaIndex if installed("llama_index.core") else _PlainQueryEngine
+    return made(engine, embedder)
 
 
 class _LangChain:
@@ -111,25 +114,14 @@ class _PlainChain:
 class _LlamaIndex:
     name = "LlamaIndex"
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, embedder: AsyncEngine) -> None:
         from llama_index.core import VectorStoreIndex
-        from llama_index.core.embeddings import BaseEmbedding
         from llama_index.core.schema import TextNode
 
-        from asyncengine.integrations.llama_index import AsyncEngineLLM
-
-        class HashedWords(BaseEmbedding):  # type: ignore[misc, unused-ignore]  # untyped where it is not installed
-            def _get_query_embedding(self, query: str) -> list[float]:
-                return embed(query)
-
-            def _get_text_embedding(self, text: str) -> list[float]:
-                return embed(text)
-
-            async def _aget_query_embedding(self, query: str) -> list[float]:
-                return embed(query)
+        from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineLLM
 
         nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
-        index = VectorStoreIndex(nodes, embed_model=HashedWords(model_name="hashed-words"))
+        index = VectorStoreIndex(nodes, embed_model=AsyncEngineEmbedding(engine=embedder))
         llm = AsyncEngineLLM(engine=engine, temperature=0.0, max_tokens=MAX_TOKENS)
         self._engine: Any = index.as_query_engine(llm=llm, similarity_top_k=2)
 
@@ -141,11 +133,13 @@ class _LlamaIndex:
 class _PlainQueryEngine:
     name = ""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, embedder: AsyncEngine) -> None:
+        self._engine, self._embedder = engine, embedder
+        self._vectors = Engine(embedder).embed(list(DOCUMENTS.values()), prompt_name="document").vectors
 
     async def query(self, question: str) -> Reply:
-        source = nearest(question)
+        found = await self._embedder.embed(question, prompt_name="query")
+        source = list(DOCUMENTS)[int((self._vectors @ found.vectors[0]).argmax())]
         prompt = WITH_CONTEXT.format(c=DOCUMENTS[source], q=question)
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
         done = await self._engine.chat([{"role": "user", "content": prompt}], params)

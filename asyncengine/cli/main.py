@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="asyncengine",
         description="An LLM inference engine that lives inside your Python program.",
-        epilog='MODEL is a folder, a Hugging Face hub id, or "demo" for the bundled model.',
+        epilog='MODEL is a folder, a Hugging Face hub id, or the bundled "demo" (with embed: "demo-embed").',
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_demo(commands)
     arguments.add_chat(commands)
     arguments.add_generate(commands)
+    arguments.add_embed(commands)
     arguments.add_bench(commands)
     arguments.add_fit(commands)
     return parser

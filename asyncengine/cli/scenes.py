@@ -111,7 +111,7 @@ async def retrieval(show: Show, engine: AsyncEngine, queries: QueryEngine, tally
     through = f"A {queries.name} query engine" if queries.name else "The plain API"
     show.scene(
         f"3  Answers from {len(DOCUMENTS)} documents",
-        f"{through} finds the two nearest documents by a local embedding and answers from them; "
+        f"{through} finds the two nearest documents by the vectors of a second engine and answers from them; "
         f"{len(FOR_RETRIEVAL)} queries run at once.",
     )
     lines = [Line(question.text) for question in FOR_RETRIEVAL]

@@ -1,4 +1,5 @@
-"""The bundled demo model: its weights and its adapters. `tools/demo_model`, which is not installed, made them."""
+"""The bundled demo model, its adapters and the bundled embedder. `tools/demo_model` and `tools/demo_embedder`, which are
+not installed, made them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 
 MODEL_PATH = Path(__file__).resolve().parent / "model"
 """The Hugging Face folder of the demo model."""
+EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
+"""The sentence-transformers folder of the demo embedder."""
 ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"
 """The LoRA adapters of the demo model, a PEFT folder each."""
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import MODEL_PATH, resolve_adapter
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
@@ -21,6 +21,8 @@ from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vector_desk import VectorDesk, VectorModel
+from asyncengine.engine.vector_wiring import described, pooled_decoder, pooling_of, settings_of, tokenizer_folder
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("asyncengine")
 
-DEMO = "demo"
-"""Name of the bundled model, wherever a model's folder or hub id is expected."""
+BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH}
+"""Names of the bundled models, wherever a model's folder or hub id is expected."""
 
 
 def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
@@ -58,16 +60,16 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
 
 
 def resolve_model(model: str | os.PathLike[str]) -> str:
-    """What to load for `model`: "demo" is the bundled one unless a folder of that name is here; a folder becomes
-    absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
+    """What to load for `model`: "demo" and "demo-embed" are bundled unless a folder of that name is here; a folder
+    becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
 
     Raises `InvalidParameter` for what is no path.
     """
     model = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
     if not isinstance(model, str) or "\0" in model:
         raise InvalidParameter("model", 'must be a folder, a hub id or "demo"', model)
-    if model == DEMO and not os.path.isdir(model):
-        return str(MODEL_PATH)
+    if model in BUNDLED and not os.path.isdir(model):
+        return str(BUNDLED[model])
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
@@ -122,7 +124,10 @@ def _load_frontend(
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
-        load = partial(load_model, path, config, progress, checkpoint, ahead)
+        pooling = pooling_of(checkpoint, config)
+        config = settings_of(pooling, config)
+        headless = pooling is not None and not pooling.scores_tokens
+        load = partial(load_model, path, config, progress, checkpoint, ahead, headless=headless)
         with cores.loading():
             loaded = in_words(load, device, "the model", smaller)
         attempt.check()
@@ -132,6 +137,9 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
+        pooler, vectors = None, None
+        if pooling is not None:
+            pooler, vectors = pooled_decoder(loaded, pooling, tokenizer, checkpoint)
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
@@ -142,9 +150,9 @@ def _load_frontend(
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
-        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler)
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()
         return frontend
 
@@ -159,7 +167,11 @@ def _load_tokenizer(
     if not checkpoint.metadata:
         known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
         return load_tokenizer(
-            path, config, max_chat_chars=config.max_chat_chars, model_config=known, beside=loaded.folder
+            tokenizer_folder(path, checkpoint),
+            config,
+            max_chat_chars=config.max_chat_chars,
+            model_config=known,
+            beside=loaded.folder,
         )
     from asyncengine.text.gguf import load_gguf_tokenizer
 
@@ -228,6 +240,7 @@ def _assemble(
     runner: ModelRunner,
     adapters: AdapterRegistry,
     config: EngineConfig,
+    vectors: VectorModel | None = None,
 ) -> Frontend:
     info = ModelInfo(
         name=DEMO if path == str(MODEL_PATH) else loaded.name,
@@ -251,9 +264,11 @@ def _assemble(
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
     )
+    if vectors is not None:
+        info = described(info, vectors, tokenizer)
     config = config.replace(speculation_costs=runner.step_costs if runner.no_speculation is None else None)
     grammars = make_grammars(tokenizer, info, config)
-    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters)
+    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
 
 
 def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
@@ -299,8 +314,9 @@ def wire(
     grammars: GrammarCompiler | None = None,
     adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
+    vectors: VectorModel | None = None,
 ) -> Frontend:
-    """Put an engine together around any executor (tests use a fake one)."""
+    """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -309,7 +325,8 @@ def wire(
         eviction=config.eviction,
         num_states=executor.num_states,
     )
-    info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
+    whole = vectors is not None and vectors.whole  # nothing is kept of a text
+    info = _fit_context(info, config, info.max_model_len if whole else kv.pool.capacity * executor.page_size)
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
@@ -331,7 +348,9 @@ def wire(
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    frontend.desk = None if vectors is None else VectorDesk(frontend, vectors)
+    return frontend
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

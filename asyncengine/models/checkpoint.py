@@ -115,25 +115,39 @@ class Checkpoint:
         return {name: stored.kind for name, stored in self.tensors.items()}
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig) -> CheckpointSource:
+def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
     A GGUF model may be a file, the one in a folder, "ollama:NAME" or "REPO:FILE.gguf": of that, the header.
 
-    Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
+    `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
+    for what is no text generator where one is wanted.
     """
     if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
-    check_files(folder)
+    text_only = config.task == "generate"
+    if writes:
+        check_files(folder, text_only=text_only)
+    folder = _transformer_of(folder)
     raw = read_json(folder / "config.json", path_or_id)
-    check_architectures(folder, raw)
+    if writes:
+        check_architectures(folder, raw, text_only=text_only)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(read_header(file))
     check_sizes(raw, len(tensors) if files else None)
     return _with_matrices(Checkpoint(folder, raw, files, tensors))
+
+
+def _transformer_of(folder: Path) -> Path:
+    """Of an embedder: an old one has its transformer in a folder of its own (0_Transformer)."""
+    if not (folder / "modules.json").is_file():
+        return folder
+    from asyncengine.pooling.spec import transformer_folder
+
+    return transformer_folder(folder)
 
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:

@@ -8,14 +8,11 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 
-_EMBEDDER = "is an embedding model: it gives vectors and writes no text. Run it with sentence-transformers"
-_FILES = {
-    "modules.json": _EMBEDDER,
-    "config_sentence_transformers.json": _EMBEDDER,
-    "model_index.json": "is an image generator. Run it with diffusers",
-}
+_EMBEDDER = "is an embedding model: it gives vectors and writes no text"
+_VECTOR_FILES = {"modules.json": _EMBEDDER, "config_sentence_transformers.json": _EMBEDDER}
+_FILES = {"model_index.json": "is an image generator. Run it with diffusers"}
+_SCORES = {"ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text"}
 _ENDINGS = {
-    "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
     "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
     "ForQuestionAnswering": "marks answers in a text and writes none",
     "ForMultipleChoice": "is a classifier: it gives scores and writes no text",
@@ -29,26 +26,27 @@ _ENDINGS = {
 _GENERATOR = "Pass a model for text generation"
 
 
-def check_files(folder: Path) -> None:
-    """Refuse what a file beside config.json gives away. Raises `UnsupportedModel`."""
+def check_files(folder: Path, *, text_only: bool = False) -> None:
+    """Refuse what a file beside config.json gives away. `text_only`: embedders, too. Raises `UnsupportedModel`."""
     if not (folder / "config.json").exists() and (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
             f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
         )
-    for name, what in _FILES.items():
+    for name, what in (_FILES | (_VECTOR_FILES if text_only else {})).items():
         if (folder / name).is_file():
             raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
 
 
-def check_architectures(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what config.json says was trained for something else. Raises `UnsupportedModel`.
+def check_architectures(folder: Path, config: Mapping[str, Any], *, text_only: bool = False) -> None:
+    """Refuse what config.json says was trained for something else. `text_only`: classifiers, too. Raises
+    `UnsupportedModel`.
 
     A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
     either as either, with the missing parts made up at random.
     """
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        for ending, what in _ENDINGS.items():
+        for ending, what in (_ENDINGS | (_SCORES if text_only else {})).items():
             if isinstance(name, str) and name.endswith(ending):
                 raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
 

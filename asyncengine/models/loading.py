@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
-from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
@@ -87,9 +88,11 @@ def load_model(
     progress: LoadProgress | None = None,
     checkpoint: CheckpointSource | None = None,
     ahead: CompileAhead | None = None,
+    *,
+    headless: bool = False,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
-    kernels that the model needs (None: they are compiled when they are called).
+    kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -97,8 +100,9 @@ def load_model(
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
-        with _typed(checkpoint.folder):
+        with typed(checkpoint.folder):
             hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
+            described = _without_head(hf_config, described) if headless else described
             if described is not None and hf_config.model_type in MULTIMODAL:
                 checkpoint = text_part(checkpoint, described)
             check_config(hf_config, checkpoint, described)
@@ -110,7 +114,7 @@ def load_model(
             bound_kernel_caches()
         model: CausalLM
         if described is not None:
-            with _typed(checkpoint.folder):
+            with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
                     described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead
                 )
@@ -138,6 +142,16 @@ def load_model(
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(hf_config),
     )
+
+
+def _without_head(hf_config: Any, described: DecoderConfig | None) -> DecoderConfig:
+    """An output layer takes no memory where it is the embedding, and is not missed where the files have none."""
+    if described is None:
+        raise UnsupportedModel(
+            f"family {hf_config.model_type!r} runs through transformers' modules here, which give no vectors"
+        )
+    heads = (*described.ignored, rf"(.*\.)?{re.escape(described.head)}\..*", r"score\..*")
+    return replace(described, tied=True, head_bias=False, ignored=heads)
 
 
 def read_config(
@@ -170,7 +184,7 @@ def _load_decoder(
     forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
     kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    _check_memory(sum(elements.values()), dtype, device, bits, kept)
+    check_memory(sum(elements.values()), dtype, device, bits, kept)
     kernels = layer_kernels(config.attention_backend, dtype, device)
     options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms)
     decoder = Decoder(described, options, max_model_len)
@@ -196,7 +210,7 @@ def _load_module(
 
     family = hf_config.model_type
     bar.stage("reading weights")
-    with _typed(checkpoint.folder):
+    with typed(checkpoint.folder):
         module = _make_module(checkpoint, hf_config, config, dtype, device)
         check_module(family, module)
         bar.stage("checking attention")
@@ -285,12 +299,12 @@ def _make_module(
 
     if config.load_format == "dummy":
         with _quiet_transformers():
-            _check_memory(count_elements(hf_config, config, dtype), dtype, device)
+            check_memory(count_elements(hf_config, config, dtype), dtype, device)
             module = make_random(hf_config, config, dtype, device)
     else:
         with _quiet_transformers():
             check_elements(count_elements(hf_config, config, dtype), checkpoint.elements)
-        _check_memory(checkpoint.elements, dtype, device)
+        check_memory(checkpoint.elements, dtype, device)
         module = _from_pretrained(checkpoint, hf_config, config, dtype).to(device)
     return module.eval().requires_grad_(False)
 
@@ -312,7 +326,7 @@ def kept_forms(
     return {path: each for path, each in stored.items() if bits is None or each.numbers.bits <= bits}
 
 
-def _check_memory(
+def check_memory(
     elements: int, dtype: torch.dtype, device: torch.device, bits: int | None = None, stored: int = 0
 ) -> None:
     """`stored`: bytes of matrices that stay as the checkpoint has them; `elements`: numbers of all others."""
@@ -348,7 +362,7 @@ def _from_pretrained(checkpoint: CheckpointSource, hf_config: Any, config: Engin
 
 
 @contextmanager
-def _typed(folder: Path) -> Iterator[None]:
+def typed(folder: Path) -> Iterator[None]:
     """Around what transformers and safetensors do with a folder's content: they raise whatever came up."""
     try:
         yield

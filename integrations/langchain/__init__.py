@@ -1,4 +1,5 @@
-"""LangChain: `ChatAsyncEngine` (chat model) and `AsyncEngineLLM` (text completion)."""
+"""LangChain: `ChatAsyncEngine` (chat model), `AsyncEngineLLM` (text completion), `AsyncEngineEmbeddings` and
+`AsyncEngineReranker` (document compressor)."""
 
 try:
     import langchain_core  # noqa: F401
@@ -8,6 +9,8 @@ except ImportError as error:
     ) from error
 
 from asyncengine.integrations.langchain.chat_model import ChatAsyncEngine
+from asyncengine.integrations.langchain.embeddings import AsyncEngineEmbeddings
 from asyncengine.integrations.langchain.llm import AsyncEngineLLM
+from asyncengine.integrations.langchain.reranker import AsyncEngineReranker
 
-__all__ = ["AsyncEngineLLM", "ChatAsyncEngine"]
+__all__ = ["AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]

@@ -1,5 +1,10 @@
 """LangChain's conventional module name for `asyncengine.integrations.langchain`."""
 
-from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain import (
+    AsyncEngineEmbeddings,
+    AsyncEngineLLM,
+    AsyncEngineReranker,
+    ChatAsyncEngine,
+)
 
-__all__ = ["AsyncEngineLLM", "ChatAsyncEngine"]
+__all__ = ["AsyncEngineEmbeddings", "AsyncEngineLLM", "AsyncEngineReranker", "ChatAsyncEngine"]

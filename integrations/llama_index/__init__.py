@@ -1,4 +1,4 @@
-"""LlamaIndex: `AsyncEngineLLM`."""
+"""LlamaIndex: `AsyncEngineLLM`, `AsyncEngineEmbedding` and `AsyncEngineRerank`."""
 
 try:
     import llama_index.core  # noqa: F401
@@ -7,6 +7,8 @@ except ImportError as error:
         'the LlamaIndex adapter needs llama-index-core; install it with: pip install "asyncengine[llama-index]"'
     ) from error
 
+from asyncengine.integrations.llama_index.embedding import AsyncEngineEmbedding
 from asyncengine.integrations.llama_index.llm import AsyncEngineLLM
+from asyncengine.integrations.llama_index.rerank import AsyncEngineRerank
 
-__all__ = ["AsyncEngineLLM"]
+__all__ = ["AsyncEngineEmbedding", "AsyncEngineLLM", "AsyncEngineRerank"]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from asyncengine.cli import frameworks, text
-from asyncengine.cli.documents import DOCUMENTS, FOR_RETRIEVAL, embed, nearest
 from asyncengine.cli.main import main
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB")
@@ -194,13 +193,6 @@ def check_summary(summary: dict[str, Any]) -> None:
     assert summary["requests"] == sum(summary["finished"].values())
     assert set(summary["finished"]) <= {"stop", "length", "abort"}
     assert summary["tokens_per_second"] > 0
-
-
-def test_the_local_embedding_finds_each_document() -> None:
-    assert embed("Nightfall") == embed("nightfall")
-    found = [nearest(question.text) for question in FOR_RETRIEVAL]
-    for question, name in zip(FOR_RETRIEVAL, found, strict=True):
-        assert question.expected.lower() in DOCUMENTS[name].lower()
 
 
 def test_model_output_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

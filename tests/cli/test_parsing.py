@@ -44,7 +44,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert f"asyncengine {__version__}" in done.stdout
-    assert all(command in done.stdout for command in ("demo", "chat", "generate", "bench"))
+    assert all(command in done.stdout for command in ("demo", "chat", "generate", "embed", "bench"))
     assert done.stdout.endswith("heavy: []\n")
 
 
@@ -92,6 +92,9 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["bench", "demo", "--output-len", "0"], "output_len: must be >= 1, got 0"),
         (["bench", "demo", "--concurrency", "4,none"], "--concurrency"),
         (["bench", "demo", "--concurrency", "0"], "--concurrency"),
+        (["embed", "demo-embed", "--output", "vectors.csv"], 'output: must end in .npy or .jsonl, or be "-"'),
+        (["embed", "demo-embed", "--output", "no/such/folder/vectors.npy"], "output: there is no folder no/such/folder"),
+        (["embed", "demo-embed", "--prompt", "a", "--prompt-name", "b"], "--prompt-name"),
         (["demo", "--streams", "0"], "streams: must be >= 1, got 0"),
         (["dance"], "dance"),
         (["generate", "demo", "hi", "--adapter", "pirate"], "--adapter: must be NAME=PATH, got 'pirate'"),

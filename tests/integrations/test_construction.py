@@ -17,7 +17,13 @@ from langchain_core.runnables import ConfigurableField
 from pydantic import ValidationError
 
 from asyncengine import AsyncEngine, Engine, EngineHandle, shared_engine
-from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.langchain import (
+    AsyncEngineEmbeddings,
+    AsyncEngineLLM,
+    AsyncEngineReranker,
+    ChatAsyncEngine,
+)
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
 from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
 
 from .conftest import CONFIG
@@ -225,10 +231,20 @@ def test_the_package_refuses_its_folder_name() -> None:
 def test_conventional_module_names_export_the_same_classes() -> None:
     folder = Path(__file__).parents[2] / "integrations"
     for name, expected in (
-        ("langchain_asyncengine", {"AsyncEngineLLM": AsyncEngineLLM, "ChatAsyncEngine": ChatAsyncEngine}),
+        (
+            "langchain_asyncengine",
+            {
+                "AsyncEngineEmbeddings": AsyncEngineEmbeddings,
+                "AsyncEngineLLM": AsyncEngineLLM,
+                "AsyncEngineReranker": AsyncEngineReranker,
+                "ChatAsyncEngine": ChatAsyncEngine,
+            },
+        ),
         ("llama_index_llms_asyncengine", {"AsyncEngineLLM": LlamaIndexLLM}),
+        ("llama_index_embeddings_asyncengine", {"AsyncEngineEmbedding": AsyncEngineEmbedding}),
+        ("llama_index_postprocessor_asyncengine", {"AsyncEngineRerank": AsyncEngineRerank}),
     ):
         names: dict[str, Callable[..., Any]] = {}
         exec((folder / name / "__init__.py").read_text(), names)
         assert {key: names[key] for key in names["__all__"]} == expected  # type: ignore[attr-defined]
-    assert not (folder / "llama_index_llms_asyncengine" / "llama_index").exists()
+    assert not list(folder.glob("llama_index_*/llama_index"))

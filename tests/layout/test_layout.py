@@ -98,7 +98,7 @@ def shipped_files() -> list[Path]:
 
 
 def test_wheel_contents(tmp_path: Path) -> None:
-    """A plain install puts three names into site-packages, all modules, types, the demo model and its adapters."""
+    """A plain install puts three names into site-packages, all modules, types, the demo models and the adapters."""
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     copy = tmp_path / "copy"
     for source in shipped_files():
@@ -114,12 +114,15 @@ def test_wheel_contents(tmp_path: Path) -> None:
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"asyncengine", "langchain_asyncengine", "llama_index"}
     assert "llama_index/__init__.py" not in names
-    assert "llama_index/llms/__init__.py" not in names
+    for part in ("llms", "embeddings", "postprocessor"):
+        assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
     assert "asyncengine/py.typed" in names
     for module, path in sources():
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"asyncengine/demo/model/{file}" in names
+    for file in ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "1_Pooling/config.json"):
+        assert f"asyncengine/demo/embedder/{file}" in names
     for adapter in ("json", "pirate"):
         for file in ("README.md", "adapter_config.json", "adapter_model.safetensors"):
             assert f"asyncengine/demo/adapters/{adapter}/{file}" in names
@@ -158,10 +161,12 @@ ALLOWED = {
     "device": {"device", "kernels"},
     "attention": {"attention", "device", "kernels"},
     "layers": {"layers", "attention", "device", "kernels"},
-    "models": {"models", "layers", "attention", "device", "kernels"},
+    "pooling": {"pooling"},
+    "models": {"models", "pooling", "layers", "attention", "device", "kernels"},
     "sampling": {"sampling", "device", "kernels"},
     "runner": {
         "runner",
+        "pooling",
         "speculation",
         "sampling",
         "lora.layers",
@@ -298,9 +303,8 @@ def test_only_wiring_wires() -> None:
     concrete = ("runner", "models", "layers", "attention", "sampling", "kernels", "lora.layers")
     wrong = []
     for module, path in sources():
-        if module in ("asyncengine", "asyncengine.engine.wiring") or room(module) in (
-            *concrete, "device", "cli", "testing", "gpucheck",
-        ):  # fmt: skip
+        wires = module in ("asyncengine", "asyncengine.engine.wiring", "asyncengine.engine.vector_wiring")
+        if wires or room(module) in (*concrete, "device", "cli", "testing", "gpucheck"):
             continue
         for name in imported(path):
             if name.startswith("asyncengine.") and room(name) in (*concrete, "demo"):

@@ -1,0 +1,118 @@
+"""Fields of the adapter classes that embed and rerank, and how they become keywords of the engine's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from asyncengine import Embeddings, ModelInfo, Ranking
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.engine_choice import EngineChoice
+
+Kind = Literal["query", "document"]
+
+PROMPT_NAMES: dict[Kind, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage")}
+"""What models call the prompts of the two kinds of text that retrieval knows, the first one first."""
+MANY_NUMBERS = 1 << 16
+"""From this many on, vectors become Python's lists on a thread: a large list would hold the event loop up."""
+
+
+class RequestFields(EngineChoice):
+    """What every request of an object carries."""
+
+    truncate: bool = True
+    """Cut texts that are too long for the model; False: refuse them by name."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that computes; None: the base model alone."""
+    timeout: float | None = None
+    """Seconds from submit to the end of a call; then it raises `RequestTimeout`."""
+    priority: int | None = None
+    """Lower goes first, where the engine's policy is "priority"."""
+
+    def _request(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("adapter", "timeout", "priority")}
+        return {"truncate": self.truncate, **{name: value for name, value in given.items() if value is not None}}
+
+
+class EmbeddingFields(RequestFields):
+    """Which engine embeds, and how."""
+
+    variable: ClassVar[str] = "ASYNCENGINE_EMBEDDING_MODEL"
+
+    model: str = Field(default_factory=lambda: os.environ.get(EmbeddingFields.variable, ""))
+    """Path, hub id, or "demo-embed" (the bundled embedder). Defaults to the environment variable
+    ASYNCENGINE_EMBEDDING_MODEL."""
+    query_prompt_name: str | None = None
+    """Which of the model's prompts goes in front of a query; None: the one called "query", where there is one."""
+    document_prompt_name: str | None = None
+    """The same of a document; None: the one called "document" or "passage", where there is one."""
+    query_prompt: str | None = None
+    """The text itself, in place of a name; "" for none."""
+    document_prompt: str | None = None
+    """The same for documents."""
+    dimensions: int | None = None
+    """Keep so many of a vector's numbers (models trained for it); None: all."""
+    normalize: bool | None = None
+    """Whether vectors have length one; None: as the model says."""
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Self:
+        for kind in PROMPT_NAMES:
+            name, text = getattr(self, f"{kind}_prompt_name"), getattr(self, f"{kind}_prompt")
+            if name is not None and text is not None:
+                raise InvalidParameter(f"{kind}_prompt", f"must be left out where {kind}_prompt_name is given", text)
+        return self
+
+    def _keywords(self, kind: Kind, info: ModelInfo) -> dict[str, Any]:
+        """Of the engine's `embed`. What a model has no prompt for is embedded as its own default says."""
+        prompt = getattr(self, f"{kind}_prompt")
+        name = getattr(self, f"{kind}_prompt_name")
+        if prompt is None and name is None:
+            name = next((known for known in PROMPT_NAMES[kind] if known in info.prompts), None)
+        given = {"prompt": prompt, "prompt_name": name, "dimensions": self.dimensions, "normalize": self.normalize}
+        return {**self._request(), **{key: value for key, value in given.items() if value is not None}}
+
+    def _embed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
+        if not texts:
+            return []
+        engine = self._engines().sync()
+        found = engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))
+        return _lists(found)
+
+    async def _aembed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
+        if not texts:
+            return []
+        engine = await self._engines().aio()
+        found = await engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))
+        return _lists(found) if found.vectors.size < MANY_NUMBERS else await asyncio.to_thread(_lists, found)
+
+
+class RerankFields(RequestFields):
+    """Which engine reranks, and how."""
+
+    variable: ClassVar[str] = "ASYNCENGINE_RERANK_MODEL"
+
+    model: str = Field(default_factory=lambda: os.environ.get(RerankFields.variable, ""))
+    """Path or hub id. Defaults to the environment variable ASYNCENGINE_RERANK_MODEL."""
+    instruction: str | None = None
+    """What the reranker is to look for, where the model takes an instruction; None: its own."""
+
+    def _rerank_keywords(self, top_n: int | None) -> dict[str, Any]:
+        given = {"top_n": top_n, "instruction": self.instruction}
+        return {**self._request(), **{key: value for key, value in given.items() if value is not None}}
+
+    def _rank(self, query: str, texts: Sequence[str], top_n: int | None) -> Ranking:
+        return self._engines().sync().rerank(query, texts, **self._rerank_keywords(top_n))
+
+    async def _arank(self, query: str, texts: Sequence[str], top_n: int | None) -> Ranking:
+        engine = await self._engines().aio()
+        return await engine.rerank(query, texts, **self._rerank_keywords(top_n))
+
+
+def _lists(found: Embeddings) -> list[list[float]]:
+    """Row by row: a thread that does so lets others in between."""
+    return [row.tolist() for row in found.vectors]

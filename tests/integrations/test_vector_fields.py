@@ -1,0 +1,194 @@
+"""What the four adapter classes ask of an engine: prompts by the kind of text, settings, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from llama_index.core.schema import NodeWithScore, TextNode
+from pydantic import ValidationError
+
+from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+
+from .vector_models import NotingSource
+
+FOUR: list[type[Any]] = [AsyncEngineEmbeddings, AsyncEngineReranker, AsyncEngineEmbedding, AsyncEngineRerank]
+EMBEDDERS: list[type[Any]] = [AsyncEngineEmbeddings, AsyncEngineEmbedding]
+
+
+def noting(kind: type[Any], *prompts: str, **fields: Any) -> tuple[Any, NotingSource]:
+    made = kind(**{"model": "nowhere", **fields})
+    source = NotingSource(*prompts)
+    made._source = source
+    return made, source
+
+
+def of_both(made: Any) -> tuple[Callable[[str], Any], Callable[[list[str]], Any]]:
+    """Embedding a query and documents, by whatever the class calls it."""
+    if isinstance(made, AsyncEngineEmbeddings):
+        return made.embed_query, made.embed_documents
+    return made.get_query_embedding, made.get_text_embedding_batch
+
+
+@pytest.mark.parametrize("kind", EMBEDDERS)
+@pytest.mark.parametrize(
+    ("prompts", "fields", "query", "document"),
+    [
+        ((), {}, {}, {}),
+        (("query", "document"), {}, {"prompt_name": "query"}, {"prompt_name": "document"}),
+        (("query", "passage"), {}, {"prompt_name": "query"}, {"prompt_name": "passage"}),
+        (("query",), {"query_prompt": "", "document_prompt": "d: "}, {"prompt": ""}, {"prompt": "d: "}),
+        (("query", "s2s"), {"query_prompt_name": "s2s"}, {"prompt_name": "s2s"}, {}),
+        ((), {"dimensions": 2, "normalize": False}, {"dimensions": 2, "normalize": False}, None),
+        ((), {"timeout": 3.0, "priority": 1, "adapter": "a"}, {"timeout": 3.0, "priority": 1, "adapter": "a"}, None),
+        ((), {"truncate": False}, {"truncate": False}, None),
+    ],
+)
+def test_what_is_asked_for(
+    kind: type[Any], prompts: tuple[str, ...], fields: dict[str, Any], query: dict[str, Any], document: Any
+) -> None:
+    made, source = noting(kind, *prompts, **fields)
+    ask, store = of_both(made)
+    ask("who?")
+    store(["somebody", "nobody"])
+    asked, stored = source.calls
+    always = {"truncate": True, "show_progress": None}
+    assert asked == {"texts": ["who?"], **always, **query}
+    assert stored == {"texts": ["somebody", "nobody"], **always, **(query if document is None else document)}
+
+
+async def test_the_async_calls_ask_the_same_and_await_the_engine() -> None:
+    chain, source = noting(AsyncEngineEmbeddings, "query", "document")
+    assert await chain.aembed_query("abc") == [3.0, 0.5]
+    assert await chain.aembed_documents(["a", "ab"]) == [[1.0, 0.5], [2.0, 0.5]]
+    index, other = noting(AsyncEngineEmbedding, "query", "document")
+    assert await index.aget_query_embedding("abc") == [3.0, 0.5]
+    assert await index.aget_text_embedding_batch(["a", "ab"]) == [[1.0, 0.5], [2.0, 0.5]]
+    assert await index.aget_text_embedding("ab") == [2.0, 0.5]
+    assert not source.blocking.calls
+    assert not other.blocking.calls
+    named = [call["prompt_name"] for call in (*source.calls, *other.calls)]
+    assert named == ["query", "document", "query", "document", "document"]
+
+
+async def test_no_texts_ask_nothing() -> None:
+    for kind in EMBEDDERS:
+        made, source = noting(kind)
+        assert of_both(made)[1]([]) == []
+        assert await made._aembed([], "document") == []
+        assert not source.calls
+
+
+def test_one_call_however_many_texts() -> None:
+    """LlamaIndex hands over ten at a time unless it is told otherwise."""
+    made, source = noting(AsyncEngineEmbedding)
+    assert len(made.get_text_embedding_batch([f"text {i}" for i in range(1500)])) == 1500
+    assert [len(call["texts"]) for call in source.calls] == [1500]
+
+
+async def test_large_answers_become_lists_in_full() -> None:
+    made, _ = noting(AsyncEngineEmbeddings)
+    texts = ["a" * (i % 7 + 1) for i in range(40_000)]
+    assert await made.aembed_documents(texts) == made.embed_documents(texts)
+
+
+DOCUMENTS = [Document("aa", id="1", metadata={"page": 7}), Document("aaaa", id="2"), Document("a", id="3")]
+
+
+async def test_a_compressor_keeps_the_best_and_changes_nothing_of_its_callers() -> None:
+    made, source = noting(AsyncEngineReranker, top_n=2, instruction="look")
+    kept = made.compress_documents(DOCUMENTS, "q")
+    assert [(d.id, d.metadata["relevance_score"]) for d in kept] == [("2", 4.0), ("1", 2.0)]
+    assert kept[1].metadata["page"] == 7
+    assert "relevance_score" not in DOCUMENTS[0].metadata
+    assert await made.acompress_documents(DOCUMENTS, "q") == kept
+    expected = {"query": "q", "documents": ["aa", "aaaa", "a"], "top_n": 2, "instruction": "look", "truncate": True}
+    assert source.calls == [expected, expected]
+    assert len(source.awaited.calls) == 1
+    assert len(noting(AsyncEngineReranker, top_n=None)[0].compress_documents(DOCUMENTS, "q")) == 3
+    assert made.compress_documents([], "q") == await made.acompress_documents([], "q") == []
+
+
+async def test_a_postprocessor_keeps_the_best_and_changes_nothing_of_its_callers() -> None:
+    made, source = noting(AsyncEngineRerank, keep_retrieval_score=True)
+    texts = ("aa", "aaaa", "a")
+    nodes = [NodeWithScore(node=TextNode(id_=text, text=text), score=0.1) for text in texts]
+    kept = made.postprocess_nodes(nodes, query_str="q")
+    assert [(k.node.node_id, k.score, k.node.metadata) for k in kept] == [
+        ("aaaa", 4.0, {"retrieval_score": 0.1}),
+        ("aa", 2.0, {"retrieval_score": 0.1}),
+    ]
+    assert [(given.score, given.node.metadata) for given in nodes] == [(0.1, {})] * 3
+    again = await made.apostprocess_nodes(nodes, query_str="q")
+    assert [k.node.node_id for k in again] == ["aaaa", "aa"]
+    assert len(source.awaited.calls) == 1
+    assert made.postprocess_nodes([], query_str="q") == []
+    with pytest.raises(ValueError, match="query_bundle"):
+        made.postprocess_nodes(nodes)
+
+
+@pytest.mark.parametrize("kind", FOUR)
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model": "m", "temperature": 0}, "temperature"),
+        ({"model": "m", "engine_config": {"pages": 3}}, "pages"),
+        ({"model": "m", "truncate": "perhaps"}, "truncate"),
+        ({}, "model"),
+    ],
+)
+def test_wrong_fields_are_named(kind: type[Any], fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        kind(**fields)
+
+
+@pytest.mark.parametrize("kind", EMBEDDERS)
+def test_a_prompt_and_its_name_contradict_each_other(kind: type[Any]) -> None:
+    with pytest.raises(ValidationError, match="query_prompt"):
+        kind(model="m", query_prompt="q: ", query_prompt_name="query")
+
+
+@pytest.mark.parametrize("kind", [AsyncEngineReranker, AsyncEngineRerank])
+def test_at_least_one_is_kept(kind: type[Any]) -> None:
+    with pytest.raises(ValidationError, match="top_n"):
+        kind(model="m", top_n=0)
+
+
+@pytest.mark.parametrize("kind", FOUR)
+def test_copies_share_the_engine(kind: type[Any]) -> None:
+    made = kind(model="nowhere", engine_config={"num_threads": 1})
+    for other in (copy.copy(made), copy.deepcopy(made), made.model_copy()):
+        assert other._engines() is made._engines()
+    sent = pickle.loads(pickle.dumps(made))
+    assert sent.model == "nowhere"
+    assert sent._engines().serves("nowhere", {"num_threads": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable"),
+    [
+        (AsyncEngineEmbeddings, "ASYNCENGINE_EMBEDDING_MODEL"),
+        (AsyncEngineEmbedding, "ASYNCENGINE_EMBEDDING_MODEL"),
+        (AsyncEngineReranker, "ASYNCENGINE_RERANK_MODEL"),
+        (AsyncEngineRerank, "ASYNCENGINE_RERANK_MODEL"),
+    ],
+)
+def test_the_model_by_the_environment(kind: type[Any], variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat model's variable says nothing of embedders."""
+    monkeypatch.setenv("ASYNCENGINE_MODEL", "a-chat-model")
+    with pytest.raises(ValidationError, match=variable):
+        kind()
+    monkeypatch.setenv(variable, "from-the-environment")
+    assert kind().model == "from-the-environment"
+
+
+def test_llama_index_calls_it_model_name() -> None:
+    by_either = [AsyncEngineEmbedding(model_name="m"), AsyncEngineEmbedding(model="m")]
+    assert [(made.model, made.model_name) for made in by_either] == [("m", "m")] * 2
+    assert AsyncEngineEmbedding.from_dict(by_either[0].to_dict()).model == "m"
+    assert by_either[0].to_payload()["model_name"] == "m"

@@ -1,0 +1,204 @@
+"""The adapters of both frameworks over the bundled embedder and a random reranker: their standard tests, and RAG's
+parts as programs use them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_tests.integration_tests import EmbeddingsIntegrationTests
+from langchain_tests.unit_tests import EmbeddingsUnitTests
+from llama_index.core import VectorStoreIndex
+from llama_index.core.schema import NodeWithScore, TextNode
+from tools.demo_embedder.bert import PROMPTS, Served
+
+from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
+from asyncengine.cli.documents import DOCUMENTS, FOR_RETRIEVAL
+from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+
+from .vector_models import EMBEDDER, make_reranker
+
+TEXTS = list(DOCUMENTS.values())
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Iterator[EngineHandle]:
+    """Keeps the shared embedder loaded."""
+    held = shared_engine("demo-embed", **EMBEDDER)
+    engine = held.get()
+    yield held
+    engine.close()
+    held.close()
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = str(make_reranker(tmp_path_factory.mktemp("reranker")))
+    held = shared_engine(folder, **EMBEDDER)
+    engine = held.get()
+    yield folder
+    engine.close()
+    held.close()
+
+
+@pytest.fixture
+def chain(embedder: EngineHandle) -> AsyncEngineEmbeddings:
+    return AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER)
+
+
+@pytest.fixture
+def index(embedder: EngineHandle) -> AsyncEngineEmbedding:
+    return AsyncEngineEmbedding(model="demo-embed", engine_config=EMBEDDER)
+
+
+class TestUnit(EmbeddingsUnitTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return AsyncEngineEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"model": "a-model"}
+
+    @property
+    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        return {"ASYNCENGINE_EMBEDDING_MODEL": "from-the-environment"}, {}, {"model": "from-the-environment"}
+
+
+@pytest.mark.usefixtures("embedder")
+class TestIntegration(EmbeddingsIntegrationTests):
+    @property
+    def embeddings_class(self) -> type[Embeddings]:
+        return AsyncEngineEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        return {"model": "demo-embed", "engine_config": EMBEDDER}
+
+
+async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: AsyncEngineEmbedding) -> None:
+    """With the prompt of each kind of text, in all ten calls."""
+    served = Served(DEMO_EMBEDDER)
+    documents = served(TEXTS, PROMPTS["document"]).numpy()
+    query = served(["Who leads Velmora?"], PROMPTS["query"]).numpy()[0]
+    for found in (
+        chain.embed_documents(TEXTS),
+        await chain.aembed_documents(TEXTS),
+        index.get_text_embedding_batch(TEXTS),
+        await index.aget_text_embedding_batch(TEXTS),
+        [index.get_text_embedding(text) for text in TEXTS],
+        [await index.aget_text_embedding(text) for text in TEXTS],
+    ):
+        np.testing.assert_allclose(np.array(found), documents, atol=1e-5)
+    for one in (
+        chain.embed_query("Who leads Velmora?"),
+        await chain.aembed_query("Who leads Velmora?"),
+        index.get_query_embedding("Who leads Velmora?"),
+        await index.aget_query_embedding("Who leads Velmora?"),
+    ):
+        np.testing.assert_allclose(np.array(one), query, atol=1e-5)
+
+
+async def test_many_tasks_are_few_steps(chain: AsyncEngineEmbeddings) -> None:
+    engine = await chain.aget_engine()
+    questions = [f"How old is number {n}?" for n in range(200)]
+    before = engine.stats().steps
+    found = await asyncio.gather(*(chain.aembed_query(question) for question in questions))
+    assert engine.stats().steps - before < 40
+    alone = [await chain.aembed_query(question) for question in questions[:3]]
+    assert found[:3] == alone
+
+
+async def test_shorter_vectors_are_the_beginning_made_one_long(chain: AsyncEngineEmbeddings) -> None:
+    short = AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, dimensions=32)
+    whole, cut = (np.array(await made.aembed_query("a cat")) for made in (chain, short))
+    np.testing.assert_allclose(cut, whole[:32] / np.linalg.norm(whole[:32]), atol=1e-6)
+
+
+async def test_a_vector_store_finds_the_demo_s_documents(chain: AsyncEngineEmbeddings) -> None:
+    store = await InMemoryVectorStore.afrom_texts(TEXTS, chain)
+    found = await asyncio.gather(*(store.asimilarity_search(question.text, k=1) for question in FOR_RETRIEVAL))
+    for question, (document,) in zip(FOR_RETRIEVAL, found, strict=True):
+        assert question.expected in document.page_content
+
+
+async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) -> None:
+    """Made blocking inside a running loop, asked with and without awaiting."""
+    nodes = [TextNode(id_=name, text=text) for name, text in DOCUMENTS.items()]
+    retriever = VectorStoreIndex(nodes, embed_model=index).as_retriever(similarity_top_k=1)
+    for question in FOR_RETRIEVAL:
+        for (found,) in (await retriever.aretrieve(question.text), retriever.retrieve(question.text)):
+            assert question.expected in found.node.get_content()
+
+
+async def test_wrong_calls_are_named_and_disturb_nobody(chain: AsyncEngineEmbeddings) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [({"dimensions": 4096}, "dimensions"), ({"query_prompt_name": "no"}, "prompt_name")]
+    for fields, named in wrong:
+        with pytest.raises(ValueError, match=named):
+            await AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, **fields).aembed_query("a")
+    with pytest.raises(ValueError, match="texts"):
+        await chain.aembed_documents(["a", None])  # type: ignore[list-item]
+    assert len(await chain.aembed_query("a")) == 128
+
+
+async def test_cancelled_in_the_middle(chain: AsyncEngineEmbeddings) -> None:
+    engine = await chain.aget_engine()
+    task = asyncio.ensure_future(chain.aembed_documents([f"{n} " * 200 for n in range(3000)]))
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    remove = engine.on_event(lambda event: loop.call_soon_threadsafe(started.set))
+    await asyncio.wait_for(started.wait(), 60)
+    remove()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for _ in range(2):
+        await chain.aembed_query("settle")
+    assert not any(engine.stats().requests.values())
+
+
+def scores(folder: str, query: str, texts: list[str]) -> list[float]:
+    """As sentence-transformers' CrossEncoder has them: one label, squashed."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    import torch
+
+    with torch.inference_mode():
+        batch = tokenizer([query] * len(texts), texts, return_tensors="pt", padding=True)
+        return torch.sigmoid(model(**batch).logits[:, 0]).tolist()
+
+
+async def test_rerankers_of_both_frameworks(reranker: str) -> None:
+    expected = scores(reranker, "Who leads Velmora?", TEXTS)
+    best = sorted(range(len(TEXTS)), key=lambda i: -expected[i])[:3]
+    chain = AsyncEngineReranker(model=reranker, engine_config=EMBEDDER)
+    documents = [Document(text) for text in TEXTS]
+    for kept in (
+        chain.compress_documents(documents, "Who leads Velmora?"),
+        await chain.acompress_documents(documents, "Who leads Velmora?"),
+    ):
+        assert [document.page_content for document in kept] == [TEXTS[i] for i in best]
+        found = [document.metadata["relevance_score"] for document in kept]
+        assert found == pytest.approx([expected[i] for i in best], abs=1e-5)
+    index = AsyncEngineRerank(model=reranker, engine_config=EMBEDDER, top_n=3)
+    nodes = [NodeWithScore(node=TextNode(text=text), score=0.0) for text in TEXTS]
+    for ranked in (
+        index.postprocess_nodes(nodes, query_str="Who leads Velmora?"),
+        await index.apostprocess_nodes(nodes, query_str="Who leads Velmora?"),
+    ):
+        assert [node.node.get_content() for node in ranked] == [TEXTS[i] for i in best]
+        assert [node.score for node in ranked] == pytest.approx([expected[i] for i in best], abs=1e-5)
+
+
+def test_the_reranker_is_no_embedder(reranker: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rerank"):
+        AsyncEngineEmbeddings(model=reranker, engine_config=EMBEDDER).embed_query("a")

@@ -1,0 +1,67 @@
+"""Training must optimize the very function that is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch.nn import functional
+
+from asyncengine.demo import EMBEDDER_PATH
+from tools.demo_embedder.baselines import bm25, hashed
+from tools.demo_embedder.bert import Served, vectors
+from tools.demo_embedder.evaluate import recall
+from tools.demo_embedder.export import export
+from tools.demo_embedder.train import Options, Trainer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(EMBEDDER_PATH / "tokenizer.json"))
+
+
+def test_a_few_steps_learn_and_repeat(tokenizer: Tokenizer) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = Trainer(Options(pairs=32, warmup=2), tokenizer)
+        runs.append([trainer.update(0.0) for _ in range(12)])
+    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+    assert sum(runs[0][-3:]) < sum(runs[0][:3])
+
+
+def test_what_is_exported_is_what_was_trained(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    trainer = Trainer(Options(pairs=8), tokenizer)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.copy_(parameter.bfloat16().float())  # so that export loses nothing
+    export(trainer.model, tmp_path)
+    texts = ["Who leads Velmora?", "The town is led by mayor Ida Lund, and lies on the river Asken.", ""]
+    with torch.inference_mode():
+        trained = functional.normalize(vectors(trainer.model, [e.ids for e in tokenizer.encode_batch(texts)]), dim=-1)
+    torch.testing.assert_close(Served(tmp_path)(texts), trained, atol=1e-5, rtol=1e-5)
+    modules = [module["type"].rpartition(".")[2] for module in json.loads((tmp_path / "modules.json").read_text())]
+    assert modules == ["Transformer", "Pooling", "Normalize"]
+
+
+def test_a_text_has_the_same_vector_in_any_company() -> None:
+    served = Served(EMBEDDER_PATH)
+    texts = ["a cat", "How do I repair my automobile?", "word " * 100, "the brass lantern costs 145 dollars"]
+    alone = torch.cat([served([text]) for text in texts])
+    torch.testing.assert_close(served(texts), alone, atol=1e-5, rtol=1e-5)
+
+
+def test_recall_counts_what_stands_before_the_right_text() -> None:
+    scores = torch.tensor([[0.9, 0.1, 0.2], [0.8, 0.5, 0.1], [0.7, 0.6, 0.5]])
+    assert recall(scores, 1) == pytest.approx(1 / 3)
+    assert recall(scores, 2) == pytest.approx(2 / 3)
+    assert recall(torch.ones(4, 4), 1) == 0.25
+
+
+def test_baselines_find_shared_rare_words() -> None:
+    texts = ["the red lamp", "the blue lamp", "a green chair in the red room"]
+    for scores in (bm25(["blue lamp"], texts), hashed(["blue lamp"]) @ hashed(texts).T):
+        assert int(scores[0].argmax()) == 1
+    assert float(bm25(["where is it"], texts).max()) == 0.0

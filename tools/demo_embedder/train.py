@@ -1,0 +1,144 @@
+"""Trains the demo embedder: ``python -m tools.demo_embedder.train``.
+
+A batch's texts are every query's possible answers, and the right one has to be the nearest (multiple negatives;
+Henderson et al. 2017), also by the first 64 and 32 of the 128 numbers (Kusupati et al. 2022). Twenty minutes of one
+CPU core; a budget in steps makes a run repeatable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional
+
+from asyncengine.demo import EMBEDDER_PATH
+from tools.demo_embedder.bert import MAX_TOKENS, PROMPTS, new_model, vectors
+from tools.demo_embedder.export import export
+from tools.demo_embedder.pairs import Pair, batch, stream
+from tools.demo_model.muon import Muon
+
+DIMENSIONS = (128, 64, 32)
+
+
+@dataclass
+class Options:
+    """Everything that shapes a run."""
+
+    minutes: float = 20.0
+    steps: int = 0
+    seed: int = 0
+    pairs: int = 256
+    matrix_rate: float = 0.02
+    other_rate: float = 0.004
+    warmup: int = 30
+    decay_from: float = 0.5
+    scale: float = 20.0
+    output: Path = EMBEDDER_PATH
+
+
+class Trainer:
+    """Model, optimizers and the source of pairs."""
+
+    def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
+        self.options, self.tokenizer = options, tokenizer
+        self.model = new_model(tokenizer.get_vocab_size(), options.seed)
+        named = list(self.model.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and "embeddings" not in name]
+        others = [p for name, p in named if p.ndim == 1 or "embeddings" in name]
+        self.muon = Muon(matrices)
+        self.adam = torch.optim.AdamW(others, lr=options.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.groups, self.rng = stream(options.seed), random.Random(f"embedder/{options.seed}")
+        self.step = 0
+
+    def update(self, done: float) -> float:
+        """One step at `done` of the budget; the loss."""
+        loss = self.loss(batch(self.groups, self.options.pairs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        warm = min(1.0, (self.step + 1) / self.options.warmup)
+        rate = min(warm, max(0.0, min(1.0, (1 - done) / (1 - self.options.decay_from))))
+        self.muon.step(self.options.matrix_rate * rate)
+        self.adam.param_groups[0]["lr"] = self.options.other_rate * rate
+        self.adam.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.step += 1
+        return float(loss.detach())
+
+    def loss(self, pairs: list[Pair]) -> Tensor:
+        """Both ways, over all dimensions."""
+        prompted = self.rng.random() < 0.5
+        offset = 0 if self.rng.random() < 0.5 else self.rng.randrange(MAX_TOKENS)
+        queries = [_prompted("document" if p.symmetric else "query", p.query, prompted) for p in pairs]
+        texts = [_prompted("document", p.text, prompted) for p in pairs]
+        left, right = (vectors(self.model, self._encode(side), offset) for side in (queries, texts))
+        losses = []
+        for size in DIMENSIONS:
+            near = functional.normalize(left[:, :size], dim=-1) @ functional.normalize(right[:, :size], dim=-1).T
+            target = torch.arange(len(pairs))
+            scores = self.options.scale * near
+            losses += [functional.cross_entropy(scores, target), 0.5 * functional.cross_entropy(scores.T, target)]
+        return torch.stack(losses).sum() / (1.5 * len(DIMENSIONS))
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids[:MAX_TOKENS] for encoding in self.tokenizer.encode_batch(texts)]
+
+
+def _prompted(name: str, text: str, prompted: bool) -> str:
+    return PROMPTS[name] + text if prompted else text
+
+
+def run(trainer: Trainer) -> None:
+    """Train until the budget is used, with a progress bar."""
+    options, began, recent = trainer.options, time.monotonic(), 0.0
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.1f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as bar:
+        task = bar.add_task("training", total=1.0)
+        while True:
+            seconds = time.monotonic() - began
+            done = trainer.step / options.steps if options.steps else seconds / (60 * options.minutes)
+            if done >= 1.0:
+                return
+            loss = trainer.update(done)
+            recent = 0.95 * recent + 0.05 * loss if recent else loss
+            bar.update(task, completed=done, description=f"step {trainer.step} loss {recent:.3f}")
+            if trainer.step % 25 == 0:
+                bar.console.print(f"{seconds:6.0f} s, step {trainer.step}, loss {recent:.3f}", highlight=False)
+
+
+def parse() -> Options:
+    default = Options()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=default.minutes)
+    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak learning rate of Muon")
+    parser.add_argument("--other-rate", type=float, default=default.other_rate, help="peak learning rate of AdamW")
+    parser.add_argument("--output", type=Path, default=default.output, help="where the finished model is exported")
+    return Options(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options = parse()
+    tokenizer = Tokenizer.from_file(str(EMBEDDER_PATH / "tokenizer.json"))
+    trainer = Trainer(options, tokenizer)
+    run(trainer)
+    export(trainer.model, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -117,41 +117,52 @@ async def prefixes(args: argparse.Namespace) -> None:
 
 
 async def loss(args: argparse.Namespace) -> None:
-    long = SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=5, ignore_eos=True)
     async with ray_nodes(3, 2) as cluster:
         fleet = await Fleet.from_pretrained(
             "demo", replicas=3, address=cluster.address, on_loss="resume" if args.resume else "error", **ENGINE
         )
         async with fleet:
-            texts = [f"A story about number {number}" for number in range(12)]
-            streams = [fleet.stream(text, long) for text in texts]
-            for stream in streams:
-                await anext(stream)
-            members = fleet.door.fleet.crew.members
-            head = cluster.head_node.node_id
-            victim = next(m for m in members.values() if m.host.node != head and m.flights)
-            node = next(node for node in cluster.worker_nodes if node.node_id == victim.host.node)
-            at = time.perf_counter()
-            killing = asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+            for _ in range(args.kills):
+                await _lose_one(fleet, cluster, args.tokens)
+                cluster.add_node(num_cpus=2)
 
-            async def end(stream: Any) -> tuple[float, list[int] | None]:
-                try:
-                    tokens = (await stream.result()).token_ids
-                except EngineDead:
-                    return time.monotonic() - victim.heard_at, None
-                return 0.0, tokens
 
-            ends = (await asyncio.gather(killing, *(end(stream) for stream in streams)))[1:]
-            while len(members) < 3:  # noqa: ASYNC110  # nobody tells
-                await asyncio.sleep(0.01)
-            print(f"replaced after {time.perf_counter() - at:.1f} s")
-            dead = [seconds for seconds, tokens in ends if tokens is None]
-            print(f"{len(dead)} of {len(ends)} streams ended dead")
-            print(f"after its replica's last word: {[round(seconds, 2) for seconds in dead]} s")
-            stats = fleet.stats()
-            again = [(await fleet.generate(text, long)).token_ids for text in texts]
-            exact = sum(tokens == right for (_, tokens), right in zip(ends, again, strict=True) if tokens is not None)
-            print(f"{exact} of {len(ends) - len(dead)} others exact; {stats.resumed} went on elsewhere")
+async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> None:
+    """Kill a node on which streams are running, and wait until the fleet is whole again."""
+    long = SamplingParams(max_tokens=tokens, temperature=1.0, seed=5, ignore_eos=True)
+    texts = [f"A story about number {number}" for number in range(12)]
+    streams = [fleet.stream(text, long) for text in texts]
+    for stream in streams:
+        await anext(stream)
+    members = fleet.door.fleet.crew.members
+    head = cluster.head_node.node_id
+    victim = next(m for m in members.values() if m.host.node != head and m.flights)
+    node = next(node for node in cluster.worker_nodes if node.node_id == victim.host.node)
+    at, resumed = time.monotonic(), fleet.stats().resumed
+    killing = asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+
+    async def end(stream: Any) -> tuple[float, float, list[int] | None]:
+        """Seconds after the kill and after the replica's last word, and what it said."""
+        try:
+            said = (await stream.result()).token_ids
+        except EngineDead:
+            return time.monotonic() - at, time.monotonic() - victim.heard_at, None
+        return 0.0, 0.0, said
+
+    ends = (await asyncio.gather(killing, *(end(stream) for stream in streams)))[1:]
+    while len(members) < 3:  # noqa: ASYNC110  # nobody tells
+        await asyncio.sleep(0.01)
+    whole = time.monotonic() - at
+    dead = [(kill, word) for kill, word, said in ends if said is None]
+    again = [(await fleet.generate(text, long)).token_ids for text in texts]
+    exact = sum(said == right for (_, _, said), right in zip(ends, again, strict=True) if said is not None)
+    after = [max(times, default=0.0) for times in zip(*dead, strict=True)] or [0.0, 0.0]
+    print(
+        f"{len(dead)} streams ended dead, {after[0]:.2f} s after the kill, {after[1]:.2f} s after the last word; "
+        f"{exact} of {len(ends) - len(dead)} others exact, {fleet.stats().resumed - resumed} of them elsewhere; "
+        f"replaced after {whole:.1f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -163,6 +174,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=6, help="turns under way at once")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--kills", type=int, default=1, help="nodes, one after the other")
     args = parser.parse_args()
     asyncio.run({"cost": cost, "prefixes": prefixes, "loss": loss}[args.what](args))
 

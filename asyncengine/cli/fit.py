@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from asyncengine.models.needs import ModelNeeds
 
 HERE = "this machine"
-_SHOWN_TOKENS = 32_768
-"""Of the KV cache that is asked for where no flag says how many, if the model is not shorter."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kv_tokens is not None:
         as_integer("kv_tokens", args.kv_tokens, 1)
     needs, machine = on_thread(lambda: _read(args.model, config)).result()
-    tokens = kv_tokens(needs, config, args.kv_tokens)
+    tokens = needs.kv_tokens(config) if args.kv_tokens is None else args.kv_tokens
     claim = claim_of(needs, tokens, config)
     found = place(claim, Cluster([as_node(machine)]))
     if args.json:
@@ -51,15 +49,6 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
 
     needs = read_needs(resolve_model(model), config)
     return (replace(needs, name=model) if model == "demo" else needs), this_machine()
-
-
-def kv_tokens(needs: ModelNeeds, config: EngineConfig, wanted: int | None) -> int:
-    """Tokens that the KV cache is to hold: as the flags say, or those of one long request."""
-    if wanted is not None:
-        return wanted
-    if isinstance(config.kv_cache_memory, int):
-        return max(config.kv_cache_memory // needs.kv_bytes_per_token, 1)
-    return min(needs.max_model_len, _SHOWN_TOKENS)
 
 
 def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
@@ -114,6 +103,9 @@ def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> Non
     table.add_row("weights", size(needs.weight_bytes), "")
     each = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
     table.add_row("KV cache", size(tokens * needs.kv_bytes_per_token), each)
+    if needs.num_states:
+        many = f"{needs.num_states} of {size(needs.state_bytes)}: running requests and snapshots"
+        table.add_row("recurrent states", size(needs.num_states * needs.state_bytes), many)
     table.add_row("a step", size(needs.step_bytes), "about, beside these")
     table.add_row("together", size(needs.total(tokens)), "", style="bold", end_section=True)
     if claim.device_bytes is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncengine.checks import as_integer, as_items, as_number
-from asyncengine.cluster.nodes import MAX_DEVICES, MAX_TOTAL, Pairs, as_memory, as_name, as_pairs
+from asyncengine.cluster.nodes import MAX_CPUS, MAX_DEVICES, MAX_TOTAL, Pairs, as_memory, as_name, as_pairs
 from asyncengine.errors import InvalidParameter
 
 
@@ -26,6 +26,8 @@ class Claim:
     """Host memory of an instance that runs on the host's processors. None: it cannot."""
     host_bytes: int = 0
     """Host memory beside devices, on each of its nodes."""
+    cpus: float = 0.0
+    """Logical CPUs, on each of its nodes."""
     utilization: float = 0.0
     """0: it takes its share of `device_bytes` of each device. Above 0, the share of each device that it takes whatever
     it needs, as vLLM does (gpu_memory_utilization): only devices of which so much is free are considered."""
@@ -56,6 +58,7 @@ class Claim:
         if self.device_bytes is None and self.cpu_bytes is None:
             raise InvalidParameter("device_bytes", "must be given where cpu_bytes is not")
         object.__setattr__(self, "host_bytes", as_memory("host_bytes", self.host_bytes))
+        object.__setattr__(self, "cpus", as_number("cpus", self.cpus, 0.0, MAX_CPUS))
         object.__setattr__(self, "utilization", as_number("utilization", self.utilization, 0.0, 1.0))
         if self.devices is not None:
             object.__setattr__(self, "devices", as_integer("devices", self.devices, 1))

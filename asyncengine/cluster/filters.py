@@ -2,7 +2,7 @@
 
 A filter says which rows pass, as an array of bool; None: it has nothing against any. A node falls to the first filter
 that it does not pass. Order and meaning are GPUStack's: cluster, devices chosen by hand, labels, status, backend, local
-path (which GPUStack looks at only where devices are chosen by hand).
+path (which GPUStack looks at only where devices are chosen by hand); then CPUs, which it does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.table import Cluster
+from asyncengine.cluster.table import Cluster, parts_of
 
 Mask = NDArray[np.bool_]
 Filter = Callable[[Cluster, Claim], "Mask | None"]
@@ -50,9 +50,15 @@ def has_path(table: Cluster, claim: Claim) -> Mask | None:
     return None if claim.path is None else with_name(table, ("path", claim.path))
 
 
+def has_cpus(table: Cluster, claim: Claim) -> Mask | None:
+    if claim.cpus == 0:
+        return None
+    return np.asarray(table.cpu_limit - table.cpu_used >= parts_of(claim.cpus), np.bool_)
+
+
 FILTERS: tuple[tuple[str, Filter], ...] = (
     ("cluster", in_cluster), ("devices", has_chosen_devices), ("labels", has_labels), ("status", is_ready),
-    ("backend", has_backend), ("path", has_path),
+    ("backend", has_backend), ("path", has_path), ("cpus", has_cpus),
 )  # fmt: skip
 
 
@@ -68,6 +74,8 @@ def in_words(name: str, claim: Claim) -> str:
         return "not ready"
     if name == "backend":
         return f"without {claim.backend}" + ("" if claim.version is None else f" {claim.version}")
+    if name == "cpus":
+        return f"with fewer than {claim.cpus:g} free CPUs"
     return f"no path {claim.path!r}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from asyncengine.checks import as_integer, as_items
+from asyncengine.checks import as_integer, as_items, as_number
 from asyncengine.config import parse_bytes
 from asyncengine.errors import InvalidParameter
 
@@ -20,6 +20,7 @@ MAX_TOTAL = 2**53
 """Bytes of a claim, over all its devices: as exact as float64 is, in which scores divide."""
 MAX_DEVICES = 1024
 """Of one node."""
+MAX_CPUS = 1e6
 
 State = Literal["starting", "running", "failed"]
 Pairs = tuple[tuple[str, str], ...]
@@ -53,6 +54,8 @@ class Node:
     """Bytes of host memory that are never given away."""
     device_reserved: int = 0
     """The same, of each device."""
+    cpus: float | None = None
+    """Logical CPUs to share out; None: they are not counted."""
     unified: bool = False
     """Its one device computes in host memory (Apple, GB10): both claims come out of the same bytes."""
     cluster: str = "default"
@@ -71,6 +74,8 @@ class Node:
         object.__setattr__(self, "cluster", as_name("cluster", self.cluster))
         for field in ("host_memory", "host_reserved", "device_reserved"):
             object.__setattr__(self, field, as_memory(field, getattr(self, field)))
+        if self.cpus is not None:
+            object.__setattr__(self, "cpus", as_number("cpus", self.cpus, 0.0, MAX_CPUS))
         object.__setattr__(self, "devices", _as_devices(self.devices))
         object.__setattr__(self, "labels", as_pairs("labels", self.labels))
         object.__setattr__(self, "backends", _as_backends(self.backends))
@@ -93,9 +98,11 @@ class Share:
     devices: tuple[tuple[int, int], ...] = ()
     """(index, bytes) of each device; none: it runs on the host's processors."""
     host_bytes: int = 0
+    cpus: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "node", as_name("node", self.node))
+        object.__setattr__(self, "cpus", as_number("cpus", self.cpus, 0.0, MAX_CPUS))
         object.__setattr__(self, "host_bytes", as_memory("host_bytes", self.host_bytes))
         pairs = self.devices.items() if isinstance(self.devices, Mapping) else as_items("devices", self.devices)
         taken: dict[int, int] = {}

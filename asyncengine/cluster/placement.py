@@ -122,15 +122,15 @@ def _best(view: View, places: Places, claim: Claim, strategy: str, stage: str, f
     else:
         best = int(single.argmax())
         shares, rows, highest = found.single, range(best, best + 1), float(single[best])
-    chosen = tuple(_share(view, places.table, shares, row) for row in rows)
+    chosen = tuple(_share(view, places.table, shares, row, claim.cpus) for row in rows)
     return Placement(claim.model, stage, chosen, highest, len(single) + len(teams))
 
 
-def _share(view: View, table: Cluster, shares: Shares, row: int) -> Share:
+def _share(view: View, table: Cluster, shares: Shares, row: int, cpus: float) -> Share:
     slot = int(view.slots[shares.rows[row]])
     indices = table.index[slot, shares.columns[row]]
     devices = tuple((int(index), int(taken)) for index, taken in zip(indices, shares.claims[row], strict=True))
-    return Share(node=table.name_of(slot), devices=devices, host_bytes=shares.host)
+    return Share(node=table.name_of(slot), devices=devices, host_bytes=shares.host, cpus=cpus)
 
 
 def _did_not_fit(view: View, claim: Claim) -> list[Reason]:

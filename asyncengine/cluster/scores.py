@@ -69,9 +69,9 @@ Scorer = Callable[[View, Places, Found], "tuple[Float64Array, list[float]]"]
 """Scores of the rows of `single`, and of `teams`."""
 
 
-def check_strategy(strategy: str) -> None:
+def check_strategy(strategy: str, field: str = "strategy") -> None:
     if strategy not in STRATEGIES:
-        raise InvalidParameter("strategy", "must be one of " + ", ".join(map(repr, STRATEGIES)), strategy)
+        raise InvalidParameter(field, "must be one of " + ", ".join(map(repr, STRATEGIES)), strategy)
 
 
 def score(strategy: str, view: View, places: Places, claim: Claim, found: Found) -> tuple[Float64Array, list[float]]:

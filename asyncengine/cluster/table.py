@@ -21,6 +21,9 @@ from asyncengine.errors import InvalidParameter
 
 _ROWS, _EMPTY_AT_LEAST = 16, 64
 _NO_KIND = -1
+_UNCOUNTED = 2**62
+_PARTS = 10_000
+"""Of a CPU: Ray's resolution. Whole numbers of them add up exactly, however often they are taken and given back."""
 
 
 class Cluster:
@@ -113,6 +116,7 @@ class Cluster:
             self.kind[row, column] = self.kinds.setdefault(device.kind, len(self.kinds))
             self.index[row, column] = device.index
         self.host_limit[row] = max(node.host_memory - node.host_reserved, 0)
+        self.cpu_limit[row] = _UNCOUNTED if node.cpus is None else parts_of(node.cpus)
         self.device_reserved[row] = node.device_reserved
         self.unified[row], self.ready[row], self.alive[row] = node.unified, node.ready, True
         self.cluster[row] = self.clusters.setdefault(node.cluster, len(self.clusters))
@@ -132,7 +136,7 @@ class Cluster:
         self._names[row] = None
         self.alive[row] = self.ready[row] = False
         self.kind[row] = _NO_KIND
-        self.total[row] = self.limit[row] = self.host_limit[row] = 0
+        self.total[row] = self.limit[row] = self.host_limit[row] = self.cpu_limit[row] = 0
         return lost
 
     def set_ready(self, name: str, ready: bool) -> None:
@@ -172,6 +176,7 @@ class Cluster:
         for column, (_, taken) in zip(columns, share.devices, strict=True):
             self.used[row, column] += step * taken
         self.host_used[row] += step * share.host_bytes
+        self.cpu_used[row] += step * parts_of(share.cpus)
         self.all_counts.add(row, columns or (-1,), step)
         self.current.add(model, row, columns or (-1,), step)
 
@@ -194,6 +199,9 @@ class Cluster:
         self.index: Int64Array = grown("index", np.zeros((rows, columns), np.int64))
         self.host_limit: Int64Array = grown("host_limit", np.zeros(rows, np.int64))
         self.host_used: Int64Array = grown("host_used", np.zeros(rows, np.int64))
+        self.cpu_limit: Int64Array = grown("cpu_limit", np.zeros(rows, np.int64))
+        """In ten-thousandths."""
+        self.cpu_used: Int64Array = grown("cpu_used", np.zeros(rows, np.int64))
         self.device_reserved: Int64Array = grown("device_reserved", np.zeros(rows, np.int64))
         self.cluster: Int64Array = grown("cluster", np.zeros(rows, np.int64))
         for name in ("unified", "ready", "alive"):
@@ -215,8 +223,8 @@ class Cluster:
         kept = np.flatnonzero(self.alive)
         new_row = np.full(len(self.alive), -1, np.int64)
         new_row[kept] = np.arange(len(kept))
-        for name in ("total", "limit", "used", "kind", "index", "host_limit", "host_used", "device_reserved", "cluster",
-                     "unified", "ready", "alive"):  # fmt: skip
+        for name in ("total", "limit", "used", "kind", "index", "host_limit", "host_used", "cpu_limit",
+                     "cpu_used", "device_reserved", "cluster", "unified", "ready", "alive"):  # fmt: skip
             setattr(self, name, getattr(self, name)[kept])
         self.all_counts = Counts(self.all_counts.devices[kept], self.all_counts.nodes[kept])
         self._names = [self._names[row] for row in kept]
@@ -226,6 +234,11 @@ class Cluster:
             self.named[key] = {int(new_row[row]) for row in rows}
         self.current.renumber(new_row)
         self._allocate(max(_ROWS, len(kept) + len(kept) // 4), self.kind.shape[1])
+
+
+def parts_of(cpus: float) -> int:
+    """In ten-thousandths."""
+    return round(cpus * _PARTS)
 
 
 def _keys(node: Node) -> list[tuple[str, ...]]:

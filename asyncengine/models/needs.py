@@ -1,14 +1,15 @@
 """What a model takes when it runs, told from its configuration and the headers of its files: no weight is read.
 
-For whoever has to choose a machine before anything is loaded. Weights and keys and values are counted as the loader
-counts them; what a step takes beside them is an estimate.
+For whoever has to choose a machine before anything is loaded. Weights, keys and values and recurrent states are counted
+as the loader counts them; what a step takes beside them is an estimate.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +18,8 @@ from asyncengine.attention.factory import kv_dtype
 from asyncengine.config import EngineConfig
 from asyncengine.layers.kernels import TorchKernels
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.state_memory import num_states_for, state_bytes
+from asyncengine.layers.states import StateSpec
 from asyncengine.layers.stored import bytes_of
 from asyncengine.models.checking import check_config
 from asyncengine.models.checkpoint import open_checkpoint
@@ -29,6 +32,10 @@ _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
 """How often a step holds logits of the rows it samples, and hidden states of its tokens, in float32."""
 _SCALE_BITS = 0.25
 """A bfloat16 for every 64 weights."""
+_LONG = 32_768
+"""Tokens of the KV cache where nothing says how many, if the model is not shorter: one long request."""
+_ENDLESS = 2**62
+"""Bytes, of a machine that limits nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +46,67 @@ class ModelNeeds:
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
+    """0: it keeps no keys and values."""
+    state_bytes: int
+    """Of the recurrent states of one sequence, all layers together; 0: it keeps none."""
+    num_states: int
+    """Slots for them: as `state_memory` says, else for `max_num_seqs` running requests and as many snapshots in at most
+    the 4 GiB that a CPU gives. (A device gives more where it has more.)"""
     step_bytes: int
     """About what a step takes beside weights and KV cache, for the engine's largest one."""
     max_model_len: int
     num_heads: int
+    """Of attention; 0: it has none."""
     vocab_size: int
+
+    def kv_tokens(self, config: EngineConfig) -> int:
+        """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
+        if isinstance(config.kv_cache_memory, int) and self.kv_bytes_per_token:
+            return max(config.kv_cache_memory // self.kv_bytes_per_token, 1)
+        return min(self.max_model_len, _LONG)
 
     def total(self, kv_tokens: int) -> int:
         """With a KV cache for so many tokens."""
-        return self.weight_bytes + kv_tokens * self.kv_bytes_per_token + self.step_bytes
+        states = self.num_states * self.state_bytes
+        return self.weight_bytes + kv_tokens * self.kv_bytes_per_token + states + self.step_bytes
 
 
-def read_needs(path_or_id: str, config: EngineConfig) -> ModelNeeds:
-    """Of the model in a folder, a file or a hub repository (which is downloaded).
+class _Sizes(NamedTuple):
+    weights: int
+    per_token: int
+    states: Sequence[StateSpec]
+
+
+def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | None = None) -> ModelNeeds:
+    """Of the model in a folder, a file or a hub repository (which is downloaded). `device` where it is to run, which
+    need not be here; None: the one that `config` would take here.
 
     Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
     checkpoint = open_checkpoint(path_or_id, config)
     hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
     check_config(hf_config, checkpoint, described)
-    device = resolve_device(config.device)
+    device = device or resolve_device(config.device)
     dtype = resolve_dtype(config, hf_config, checkpoint, device)
     text = hf_config.get_text_config()
     bits = quantization_bits(config, dtype, device)
     if described is not None:
-        weights, per_token = _of_decoder(described, checkpoint, config, dtype, device, bits)
+        sizes = _of_decoder(described, checkpoint, config, dtype, device, bits)
     else:
-        weights, per_token = _of_module(hf_config, text, config, dtype, bits)
+        sizes = _of_module(hf_config, text, config, dtype, bits)
     tokens = config.max_num_batched_tokens
     logits = min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
-    states = tokens * text.hidden_size * _COPIES_OF_STATES
+    hidden = tokens * text.hidden_size * _COPIES_OF_STATES
     return ModelNeeds(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         dtype=str(dtype).removeprefix("torch."),
-        weight_bytes=weights,
-        kv_bytes_per_token=per_token,
-        step_bytes=4 * (logits + states),
+        weight_bytes=sizes.weights,
+        kv_bytes_per_token=sizes.per_token,
+        state_bytes=state_bytes(sizes.states, dtype),
+        num_states=num_states_for(sizes.states, config, dtype, torch.device("cpu"), _ENDLESS),
+        step_bytes=4 * (logits + hidden),
         max_model_len=max_model_len,
-        num_heads=text.num_attention_heads,
+        num_heads=getattr(text, "num_attention_heads", 0) if sizes.per_token else 0,
         vocab_size=text.vocab_size,
     )
 
@@ -84,8 +114,8 @@ def read_needs(path_or_id: str, config: EngineConfig) -> ModelNeeds:
 def _of_decoder(
     described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
     device: torch.device, bits: int | None,
-) -> tuple[int, int]:  # fmt: skip
-    """(bytes of the weights, bytes of a token's keys and values), of an outline of the decoder without memory."""
+) -> _Sizes:  # fmt: skip
+    """Of an outline of the decoder without memory."""
     described = settle_tie(described, checkpoint)
     outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
     slots = slots_of(outline, checkpoint)
@@ -95,19 +125,17 @@ def _of_decoder(
     kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
     vocabulary = sum(elements.pop(path, 0) for path in (described.embedding, described.head))
     plain = _plain(sum(elements.values()), dtype, bits) + _plain(vocabulary, dtype, bits and 8)
-    return kept + plain, page_bytes(outline.specs, 1, kv_dtype(config, dtype))
+    return _Sizes(kept + plain, page_bytes(outline.specs, 1, kv_dtype(config, dtype)), outline.states)
 
 
-def _of_module(
-    hf_config: Any, text: Any, config: EngineConfig, dtype: torch.dtype, bits: int | None
-) -> tuple[int, int]:
+def _of_module(hf_config: Any, text: Any, config: EngineConfig, dtype: torch.dtype, bits: int | None) -> _Sizes:
     """The same of transformers' own module, which has keys and values of one width in every layer."""
     from asyncengine.models.fallback.dummy import count_elements
 
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_token = text.num_hidden_layers * heads * 2 * width * kv_dtype(config, dtype).itemsize
-    return _plain(count_elements(hf_config, config, dtype), dtype, bits), per_token
+    return _Sizes(_plain(count_elements(hf_config, config, dtype), dtype, bits), per_token, ())
 
 
 def _plain(elements: int, dtype: torch.dtype, bits: int | None) -> int:

@@ -16,6 +16,7 @@ from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.layers.fused import MOST_TOKENS
+from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
@@ -23,7 +24,6 @@ from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.runner.state_memory import num_states_for, state_bytes
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES
 from asyncengine.step import Batch, Row, StateUse

@@ -14,6 +14,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
@@ -21,7 +22,6 @@ from asyncengine.models.loading import LoadedModel
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.pending import PartialStep, PendingStep, SplitStep
-from asyncengine.runner.state_memory import state_bytes
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks

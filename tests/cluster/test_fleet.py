@@ -28,6 +28,8 @@ from asyncengine import (
     SamplingParams,
 )
 from asyncengine.cluster.fleet import Fleet, FleetConfig
+from asyncengine.cluster.fleet.replica import Replica
+from asyncengine.cluster.fleet.wire import Hello
 from asyncengine.grammar import Grammar
 
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(12)]
@@ -301,6 +303,24 @@ async def test_a_fleet_made_smaller_while_one_is_replaced_is_as_small_as_asked(m
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
 
 
+async def test_a_node_with_another_release_is_named_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, carrier = await local_fleet(monkeypatch, replicas=1)
+
+    async def hello(replica: Replica) -> Hello:
+        return Hello("0.0.1", 1)
+
+    async with fleet:
+        monkeypatch.setattr(Replica, "hello", hello)
+        said = r"version skew: this program has asyncengine .*, node node-1 has 0\.0\.1 \(wire 1\): install the same"
+        with pytest.raises(FleetError, match=said):
+            await fleet.scale(2)
+        assert len(carrier.hosts) == 1
+        assert carrier.ever[1].killed
+        assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
+    with pytest.raises(FleetError, match=said.replace("node-1", "node-0")):
+        await local_fleet(monkeypatch, replicas=1)
+
+
 async def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, carrier = await local_fleet(monkeypatch, replicas=1, silence_limit=1.5)
     async with fleet:
@@ -358,6 +378,9 @@ async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.Monkey
         ({"replicas": 0}, "replicas"),
         ({"replicas": 1.5}, "replicas"),
         ({"num_cpus": float("nan")}, "num_cpus"),
+        ({"num_gpus": 2}, "num_gpus"),
+        ({"replica_memory": "much"}, "replica_memory"),
+        ({"placement": "anywhere"}, "placement"),
         ({"on_loss": "cry"}, "on_loss"),
         ({"name": ""}, "name"),
         ({"labels": ["a"]}, "labels"),

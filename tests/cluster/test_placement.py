@@ -62,12 +62,13 @@ def nodes_of(found: Placement | Refusal) -> list[str]:
         ("backend", {"backend": "vllm"}, {"backends": {"vllm": ["0.33"]}}),
         ("backend", {"backend": "vllm", "version": "0.33"}, {"backends": {"vllm": ["0.32", "0.33"]}}),
         ("path", {"path": "/models/m"}, {"paths": ["/models/m"]}),
+        ("cpus", {"cpus": 1.5}, {"cpus": 1.5}),
     ],
 )
 def test_each_filter_lets_through_what_it_should(what: str, wants: dict[str, Any], has: dict[str, Any]) -> None:
-    found = place(claim(**wants), [node("a"), node("b", **has), node("c")])
+    found = place(claim(**wants), [node("a", cpus=1), node("b", **{"cpus": 1, **has}), node("c", cpus=1)])
     assert nodes_of(found) == ["b"]
-    nobody = place(claim(**wants), [node("a"), node("c")])
+    nobody = place(claim(**wants), [node("a", cpus=1), node("c", cpus=1)])
     assert isinstance(nobody, Refusal)
     assert [(reason.what, reason.nodes) for reason in nobody.reasons] == [(what, 2)]
     assert nobody.device_bytes == 0
@@ -86,6 +87,20 @@ def test_chosen_devices_are_the_only_ones() -> None:
     assert isinstance(found, Placement)
     assert [index for index, _ in found.shares[0].devices] == [1, 3]
     assert isinstance(place(claim(200, on={"a": [1, 3]}), [node("a", devices=4)]), Refusal)
+
+
+def test_cpus_are_shared_out_to_the_last_and_given_back() -> None:
+    table = Cluster([node("a", cpus=0.3), node("b")])  # nobody counts those of b
+    for number in range(3):  # three times 0.1 is more than 0.3 in floating point
+        found = place(claim(1, cpus=0.1, on={"a": [0]}), table)
+        assert nodes_of(found) == ["a"]
+        table.start(found.instance(f"i{number}"))  # type: ignore[union-attr]
+    assert str(place(claim(1, cpus=0.1, on={"a": [0]}), table)) == (
+        "m fits on none of 2 nodes: 1 none of the chosen devices; 1 with fewer than 0.1 free CPUs"
+    )
+    assert nodes_of(place(claim(1, cpus=1000), table)) == ["b"]
+    table.stop("i1")
+    assert nodes_of(place(claim(1, cpus=0.1, on={"a": [0]}), table)) == ["a"]
 
 
 def test_a_refusal_reads_as_a_sentence() -> None:
@@ -279,6 +294,9 @@ def test_the_worst_instance_goes_first() -> None:
         (lambda: claim(labels=(("zone", "x"), ("zone", "y"))), "labels", "both 'x' and 'y'"),
         (lambda: Claim(model="m"), "device_bytes", "must be given"),
         (lambda: claim(utilization=float("nan")), "utilization", "must be finite"),
+        (lambda: claim(cpus=float("nan")), "cpus", "must be finite"),
+        (lambda: node("a", cpus=-1), "cpus", "must be >= 0"),
+        (lambda: Share(node="a", cpus="2"), "cpus", "must be a number"),
         (lambda: claim(utilization=1.5), "utilization", "<= 1"),
         (lambda: claim(devices=0), "devices", ">= 1"),
         (lambda: claim(split=(0,)), "split", ">= 1"),

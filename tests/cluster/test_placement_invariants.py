@@ -136,7 +136,7 @@ def test_a_table_that_has_lived_answers_as_a_new_one() -> None:
         r = random.Random(seed)
         pool = [node for each in range(6) for node in random_case(1000 * seed + each, utilization=False).nodes]
         named = {f"{place}-{node.name}": node for place, node in enumerate(pool)}
-        nodes = {name: replace(node, name=name) for name, node in named.items()}
+        nodes = {name: replace(node, name=name, cpus=r.choice((None, 1, 2.5))) for name, node in named.items()}
         table, number, compared = Cluster(), 0, 0
         for _ in range(120):
             outside = [name for name in nodes if table.find(name) is None]
@@ -151,7 +151,7 @@ def test_a_table_that_has_lived_answers_as_a_new_one() -> None:
                 table.stop(r.choice(list(table.instances)))
             else:
                 case = random_case(r.randrange(10_000), utilization=True)
-                claim = replace(case.claim, on={}, labels={}, cluster=None)
+                claim = replace(case.claim, on={}, labels={}, cluster=None, cpus=r.choice((0, 0.1, 0.7)))
                 parity, strategy = r.random() < 0.5, case.strategy
                 found = place(claim, table, strategy=strategy, parity=parity)
                 fresh = Cluster(table.nodes, table.instances.values())
@@ -161,6 +161,7 @@ def test_a_table_that_has_lived_answers_as_a_new_one() -> None:
                 if isinstance(found, Placement):
                     number += 1
                     table.start(found.instance(f"i{number}"))
+            assert (table.cpu_used <= table.cpu_limit).all()
         assert compared > 20
 
 
@@ -168,11 +169,11 @@ def test_rows_that_move_together_take_everything_with_them() -> None:
     """When enough nodes have gone the others move up: what runs there, their files and their order go along."""
     first = [
         Node(name=f"n{i}", host_memory=64 * GIB, devices=[Device(index=3, memory=GIB * (20 + i % 7))],
-             files=["m"] if i % 5 == 0 else [], labels={"odd": str(i % 2)}, ready=i % 11 > 0)
+             files=["m"] if i % 5 == 0 else [], labels={"odd": str(i % 2)}, ready=i % 11 > 0, cpus=i % 3)
         for i in range(300)
     ]  # fmt: skip
     table = Cluster(first)
-    claims = [Claim(model=f"m{i % 3}"[: 1 + i % 2], device_bytes=(1 + i % 5) * GIB) for i in range(200)]
+    claims = [Claim(model=f"m{i % 3}"[: 1 + i % 2], device_bytes=(1 + i % 5) * GIB, cpus=0.7) for i in range(200)]
     for number, claim in enumerate(claims):
         found = place(claim, table, strategy="spread" if number % 3 else "binpack")
         assert isinstance(found, Placement)
@@ -191,6 +192,7 @@ def test_rows_that_move_together_take_everything_with_them() -> None:
     for name in list(table.instances):
         table.stop(name)
     assert not table.used.any()
+    assert not table.cpu_used.any()
     assert len(table.current) == 0
 
 
@@ -205,7 +207,7 @@ def test_an_emptied_table_keeps_nothing() -> None:
                      files=[f"model-{life}"])
             )  # fmt: skip
         for name in names:
-            found = place(Claim(model=f"model-{life}", device_bytes=GIB // 4, cpu_bytes=GIB // 8), table)
+            found = place(Claim(model=f"model-{life}", device_bytes=GIB // 4, cpu_bytes=GIB // 8, cpus=0.1), table)
             assert isinstance(found, Placement)
             table.start(found.instance(name))
         if life % 2:
@@ -216,6 +218,7 @@ def test_an_emptied_table_keeps_nothing() -> None:
     assert len(table) == len(table.instances) == len(table.named) == len(table.current) == 0
     assert not table.used.any()
     assert not table.host_used.any()
+    assert not table.cpu_used.any()
     assert not table.all_counts.devices.any()
     assert not table.all_counts.nodes.any()
     assert len(table.alive) < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.tiny_models import make_checkpoint
 
 from asyncengine.attention.base import page_bytes
 from asyncengine.config import EngineConfig
@@ -12,6 +13,7 @@ from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import ModelNotFound
 from asyncengine.models.loading import load_model
 from asyncengine.models.needs import read_needs
+from asyncengine.runner.building import build_runner
 
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"fuse": False},
@@ -37,3 +39,30 @@ def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read_needs(str(MODEL_PATH), EngineConfig(device="cpu")).num_heads == 4
     with pytest.raises(ModelNotFound):
         read_needs(str(tmp_path), EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"state_memory": "300KiB"}], ids=("states", "given"))
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3next", "granite4", "falcon-h1", "mamba2", "nemotron-h", "lfm2", "mistral", "gemma3", "gemma4", "gpt-oss",
+     "llama4", "gpt2", "opt-350m"],
+)  # fmt: skip
+def test_needs_of_a_family_are_what_its_runner_allocates(
+    tmp_path: Path, family: str, settings: dict[str, object]
+) -> None:
+    """Layers with states, with windows and chunks, that share keys and values, of other widths; without attention;
+    transformers' own module."""
+    folder = str(make_checkpoint(family, tmp_path / "model"))
+    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False, attention_backend="torch",
+                          speculation="off", max_num_seqs=6, kv_cache_memory="1MiB")  # type: ignore[arg-type]  # fmt: skip
+    needs = read_needs(folder, config)
+    loaded = load_model(folder, config)
+    runner = build_runner(loaded, config)
+    try:
+        states = 0 if runner._states is None else runner._states.nbytes
+        assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.05)  # matrices fill whole panels
+        assert needs.num_states * needs.state_bytes == states
+        assert needs.kv_bytes_per_token * config.page_size == runner.kv_bytes // max(runner.num_pages, 1)
+        assert (needs.num_heads > 0) == bool(loaded.layers)
+    finally:
+        runner.close()

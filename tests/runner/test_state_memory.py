@@ -10,9 +10,9 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.layers.states import StatePools, StateSpec
 from asyncengine.runner.building import largest_step
-from asyncengine.runner.state_memory import num_states_for, state_bytes
 
 SPECS = (StateSpec((4, 8, 8), (64, 3)), StateSpec((), (64, 3)))
 ONE = 4 * 8 * 8 * 4 + 2 * 64 * 3 * 2

@@ -67,6 +67,9 @@ class LocalHost:
             await self.speaks.wait()
             yield item
 
+    async def gone(self) -> bool:
+        return False  # only its deliveries tell
+
     def kill(self) -> None:
         if self.killed:
             return
@@ -88,6 +91,9 @@ class LocalCarrier:
         self.hosts: dict[str, LocalHost] = {}
         self.ever: list[LocalHost] = []
         self._serial = itertools.count()
+
+    def prepare(self, model: str, config: EngineConfig) -> None:
+        pass
 
     def spawn(self) -> ReplicaProcess:
         if len(self.hosts) >= self.room:

@@ -11,14 +11,19 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from asyncengine.cluster import Claim, Instance, Refusal, Share
+from asyncengine.cluster.fleet.lifeline import until_gone
+from asyncengine.cluster.fleet.placing import RayNode, asked_claim, asked_devices, place_replica, read_claim
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.config import EngineConfig
 from asyncengine.engine.threads import begun
+from asyncengine.engine.wiring import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
 
 NAMESPACE = "asyncengine"
@@ -27,6 +32,8 @@ REACH_SECONDS = 5.0
 """Until a head's machine must have answered."""
 PLACE_SECONDS = 3.0
 """Until a node must have given what it has free."""
+DEVICE_SECONDS = 60.0
+"""Until a node must have said what its GPUs have: it imports torch."""
 MOST_CALLS = 10_000
 """At once on one replica; none of them waits for another."""
 CLOSE_SECONDS = 10.0
@@ -56,6 +63,9 @@ class Carrier:
         self._serial = itertools.count()
         self._hosts: dict[str, ReplicaProcess] = {}
         self._lost_on: dict[str, int] = {}
+        self._claim: Claim | None = None
+        self._devices: dict[str, Sequence[int]] = {}
+        """Bytes of the GPUs of nodes that were asked for them."""
         self._lock = threading.Lock()
         self._session = _LongThread()
         if self._owns_ray:
@@ -99,43 +109,98 @@ class Carrier:
 
     # ---------------------------------------------------------------- processes
 
-    def spawn(self) -> ReplicaProcess:
-        """A process that hosts a replica, which has loaded nothing yet. Nodes with the fewest of ours come first.
+    def prepare(self, model: str, config: EngineConfig) -> None:
+        """Learn what a replica takes: of the model's files where they are here, else from a node.
 
-        Raises `FleetError` if no node has what a replica needs.
+        Raises `FleetError`, and what loading raises of the model's files.
+        """
+        if self._config.replica_memory is not None or os.path.exists(resolve_model(model)):
+            self._claim = read_claim(model, config, self._config)
+            return
+        ask = self._ray.remote(asked_claim).options(num_cpus=0, label_selector=dict(self._config.labels) or None)
+        try:
+            answer = self._ray.get(ask.remote(model, config, self._config), timeout=self._config.start_timeout)
+        except self._ray.exceptions.RayError as error:
+            raise FleetError(f"no node tells what {model} takes: {_first_line(error)}") from error
+        self._claim = unpacked(answer)
+
+    def spawn(self) -> ReplicaProcess:
+        """A process that hosts a replica, which has loaded nothing yet, where `place` puts it.
+
+        Raises `FleetError`, which says how many nodes fell to what, if no node has what a replica needs.
         """
         name = f"{self.name}/{next(self._serial)}"
-        nodes = self._nodes()
-        for node in nodes:
-            group = self._place(node)
+        claim = self._claim
+        assert claim is not None, "prepare() comes first"
+        full: list[str] = []
+        """Nodes on which others were quicker."""
+        while True:
+            known = {node.id: node for node in self._known() if node.id not in full}
+            with self._lock:
+                ours, lost = [host.placed for host in self._hosts.values()], dict(self._lost_on)
+            devices = self._devices_of(list(known.values()))
+            found = place_replica(claim, list(known.values()), ours, devices, lost, self._config)
+            if isinstance(found, Refusal):
+                others = f"; {len(full)} were taken by others meanwhile" if full else ""
+                raise FleetError(f"no room for a replica ({self._wanted()}): {found}{others}")
+            node = known[found.shares[0].node]
+            group = self._reserve(found.shares[0])
             if group is not None:
-                host = ReplicaProcess(self._ray, self._config, name, node, group)
+                host = ReplicaProcess(self._ray, self._config, node, group, found.instance(name))
                 with self._lock:
                     self._hosts[name] = host
                 return host
-        needs = f"{self._config.num_cpus:g} CPUs and {self._config.num_gpus:g} GPUs"
-        labels = f", labels {dict(self._config.labels)}" if self._config.labels else ""
-        raise FleetError(f"none of {len(nodes)} nodes has room for a replica ({needs}{labels})")
+            full.append(node.id)
 
-    def _nodes(self) -> list[str]:
-        """Ids of nodes that may get a replica, the best first."""
+    def _known(self) -> list[RayNode]:
+        """The nodes that are alive, as Ray knows them now."""
+        from ray._private import state  # what is free of each node Ray tells nowhere else
+
         try:
-            known = self._ray.nodes()
+            nodes, free = self._ray.nodes(), state.available_resources_per_node()
         except Exception as error:
             raise FleetError(f"the Ray head does not answer: {error}") from error
-        wanted = self._config.labels.items()
-        fit = [node["NodeID"] for node in known if node["Alive"] and wanted <= _labels(node).items()]
-        with self._lock:
-            ours = [host.node for host in self._hosts.values()]
-            lost = dict(self._lost_on)
-        return sorted(fit, key=lambda node: (lost.get(node, 0), ours.count(node)))
+        return [
+            RayNode(
+                node["NodeID"], node["NodeManagerAddress"], node.get("Labels") or {}, node["Resources"],
+                free.get(node["NodeID"], {}),
+            )
+            for node in nodes
+            if node["Alive"]
+        ]  # fmt: skip
 
-    def _place(self, node: str) -> Any | None:
-        """What a replica needs, reserved on `node`; None if that is not free."""
+    def _devices_of(self, known: list[RayNode]) -> dict[str, Sequence[int]]:
+        """Bytes of the GPUs of each node: as its label says, else as the node says, which is asked once."""
+        if not self._config.num_gpus:
+            return {}
+        found: dict[str, Sequence[int]] = {}
+        asked: dict[str, Any] = {}
+        ask = self._ray.remote(asked_devices)
+        for node in known:
+            said = self._devices.get(node.id, node.device_memory())
+            if said is not None:
+                found[node.id] = said
+            else:
+                here = {"ray.io/node-id": node.id}
+                asked[node.id] = ask.options(num_cpus=0, label_selector=here).remote()
+        self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=DEVICE_SECONDS) if asked else None
+        for node_id, answer in asked.items():
+            with contextlib.suppress(self._ray.exceptions.RayError):  # no answer: nothing is placed there
+                found[node_id] = self._devices[node_id] = self._ray.get(answer, timeout=0)
+        return found
+
+    def _wanted(self) -> str:
+        config, claim = self._config, self._claim
+        labels = f", labels {dict(config.labels)}" if config.labels else ""
+        memory = (claim.cpu_bytes or claim.device_bytes or 0) / 2**30 if claim is not None else 0.0
+        return f"{config.num_cpus:g} CPUs, {config.num_gpus:g} GPUs, {memory:.2f} GiB{labels}"
+
+    def _reserve(self, share: Share) -> Any | None:
+        """What a replica needs, of the node it is placed on; None if that is not free any more."""
         config = self._config
-        bundle = {"CPU": config.num_cpus, "GPU": config.num_gpus}
-        bundle = {kind: amount for kind, amount in bundle.items() if amount} or {"CPU": 0.001}
-        where = [{"ray.io/node-id": node}]
+        bundle = {"CPU": config.num_cpus, "GPU": config.num_gpus, "memory": share.host_bytes}
+        bundle = {kind: amount for kind, amount in bundle.items() if amount}
+        where = [{"ray.io/node-id": share.node}]
         group = self._ray.util.placement_group([bundle], strategy="STRICT_PACK", bundle_label_selector=where)
         if group.wait(PLACE_SECONDS):
             return group
@@ -165,13 +230,14 @@ class Carrier:
 class ReplicaProcess:
     """A Ray actor that hosts a `Replica`."""
 
-    def __init__(self, ray: Any, config: FleetConfig, name: str, node: str, group: Any) -> None:
+    def __init__(self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._group = ray, group
-        self.name, self.node = name, node
+        self.name, self.node, self.placed = placed.name, node.id, placed
+        self._address = node.address
         kind = ray.remote(Replica).options(
-            name=name,
+            name=self.name,
             namespace=NAMESPACE,
             num_cpus=config.num_cpus,
             num_gpus=config.num_gpus,
@@ -182,7 +248,7 @@ class ReplicaProcess:
             self._actor = kind.remote()
         except ValueError as error:  # another fleet was quicker
             ray.util.remove_placement_group(group)
-            raise InvalidParameter("name", f"another fleet has it ({error})", name) from error
+            raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
 
     async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         """What the replica's `method` returns. Raises what it raises, and `FleetError` if it does not answer."""
@@ -207,6 +273,12 @@ class ReplicaProcess:
                 yield await item
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
+
+    async def gone(self) -> bool:
+        """Returns when its process is gone, sooner than Ray tells; False, at once, where only Ray can tell. Raises
+        `FleetError`, `OSError`."""
+        port = await self.call("lifeline", self._address, timeout=REACH_SECONDS)
+        return await until_gone(self._address, port)
 
     def kill(self) -> None:
         """A head that is gone would be waited for: whatever it says, there is nothing left to do here."""
@@ -251,10 +323,6 @@ def _at_most(seconds: float, work: Callable[[], object]) -> None:
     """Do it, for so long, whatever comes of it."""
     with contextlib.suppress(Exception):
         begun(work, "asyncengine-ray-call").result(seconds)
-
-
-def _labels(node: Mapping[str, Any]) -> dict[str, str]:
-    return dict(node.get("Labels") or {})
 
 
 def _first_line(error: BaseException) -> str:

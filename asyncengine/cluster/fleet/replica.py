@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
-from asyncengine.cluster.fleet import wire
+from asyncengine.cluster.fleet import lifeline, wire
 from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot
 from asyncengine.cluster.fleet.wire import Hello, Leave, Loaded, Order
 from asyncengine.engine.validation import PreparedRequest
@@ -36,6 +37,7 @@ class Replica:
         self._outbox = Outbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
+        self._lifeline: socket.socket | None = None
         self._stats_at = 0.0
         self._untold = True
         """Something has happened since the last figures."""
@@ -55,6 +57,11 @@ class Replica:
 
     async def hello(self) -> Hello:
         return Hello(__version__, wire.VERSION)
+
+    async def lifeline(self, address: str) -> int:
+        """The port at which a connection to this process breaks when it ends. Raises `OSError`."""
+        self._lifeline = lifeline.listen(address)
+        return int(self._lifeline.getsockname()[1])
 
     async def start(self, model: str, config: EngineConfig, pinned: tuple[str, ...]) -> Loaded:
         """Load. Raises what loading raises."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from asyncengine.checks import as_integer, as_number, as_seconds
+from asyncengine.cluster.nodes import MAX_CPUS
 from asyncengine.cluster.routing import RoutingWeights
+from asyncengine.cluster.scores import check_strategy
+from asyncengine.config import parse_bytes
 from asyncengine.errors import InvalidParameter
 
 MAX_REPLICAS = 4096
@@ -27,9 +30,14 @@ class FleetConfig:
     num_cpus: float = 1.0
     """CPUs that a replica takes of its node's."""
     num_gpus: float = 0.0
-    """The same for GPUs."""
+    """The same for GPUs, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
+    replica_memory: int | str | None = None
+    """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: told from the
+    model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Ray labels that a node must have to get a replica."""
+    placement: Literal["spread", "binpack"] = "spread"
+    """Which of the nodes with room gets a replica: one with few of them, or the one that it fills most."""
     on_loss: Literal["error", "resume"] = "error"
     """What becomes of a lost replica's requests: they end with `EngineDead`, or go on elsewhere where they were."""
     start_timeout: float = 300.0
@@ -42,8 +50,10 @@ class FleetConfig:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "replicas", as_integer("replicas", self.replicas, 1, MAX_REPLICAS))
-        for name in ("num_cpus", "num_gpus"):
-            set_(self, name, as_number(name, getattr(self, name), 0.0, 1e6))
+        set_(self, "num_cpus", as_number("num_cpus", self.num_cpus, 0.0, MAX_CPUS))
+        set_(self, "num_gpus", as_number("num_gpus", self.num_gpus, 0.0, 1.0))
+        set_(self, "replica_memory", parse_bytes("replica_memory", self.replica_memory))
+        check_strategy(self.placement, "placement")
         for name in ("start_timeout", "silence_limit"):
             set_(self, name, as_seconds(name, getattr(self, name)))
         for name in ("name", "address"):

@@ -14,7 +14,7 @@ from asyncengine.stats import EngineStats
 from asyncengine.step import TokenLogprob
 from asyncengine.text import TextTokenizer
 
-VERSION = 1
+VERSION = 2
 """Of what is said here. Raise it with every change."""
 
 

@@ -1,0 +1,150 @@
+"""Where a fleet's replicas go: Ray's nodes as `place` knows them, and what one replica claims. Plain data, no Ray.
+
+Ray says what each node has, what of that nobody has reserved, and which labels it bears. Of a GPU it does not know the
+memory: a label tells it, or the node is asked. What a replica takes is told from the checkpoint (`models.needs`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
+from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.nodes import MAX_MEMORY
+from asyncengine.config import EngineConfig, parse_bytes
+from asyncengine.engine.wiring import resolve_model
+from asyncengine.errors import EngineError, FleetError, InvalidParameter
+from asyncengine.models.needs import read_needs
+
+DEVICE_MEMORY = "asyncengine/device-memory"
+"""Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
+_KIND = "ray.io/accelerator-type"
+
+
+def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim:
+    """What one replica takes, of the headers of the model's files, which must be here.
+
+    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
+    """
+    if isinstance(settings.replica_memory, int):
+        return claim_of(model, settings.replica_memory, settings)
+    needs = read_needs(resolve_model(model), config, device=torch.device("cuda" if settings.num_gpus else "cpu"))
+    return claim_of(model, needs.total(needs.kv_tokens(config)), settings)
+
+
+def asked_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
+    """The same on a node, pickled: (True, the claim) or (False, what was raised), so that errors keep their types."""
+    try:
+        return pickle.dumps((True, read_claim(model, config, settings)))
+    except EngineError as error:
+        return pickle.dumps((False, error))
+
+
+def asked_devices() -> tuple[int, ...]:
+    """Bytes of each GPU of the node that this runs on. In a process of its own: Ray hides the GPUs from this one, which
+    may become a replica's and must not have touched them."""
+    visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    probe = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
+    said = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
+    return tuple(int(count) for count in said.stdout.split())
+
+
+def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
+    """An engine computes on one device, or on its host's processors. Of a device that Ray divides it has its part."""
+    name = model.rstrip("/").rsplit("/", 1)[-1]
+    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=settings.labels)
+    if not settings.num_gpus:
+        return claim
+    return replace(claim, device_bytes=memory, cpu_bytes=None, devices=1, utilization=settings.num_gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """What Ray says of a node that is alive."""
+
+    id: str
+    address: str
+    labels: Mapping[str, str]
+    total: Mapping[str, float]
+    """Resources by name: CPU, GPU, memory in bytes."""
+    free: Mapping[str, float]
+    """What of these nobody has reserved."""
+
+    def device_memory(self) -> tuple[int, ...] | None:
+        """Of each GPU, as its label says; None: it says nothing. Raises `FleetError` for a label that is no number."""
+        said, count = self.labels.get(DEVICE_MEMORY), int(self.total.get("GPU", 0))
+        if not count:
+            return ()
+        if said is None:
+            return None
+        try:
+            memory = parse_bytes(DEVICE_MEMORY, said)
+        except InvalidParameter as error:
+            raise FleetError(f"node {self.id[:8]} has a label that is not understood: {error}") from None
+        assert isinstance(memory, int)
+        return (memory,) * count
+
+
+def place_replica(
+    claim: Claim,
+    known: Sequence[RayNode],
+    ours: Sequence[Instance],
+    devices: Mapping[str, Sequence[int]],
+    lost_on: Mapping[str, int],
+    settings: FleetConfig,
+) -> Placement | Refusal:
+    """Where one more replica goes, beside `ours`. Nodes on which fewer were lost come first, whatever runs on them.
+
+    `devices`: bytes of the GPUs of each node, by its id. Raises `InvalidParameter` for a node that says nonsense.
+    """
+    found: Placement | Refusal | None = None
+    for most in sorted({lost_on.get(each.id, 0) for each in known}):
+        nodes = [
+            _as_node(each, [one for one in ours if one.shares[0].node == each.id], devices.get(each.id, ()), settings)
+            for each in known
+            if lost_on.get(each.id, 0) <= most
+        ]
+        names = {node.name for node in nodes}
+        table = Cluster(nodes, [one for one in ours if one.shares[0].node in names])
+        found = place(claim, table, strategy=settings.placement)
+        if isinstance(found, Placement):
+            return found
+    return found if found is not None else place(claim, Cluster())
+
+
+def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], settings: FleetConfig) -> Node:
+    """With all that is free, and what `ours` have reserved there: `place` takes theirs off again."""
+    shares = [one.shares[0] for one in ours]
+    memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
+    cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
+    kind = each.labels.get(_KIND, "cuda")
+    taken = {index for share in shares for index, _ in share.devices}
+    others = each.total.get("GPU", 0) - each.free.get("GPU", 0) - settings.num_gpus * len(shares)
+    hidden = _not_ours(len(devices), taken, math.ceil(others - 1e-4))
+    return Node(
+        name=each.id,
+        # Ray tells of reservations a little later than they are made: a node never has more than all of it
+        host_memory=min(int(memory), int(each.total.get("memory", 0)), MAX_MEMORY),
+        cpus=min(cpus, each.total.get("CPU", 0)),
+        devices=tuple(
+            Device(index=index, memory=min(count, MAX_MEMORY), kind=kind)
+            for index, count in enumerate(devices)
+            if index not in hidden
+        ),
+        labels=dict(each.labels),
+    )
+
+
+def _not_ours(count: int, taken: set[int], others: int) -> set[int]:
+    """GPUs that other programs have. Which ones Ray does not say: the last of those that none of ours is on."""
+    free = [index for index in range(count) if index not in taken]
+    return set(free[max(0, len(free) - others) :]) if others > 0 else set()

@@ -1,0 +1,150 @@
+"""Where replicas go on the nodes that Ray describes, without Ray: tests/cluster/test_fleet_on_ray.py has a real one."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from asyncengine import EngineConfig, FleetError, ModelNotFound
+from asyncengine.cluster import Claim, Instance, Placement, Refusal
+from asyncengine.cluster.fleet import FleetConfig
+from asyncengine.cluster.fleet.placing import (
+    DEVICE_MEMORY,
+    RayNode,
+    asked_claim,
+    asked_devices,
+    claim_of,
+    place_replica,
+    read_claim,
+)
+from asyncengine.cluster.fleet.replica import unpacked
+from asyncengine.demo import MODEL_PATH
+from asyncengine.models.needs import read_needs
+
+GIB = 2**30
+
+
+def ray_node(id: str, free: dict[str, float] | None = None, **labels: str) -> RayNode:
+    total = {"CPU": 4.0, "GPU": 2.0, "memory": 8.0 * GIB}
+    named = {name.replace("__", "/").replace("_", "-"): value for name, value in labels.items()}
+    return RayNode(id, "10.0.0.1", named, total, {**total, **(free or {})})
+
+
+def placed(
+    known: list[RayNode], settings: FleetConfig, *, memory: int = GIB, ours: list[Instance] | None = None,
+    lost: dict[str, int] | None = None,
+) -> Placement | Refusal:  # fmt: skip
+    devices = {node.id: node.device_memory() or () for node in known}
+    return place_replica(claim_of("some/model", memory, settings), known, ours or [], devices, lost or {}, settings)
+
+
+def in_turn(known: list[RayNode], settings: FleetConfig, count: int, **changes: Any) -> list[tuple[str, list[int]]]:
+    """Node and devices of replicas placed one after the other. Ray tells of none of them yet."""
+    ours: list[Instance] = []
+    for number in range(count):
+        found = placed(known, settings, ours=ours, **changes)
+        assert isinstance(found, Placement), str(found)
+        ours.append(found.instance(f"fleet/{number}"))
+    return [(one.shares[0].node, [index for index, _ in one.shares[0].devices]) for one in ours]
+
+
+def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> None:
+    known = [ray_node("a"), ray_node("b")]
+    assert [node for node, _ in in_turn(known, FleetConfig(), 4)] == ["a", "b", "a", "b"]
+    filled = in_turn(known, FleetConfig(placement="binpack", num_cpus=2), 4)
+    assert [node for node, _ in filled] == ["a", "a", "b", "b"]
+    assert len(in_turn(known, FleetConfig(), 8)) == 8
+    with pytest.raises(AssertionError, match=r"model fits on none of 2 nodes: 2 with fewer than 1 free CPUs"):
+        in_turn(known, FleetConfig(), 9)
+    with pytest.raises(AssertionError, match=r"2 with too little free host memory"):
+        in_turn(known, FleetConfig(num_cpus=0.5), 6, memory=3 * GIB)
+
+
+def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:
+    known = [ray_node("a", zone="north"), ray_node("b", {"CPU": 0.5}, zone="north"), ray_node("c"),
+             ray_node("d", {"memory": GIB / 2}, zone="north")]  # fmt: skip
+    found = placed(known, FleetConfig(labels={"zone": "north"}), memory=9 * GIB)
+    assert str(found) == (
+        "model fits on none of 4 nodes: 1 without the labels zone=north; 1 with fewer than 1 free CPUs; "
+        "2 with too little free host memory; a claim of 8.00 GiB of host memory would have fitted"
+    )
+    assert str(placed([], FleetConfig())) == "model fits on none of 0 nodes: there are none"
+
+
+def test_what_others_reserved_is_not_given_and_ours_counts_once() -> None:
+    """Whether Ray has told of our own reservation yet or not."""
+    settings = FleetConfig(num_cpus=2)
+    one = placed([ray_node("a")], settings, memory=3 * GIB)
+    assert isinstance(one, Placement)
+    ours = [one.instance("fleet/0")]
+    for free in ({}, {"CPU": 2, "memory": 5 * GIB}):
+        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB, ours=ours), Placement)
+        assert isinstance(placed([ray_node("a", free)], settings, memory=5 * GIB + 1, ours=ours), Refusal)
+    assert isinstance(placed([ray_node("a", {"CPU": 1})], settings, ours=ours), Refusal)
+
+
+def test_nodes_on_which_replicas_were_lost_come_last() -> None:
+    known = [ray_node("a"), ray_node("b"), ray_node("c")]
+    on_b = placed([known[1]], FleetConfig())
+    assert isinstance(on_b, Placement)
+    found = placed(known, FleetConfig(), ours=[on_b.instance("fleet/0")], lost={"a": 1, "c": 2})
+    assert isinstance(found, Placement)
+    assert found.shares[0].node == "b"  # though one runs there
+    found = placed([known[0], known[2]], FleetConfig(), lost={"a": 2, "c": 1})
+    assert isinstance(found, Placement)
+    assert found.shares[0].node == "c"
+
+
+def test_gpus_are_given_whole_or_in_parts() -> None:
+    known = [ray_node("a", **{DEVICE_MEMORY: "24GiB"}), ray_node("b", **{DEVICE_MEMORY: "80GiB"})]
+    whole = FleetConfig(num_gpus=1)
+    assert in_turn(known, whole, 4, memory=20 * GIB) == [("a", [0]), ("b", [0]), ("a", [1]), ("b", [1])]
+    assert in_turn(known, whole, 2, memory=40 * GIB) == [("b", [0]), ("b", [1])]
+    assert str(placed(known, whole, memory=90 * GIB)) == (
+        "model fits on none of 2 nodes: 2 with too little free memory on devices; "
+        "a claim of 80.00 GiB on devices would have fitted"
+    )
+    quarter = FleetConfig(num_gpus=0.25, num_cpus=0.1)
+    assert in_turn(known, quarter, 8, memory=20 * GIB) == [("b", [index % 2]) for index in range(8)]
+    with pytest.raises(AssertionError, match="too little free memory on devices"):
+        in_turn(known, quarter, 9, memory=20 * GIB)
+
+
+def test_gpus_of_other_programs_are_left_alone() -> None:
+    known = [ray_node("a", {"GPU": 1.0}, **{DEVICE_MEMORY: "24GiB"})]
+    settings = FleetConfig(num_gpus=1)
+    one = placed(known, settings)
+    assert isinstance(one, Placement)
+    ours = [one.instance("fleet/0")]
+    told = [ray_node("a", {"GPU": 0.0, "CPU": 3.0}, **{DEVICE_MEMORY: "24GiB"})]
+    assert isinstance(placed(told, settings, ours=ours), Refusal)
+    half = [ray_node("a", {"GPU": 1.5}, **{DEVICE_MEMORY: "24GiB"})]
+    assert [one for one, _ in in_turn(half, settings, 1)] == ["a"]
+    without = placed([ray_node("a")], settings)  # nobody knows what its GPUs have
+    assert str(without) == "model fits on none of 1 nodes: 1 without a device"
+
+
+def test_a_label_that_is_not_understood_is_named() -> None:
+    with pytest.raises(FleetError, match="asyncengine/device-memory"):
+        ray_node("a", **{DEVICE_MEMORY: "plenty"}).device_memory()
+
+
+def test_a_claim_is_what_the_checkpoint_needs() -> None:
+    config = EngineConfig(kv_cache_memory="32MiB")
+    needs = read_needs(str(MODEL_PATH), config)
+    total = needs.total(32 * 2**20 // needs.kv_bytes_per_token)
+    claim = read_claim("demo", config, FleetConfig(num_cpus=0.5, labels={"zone": "x"}))
+    assert claim == Claim(model="demo", cpu_bytes=total, cpus=0.5, labels={"zone": "x"})
+    on_gpu = read_claim("demo", config, FleetConfig(num_gpus=0.5))
+    assert (on_gpu.device_bytes, on_gpu.cpu_bytes, on_gpu.devices, on_gpu.utilization) == (claim.cpu_bytes, None, 1, 0.5)
+    assert read_claim("not/here", config, FleetConfig(replica_memory="20GiB")).cpu_bytes == 20 * GIB
+
+
+def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
+    settings = FleetConfig()
+    assert unpacked(asked_claim("demo", EngineConfig(), settings)) == read_claim("demo", EngineConfig(), settings)
+    with pytest.raises(ModelNotFound):
+        unpacked(asked_claim("/no/such/model", EngineConfig(), settings))
+    assert pickle.loads(pickle.dumps(asked_devices)) is asked_devices  # by name: the node has the same program

@@ -308,8 +308,11 @@ def wire(
         prefix_caching=config.prefix_caching,
         eviction=config.eviction,
         num_states=executor.num_states,
+        windows=executor.windows,
+        most_ahead=config.most_ahead,
     )
-    info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
+    info = _fit_context(info, config, kv.longest)
+    info = replace(info, window=None if kv.sight is None else kv.sight.span + 1)
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),

@@ -117,7 +117,7 @@ class Admission:
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
         if not request.overdue and ahead.awaits(request, table):
             return Verdict.SKIPPED
-        needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
+        needed = self._kv.missing(table, len(request.tokens))
         if needed > self._kv.num_available - self._promised(running):
             return Verdict.FULL
         if self._kv.states is not None and not self._kv.take_state(
@@ -135,7 +135,7 @@ class Admission:
         promised = 0
         for request in running.values():
             assert request.table is not None
-            promised += max(1, self._kv.pages_for(len(request.tokens)) - len(request.table.pages))
+            promised += max(1, self._kv.missing(request.table, len(request.tokens)))
         return promised
 
     def namespace(self, request: Request) -> Namespace:

@@ -222,6 +222,11 @@ class EngineConfig:
         if self.adapter_root is not None:
             object.__setattr__(self, "adapter_root", _parse_path("adapter_root", self.adapter_root))
 
+    @property
+    def most_ahead(self) -> int:
+        """Tokens that the steps in flight compute, at most."""
+        return self.max_num_batched_tokens * (self.max_steps_in_flight or 1)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from loose keywords; an unknown name is refused with the nearest known one."""

@@ -44,6 +44,9 @@ class ModelInfo:
     """Of one recurrent state, that of all layers after one sequence; 0: the model keeps none."""
     num_states: int = 0
     """How many there is memory for: those of running requests, and snapshots."""
+    window: int | None = None
+    """Every layer sees at most so many tokens, and pages behind them are given back while a request runs. None: some
+    layer sees all of them, or there are no pages for more than that; then a request keeps all its pages."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """What the quantized matrices of the checkpoint are stored as, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()

@@ -83,7 +83,7 @@ class Row(NamedTuple):
     If a grammar then makes something else of that token (replaces it, forces others behind it), the row is discarded:
     its matcher is not touched, and whatever is computed for it is thrown away."""
     pages: list[int]
-    """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
+    """Page table: position p lives in page pages[p // page_size] at offset p % page_size. Page 0: no layer sees it."""
     samples: bool
     """True: sample one token after the last position, or, of a request that is asked for a vector, pool it. False: an
     inner chunk of a prompt."""
@@ -226,6 +226,11 @@ class Executor(Protocol):
     @property
     def num_states(self) -> int:
         """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
+        ...
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """(window, chunk) of each kind of attention layer, 0 for none: pages that none of them sees are given back."""
         ...
 
     def launch(self, batch: Batch) -> StepHandle:

@@ -171,6 +171,11 @@ when this page does not say what the code does. Not to be edited by hand.
 Of models that read images or sounds as well, the text is served: the other parts of their files are not read, and
 prompts with images are refused by name. [Adding a family](howto/add_a_model.md).
 
+Where every layer has a sliding window or a chunk (Mistral 0.1, Phi-3, Starcoder 2), a running request gives back the
+pages that nobody will see any more, and `engine.info.window` says how far it sees. A page has one number for all
+layers: with a single layer that sees everything (Gemma, gpt-oss, Llama 4) a request keeps them all, and
+`engine.info.window` is None.
+
 | family | served by | |
 |---|---|---|
 {chr(10).join(map(str, rows))}

@@ -88,8 +88,9 @@ def make_backend(
 ) -> AttentionBackend:
     """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
 
-    No row is longer than `max_model_len` tokens (None: than the whole pool). Raises `InvalidParameter` if a backend is
-    asked for by name and cannot run, or if only FlashInfer could do what is asked.
+    No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
+    the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
+    do what is asked.
     """
     reason = f'attention_backend is "{config.attention_backend}"'
     if config.attention_backend in ("auto", "flashinfer"):
@@ -147,7 +148,9 @@ def _try_flashinfer(
         return f"importing flashinfer failed: {type(error).__name__}: {error}"
     longest = num_pages
     if max_model_len is not None:  # and one page for a step that was launched before the end was known
-        longest = min(num_pages, -(-max_model_len // config.page_size) + 1)
+        longest = -(-max_model_len // config.page_size) + 1
+        if any(spec.window is None for spec in layers):  # else a row may be longer than the pool: it gives pages back
+            longest = min(num_pages, longest)
     backend = FlashInferBackend(
         layers,
         num_pages,

@@ -324,9 +324,12 @@ def wire(
         prefix_caching=config.prefix_caching,
         eviction=config.eviction,
         num_states=executor.num_states,
+        windows=executor.windows,
+        most_ahead=config.most_ahead,
     )
     whole = vectors is not None and vectors.whole  # nothing is kept of a text
-    info = _fit_context(info, config, info.max_model_len if whole else kv.pool.capacity * executor.page_size)
+    info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
+    info = replace(info, window=None if kv.sight is None else kv.sight.span + 1)
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),

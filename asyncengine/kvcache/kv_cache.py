@@ -5,14 +5,19 @@ launched step names (a page, a lock on cached pages, a state) returns only when 
 flight everything returns at once; overlap scheduling needs no other code (mini-sglang #89, vLLM-Ascend #16315 are what
 happens without it).
 
+**Windows**: where every layer has one (`kvcache.sight`), a running request gives back what nobody will see any more
+(`release`), so that however long it becomes, it holds the pages of its windows and of what is being computed.
+
 **Conservation**: free + cached + held + retiring = capacity, always; `check` proves it page by page.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
@@ -20,6 +25,7 @@ from asyncengine.kvcache.cache_log import CacheLog, CacheNews
 from asyncengine.kvcache.eviction import eviction_strategy
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node, RadixTree
+from asyncengine.kvcache.sight import Sight, Window
 from asyncengine.kvcache.states import StateBooks, StateCounts
 
 
@@ -39,6 +45,20 @@ class PageCounts:
     total: int
 
 
+_BESIDE = 3
+"""Pages that a request may hold beside as many as its window and what is computed fill."""
+
+
+class _Lock(NamedTuple):
+    """That a path is in use, as far as it is to be undone."""
+
+    node: Node
+    above: int
+    """It is not locked up to this depth."""
+    closed: Namespace | None
+    """Of a request that has ended: its root is unlocked as well."""
+
+
 class KVCache:
     """Pages of one engine. Pure bookkeeping: integers in, integers out."""
 
@@ -50,14 +70,20 @@ class KVCache:
         prefix_caching: bool = True,
         eviction: str = "lru",
         num_states: int = 0,
+        windows: Iterable[Window] = (),
+        most_ahead: int = sys.maxsize,
     ) -> None:
-        """`num_states`: slots for recurrent states, slot 0 included; 0: the model keeps none."""
+        """`num_states`: slots for recurrent states, slot 0 included; 0: the model keeps none. `windows`: kinds of its
+        attention layers. `most_ahead`: tokens of a request that launched steps compute at a time, at most."""
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_pages)
-        self.tree = RadixTree(page_size, eviction_strategy(eviction))
+        self.sight = self._worthwhile(Sight.of(windows)) if not num_states else None
+        """How far back the model looks; None: all the way, or as far as there are pages."""
+        self.most_ahead = most_ahead
+        self.tree = RadixTree(page_size, eviction_strategy(eviction), self.sight)
         self._retired = 0
-        self._retiring: deque[tuple[int, list[int], Node | None, Namespace]] = deque()
+        self._retiring: deque[tuple[int, list[int], _Lock | None]] = deque()
         self._num_retiring = 0
         self.states: StateBooks | None = None
         if num_states:
@@ -88,6 +114,36 @@ class KVCache:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def _worthwhile(self, sight: Sight | None) -> Sight | None:
+        """Where a window is nearly all of the pool, nothing is won."""
+        return sight if sight is not None and self._pages_around(sight, self.page_size) <= self.pool.capacity else None
+
+    def _pages_around(self, sight: Sight, ahead: int) -> int:
+        """Most pages that a request holds of which `ahead` tokens are being computed: those its next position sees,
+        wherever that is in a page, the last full one, and the one in the tree that the next is joined to."""
+        return self.pages_for(sight.span + ahead) + _BESIDE
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one request can have, at most."""
+        return self.pool.capacity * self.page_size if self.sight is None else sys.maxsize
+
+    def most_at_once(self, num_tokens: int, start: int) -> int:
+        """Of a request's `num_tokens`, how many from `start` on it may compute in a step. Less than all only of one
+        that is longer than the pool, so that it can run when it is alone."""
+        wanted = num_tokens - start
+        if self.sight is None or self.pages_for(num_tokens) < self.pool.capacity:
+            return wanted
+        return min(wanted, (self.pool.capacity - _BESIDE) * self.page_size - self.sight.span)
+
+    def missing(self, table: PageTable, num_tokens: int) -> int:
+        """How many pages more than `table` has its request will hold at a time, to have `num_tokens` computed."""
+        missing = self.pages_for(num_tokens) - len(table.pages)
+        if self.sight is None:
+            return missing
+        most = min(self._pages_around(self.sight, min(self.most_ahead, num_tokens)), self.pool.capacity)
+        return min(missing, most - table.num_in_use)
+
     def open(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> PageTable:
         """A page table that begins with the longest cached prefix of `tokens[:limit]`, locked.
 
@@ -98,8 +154,9 @@ class KVCache:
         """
         matched = self.tree.match(namespace, tokens, limit)
         node = matched if self.states is None else self.states.deepest(matched)
-        self.tree.lock(node)
-        table = PageTable(namespace, node, self.tree.path_pages(node))
+        unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
+        self.tree.lock(node, unseen)
+        table = PageTable(namespace, node, [0] * unseen + self.tree.path_pages(node, unseen), unseen)
         table.matched = matched
         return table
 
@@ -138,6 +195,34 @@ class KVCache:
         table.pages.extend(self.pool.take(missing))
         return True
 
+    def release(self, table: PageTable, computed: int, fence: int) -> None:
+        """Give back what no position from `computed` on sees: all that its request computes from now on. Pages in the
+        tree stay there until they are evicted; its own are free once step `fence`, which may name them, has retired."""
+        if self.sight is None:
+            return
+        last_full = computed // self.page_size - 1
+        unseen = min(self.sight.first(computed) // self.page_size, last_full)
+        if unseen <= table.num_unseen:
+            return
+        locked_from, held_from = table.num_unlocked, max(table.num_unseen, table.node.depth)
+        own = table.pages[held_from:unseen]
+        table.pages = [0] * unseen + table.pages[unseen:]
+        table.num_unseen = unseen
+        self._give_back(own, self._unlocking(table.node, locked_from, table.num_unlocked), fence)
+
+    def will_release(self, computed: int, launched: int) -> bool:
+        """Can a request give back pages when what is launched of it has been computed?"""
+        return self.sight is not None and self.sight.first(computed) < self.sight.first(launched)
+
+    @staticmethod
+    def _unlocking(node: Node, above: int, depth: int) -> _Lock | None:
+        """The lock on the path to `node` between `above` and `depth`."""
+        if depth <= above:
+            return None
+        while node.depth > depth:
+            node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
+        return _Lock(node, above, None)
+
     def publish(self, table: PageTable, tokens: Sequence[int], computed: int, fence: int, priority: int = 0) -> None:
         """Put the full pages of `tokens[:computed]` into the tree, so that others may start from them.
 
@@ -147,9 +232,13 @@ class KVCache:
         size = self.page_size
         duplicates: list[int] = []
         pages = table.pages
-        node = table.node
+        first, locked_from = table.node, table.num_unlocked
+        node = first
         for index in range(node.depth, computed // size):
             key = tuple(tokens[index * size : (index + 1) * size])
+            if index < table.num_unseen:
+                node = self.tree.pass_over(node, key)
+                continue
             node = self.tree.extend(node, key, pages[index], priority)
             if node.page != pages[index]:
                 if pages is table.pages:
@@ -158,15 +247,16 @@ class KVCache:
                 pages[index] = node.page
         table.node = node
         table.pages = pages
-        if duplicates:
-            self._give_back(duplicates, None, table.namespace, fence)
+        joined = self._unlocking(first, locked_from, min(table.num_unlocked, first.depth))
+        if duplicates or joined is not None:
+            self._give_back(duplicates, joined, fence)
 
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages and its state; they return when step `fence` has retired."""
         if table.state is not None and self.states is not None:
             self.states.close(table.state, table.node, self.page_size, fence)
             table.state = None
-        self._give_back(table.own_pages(), table.node, table.namespace, fence)
+        self._give_back(table.own_pages(), _Lock(table.node, table.num_unlocked, table.namespace), fence)
 
     def retire(self, step: int) -> None:
         """Steps up to `step` have finished: nothing reads what only they named."""
@@ -174,30 +264,30 @@ class KVCache:
         if self.states is not None:
             self.states.retire(step)
         while self._retiring and self._retiring[0][0] <= step:
-            _, pages, node, namespace = self._retiring.popleft()
+            _, pages, lock = self._retiring.popleft()
             self._num_retiring -= len(pages)
-            self._return(pages, node, namespace)
+            self._return(pages, lock)
 
-    def _give_back(self, pages: list[int], node: Node | None, namespace: Namespace, fence: int) -> None:
+    def _give_back(self, pages: list[int], lock: _Lock | None, fence: int) -> None:
         if fence <= self._retired:
-            self._return(pages, node, namespace)
+            self._return(pages, lock)
         else:
             # In order of giving up; one behind a later fence waits a step longer than it must.
-            self._retiring.append((fence, pages, node, namespace))
+            self._retiring.append((fence, pages, lock))
             self._num_retiring += len(pages)
 
-    def _return(self, pages: list[int], node: Node | None, namespace: Namespace) -> None:
+    def _return(self, pages: list[int], lock: _Lock | None) -> None:
         self.pool.give(pages)
-        if node is None:
+        if lock is None:
             return
-        self.tree.unlock(node)
-        if not self.prefix_caching and self.tree.root(namespace).locks == 0:
+        self.tree.unlock(lock.node, lock.above, root=lock.closed is not None)
+        if lock.closed is not None and not self.prefix_caching and self.tree.root(lock.closed).locks == 0:
             # Caching is off: only samples of one prompt share pages, and the last of them is gone.
-            self.pool.give(self.tree.drop(namespace))
+            self.pool.give(self.tree.drop(lock.closed))
 
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""
-        held = sum(len(table.pages) - table.num_shared for table in tables)
+        held = sum(len(table.own_pages()) for table in tables)
         return PageCounts(
             free=self.pool.num_free,
             cached=self.tree.num_evictable,
@@ -243,7 +333,7 @@ class KVCache:
         own((node.page for node in self.tree.nodes()), "cached")
         for table in tables:
             own(table.own_pages(), "held")
-        for _, pages, _, _ in self._retiring:
+        for _, pages, _ in self._retiring:
             own(pages, "retiring")
         for page in range(1, self.pool.capacity + 1):
             if page not in owner:
@@ -254,19 +344,23 @@ class KVCache:
 
     def _check_locks(self, tables: list[PageTable]) -> None:
         expected: dict[Node, int] = {}
-        holders = [table.node for table in tables] + [node for _, _, node, _ in self._retiring if node is not None]
-        for holder in holders:
-            node: Node | None = holder
-            while node is not None:
-                expected[node] = expected.get(node, 0) + 1
-                node = node.parent
+        holders = [(table.node, table.num_unlocked) for table in tables]
+        holders += [(lock.node, lock.above) for _, _, lock in self._retiring if lock is not None]
+        for deepest, above in holders:
+            step = deepest
+            while step.parent is not None and step.depth > above:
+                expected[step] = expected.get(step, 0) + 1
+                step = step.parent
         locked = 0
         for node in self.tree.nodes():
-            if node.locks != expected.get(node, 0):
-                raise InvariantViolation(f"page {node.page}: {node.locks} locks, {expected.get(node, 0)} holders")
+            if node.locks != (holders_of := expected.pop(node, 0)):
+                raise InvariantViolation(f"page {node.page}: {node.locks} locks, {holders_of} holders")
             locked += node.locks > 0
+        if expected:
+            raise InvariantViolation(f"{len(expected)} pages are locked and not in the tree")
         if locked != self.tree.num_locked:
             raise InvariantViolation(f"{locked} locked pages, counted {self.tree.num_locked}")
         for table in tables:
-            if table.pages[: table.num_shared] != self.tree.path_pages(table.node):
-                raise InvariantViolation(f"a page table disagrees with the tree at {table.pages[: table.num_shared]}")
+            shared = table.pages[table.num_unseen : table.num_shared]
+            if shared != self.tree.path_pages(table.node, table.num_unseen):
+                raise InvariantViolation(f"a page table disagrees with the tree at {shared}")

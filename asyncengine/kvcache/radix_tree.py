@@ -8,6 +8,11 @@ own, so an adapter's or a tenant's pages are unreachable from any other (a reque
 compares with them).
 
 A locked node (`locks > 0`) is in use by that many requests below or at it; a lock covers the whole path to the root.
+
+**Windows** (`sight`): where no layer sees further back than so many positions, a lock covers only the end of a path,
+and a page goes when it is its turn, whatever hangs below it. Its node stays as a *hole* (page 0) while it has children.
+A prefix is found where all pages are there that its next position sees (SGLang's `SWARadixCache` keeps tombstones for
+this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages before it.
 """
 
 from __future__ import annotations
@@ -18,12 +23,13 @@ from typing import Any, Protocol
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.cache_log import CacheLog, page_hash, root_hash
+from asyncengine.kvcache.sight import Sight
 
 Namespace = tuple[Hashable, ...]
 
 
 class Node:
-    """One cached page; the root of a namespace has depth 0 and no page."""
+    """One cached page; the root of a namespace has depth 0 and no page, nor has a hole."""
 
     __slots__ = (
         "children", "created", "depth", "hash", "hits", "last_used", "locks", "namespace", "page", "parent", "priority",
@@ -61,9 +67,11 @@ class EvictionStrategy(Protocol):
 class RadixTree:
     """Cached pages by (namespace, tokens). Holds page ids only; giving evicted ids back is the caller's business."""
 
-    def __init__(self, page_size: int, strategy: EvictionStrategy) -> None:
+    def __init__(self, page_size: int, strategy: EvictionStrategy, sight: Sight | None = None) -> None:
+        """`sight`: how far back the model looks; None: to the beginning, and there are no holes."""
         self.page_size = page_size
         self.strategy = strategy
+        self.sight = sight
         self.num_pages = 0
         self.num_locked = 0
         """Pages in the tree, and those of them that a request is using now."""
@@ -72,12 +80,13 @@ class RadixTree:
         self.log: CacheLog | None = None
         """Told of every page that comes or goes. Nobody who has none pays for it."""
         self._roots: dict[Namespace, Node] = {}
-        self._heap: list[tuple[object, int, Node]] = []  # unlocked leaves, by a key that may be out of date
+        self._heap: list[tuple[object, int, Node]] = []  # what `evict` may take, by a key that may be out of date
         self._tick = 0
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` can free. Every unlocked page counts: the subtree below it is unlocked too."""
+        """Pages that `evict` can free. Every unlocked page counts: the subtree below it is unlocked too, or the page is
+        behind everybody's window."""
         return self.num_pages - self.num_locked
 
     def root(self, namespace: Namespace) -> Node:
@@ -95,54 +104,69 @@ class RadixTree:
         return None if node is None else self._walk(node, tokens, limit)
 
     def match(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node:
-        """Deepest node whose path spells a prefix of `tokens[:limit]`, marked as used now."""
+        """Deepest node whose path spells a prefix of `tokens[:limit]`, marked as used now: of its path, what the
+        position after it sees."""
         node = self._walk(self.root(namespace), tokens, limit)
         self._tick += 1
+        unseen = self.num_unseen(node.depth)
         step: Node | None = node
-        while step is not None:
+        while step is not None and step.depth > unseen:
             step.last_used = self._tick
             step.hits += 1
             step = step.parent
         return node
 
+    def num_unseen(self, depth: int) -> int:
+        """How many of the first `depth` pages the position after them does not see."""
+        return 0 if self.sight is None else self.sight.first(depth * self.page_size) // self.page_size
+
     def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> Node:
-        size = self.page_size
+        size, found, hole = self.page_size, node, 0
         for start in range(0, limit - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
             node = child
-        return node
+            if not node.page:
+                hole = node.depth
+            elif not hole or hole <= self.num_unseen(node.depth):
+                found = node
+        return found
 
-    def path_pages(self, node: Node) -> list[int]:
-        """Pages from the root to `node`, in order of their tokens."""
+    def path_pages(self, node: Node, above: int = 0) -> list[int]:
+        """Pages from the root to `node`, in order of their tokens, without the first `above`."""
         pages = []
-        while node.parent is not None:
+        while node.parent is not None and node.depth > above:
             pages.append(node.page)
             node = node.parent
         pages.reverse()
         return pages
 
-    def lock(self, node: Node) -> None:
-        """Protect `node` and its ancestors from eviction. One `unlock` undoes it."""
+    def lock(self, node: Node, above: int = 0) -> None:
+        """Protect `node` and its ancestors from eviction, but for the first `above` pages of the path; and its root
+        from being forgotten. One `unlock` undoes it."""
         step: Node | None = node
         while step is not None:
-            if step.locks == 0 and step.parent is not None:
-                self.num_locked += 1
-            step.locks += 1
+            if step.depth > above or step.parent is None:
+                if step.locks == 0 and step.parent is not None:
+                    self.num_locked += 1
+                step.locks += 1
             step = step.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: Node, above: int = 0, *, root: bool = True) -> None:
+        """Without `root`: of the path alone, whose lock goes on from `node` down."""
         step: Node | None = node
         while step is not None:
-            if step.locks <= 0:
-                raise InvariantViolation(f"page {step.page} unlocked more often than locked")
-            step.locks -= 1
-            if step.locks == 0:
-                if step.parent is not None:
-                    self.num_locked -= 1
-                self._settle(step)
-            step = step.parent
+            parent = step.parent  # what is settled may be gone
+            if step.depth > above or (root and parent is None):
+                if step.locks <= 0:
+                    raise InvariantViolation(f"page {step.page} unlocked more often than locked")
+                step.locks -= 1
+                if step.locks == 0:
+                    if parent is not None:
+                        self.num_locked -= 1
+                    self._settle(step)
+            step = parent
 
     def extend(self, node: Node, tokens: tuple[int, ...], page: int, priority: int) -> Node:
         """The child of `node` for one full page of `tokens`, which must be written (its step committed).
@@ -154,11 +178,11 @@ class RadixTree:
         child = node.children.get(tokens)
         self._tick += 1
         if child is None:
-            child = Node(node, tokens, page, self._tick, priority)
-            node.children[tokens] = child
+            child = self._join(node, tokens)
+        if not child.page:
+            child.page, child.priority, child.created = page, priority, self._tick
             self.num_pages += 1
             if self.log is not None:
-                child.hash = page_hash(node.hash, tokens)
                 self.log.published(child.hash)
         child.last_used = self._tick
         child.priority = min(child.priority, priority)
@@ -167,13 +191,28 @@ class RadixTree:
         child.locks += 1
         return child
 
+    def pass_over(self, node: Node, tokens: tuple[int, ...]) -> Node:
+        """The child of `node` for a page of `tokens` that the caller has not any more, as it is; else a hole, which
+        something must be joined to."""
+        child = node.children.get(tokens)
+        if child is None:
+            child = self._join(node, tokens)
+        return child
+
+    def _join(self, node: Node, tokens: tuple[int, ...]) -> Node:
+        child = node.children[tokens] = Node(node, tokens, 0, self._tick, 0)
+        if self.log is not None:
+            child.hash = page_hash(node.hash, tokens)
+        return child
+
     def evict(self, count: int) -> list[int]:
-        """Remove up to `count` unlocked pages, leaves before parents, in the strategy's order; their ids."""
+        """Remove up to `count` unlocked pages in the strategy's order; their ids. Leaves go before their parents, but
+        where there are windows."""
         pages: list[int] = []
         while len(pages) < count and self._heap:
             key, _, node = heapq.heappop(self._heap)
             node.queued = False
-            if node.locks or node.children or node.parent is None:
+            if not self._may_go(node):
                 continue  # used again, or grown, since it was queued; unlocking or losing the child queues it anew
             if self.strategy.key(node) != key:
                 self._queue(node)
@@ -191,12 +230,13 @@ class RadixTree:
             if node.locks:
                 raise InvariantViolation(f"page {node.page} dropped while locked")
             stack.extend(node.children.values())
-            pages.append(node.page)
-            if node.state and self.losing_state is not None:
-                self.losing_state(node)
+            if node.page:
+                pages.append(node.page)
+                if node.state and self.losing_state is not None:
+                    self.losing_state(node)
+                if self.log is not None:
+                    self.log.evicted(node.hash)
             node.parent, node.children = None, {}  # dead for the heap
-            if self.log is not None:
-                self.log.evicted(node.hash)
         self.num_pages -= len(pages)
         return pages
 
@@ -205,17 +245,24 @@ class RadixTree:
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
-            if node.parent is not None:
+            if node.page:
                 yield node
             stack.extend(node.children.values())
 
+    def _may_go(self, node: Node) -> bool:
+        """A page that nobody uses, and that is a leaf where leaves go first."""
+        return not (node.locks or not node.page or node.parent is None or (node.children and self.sight is None))
+
     def _settle(self, node: Node) -> None:
         """`node` has just lost its last lock or its last child."""
-        if node.locks or node.children:
-            return
-        if node.parent is not None:
+        while not node.page and not node.children and not node.locks and node.parent is not None:
+            parent = node.parent  # a hole that nothing hangs on
+            del parent.children[node.tokens]
+            node.parent = None
+            node = parent
+        if self._may_go(node):
             self._queue(node)
-        elif node.namespace is not None:
+        elif node.namespace is not None and not node.locks and not node.children:
             self._roots.pop(node.namespace, None)
 
     def _queue(self, node: Node) -> None:
@@ -226,7 +273,7 @@ class RadixTree:
                 stale.queued = False
             self._heap = []
             for live in self.nodes():
-                if not live.locks and not live.children and live is not node:
+                if self._may_go(live) and live is not node:
                     self._queue(live)
         node.queued = True
         self._tick += 1  # unique: ties are broken by age in the heap, and nodes are never compared
@@ -238,10 +285,14 @@ class RadixTree:
             raise InvariantViolation("a root holds no page to remove")
         if node.state and self.losing_state is not None:
             self.losing_state(node)
-        del parent.children[node.tokens]
-        node.parent = None
         self.num_pages -= 1
         if self.log is not None:
             self.log.evicted(node.hash)
+        page = node.page
+        if node.children:
+            node.page = 0
+            return page
+        del parent.children[node.tokens]
+        node.parent = None
         self._settle(parent)
-        return node.page
+        return page

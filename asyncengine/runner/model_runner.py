@@ -59,6 +59,7 @@ class ModelRunner:
         self.num_pages = backend.num_pages
         self.num_states = num_states
         self.page_size = page_size
+        self.windows = tuple(dict.fromkeys((each.window or 0, each.chunk or 0) for each in model.layers))
         self.kv_bytes = backend.kv_bytes
         self.state_bytes = state_bytes(model.states, model.dtype) if num_states else 0
         self.weights_bytes = model.weights_bytes

@@ -122,7 +122,7 @@ class Admission:
             return Verdict.ADMITTED
         if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
-        needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
+        needed = self._kv.missing(table, len(request.tokens))
         if needed > self._kv.num_available - self._promised(running):
             return Verdict.FULL
         if self._kv.states is not None and not self._kv.take_state(
@@ -142,7 +142,7 @@ class Admission:
             if request.spec.whole:
                 continue
             assert request.table is not None
-            promised += max(1, self._kv.pages_for(len(request.tokens)) - len(request.table.pages))
+            promised += max(1, self._kv.missing(request.table, len(request.tokens)))
         return promised
 
     def namespace(self, request: Request) -> Namespace:

@@ -187,8 +187,7 @@ class Scheduler:
                 self._schedule_prompt(request, rows, budget)
 
     def _schedule_prompt(self, request: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
-        behind = len(request.tokens) - request.num_launched
-        count = budget.grant(behind)
+        count = budget.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
         if count and self._make_room(request, request.num_launched + count, rows, budget):
             rows[request.ticket] = next_row(request, count)
             budget.take(count)
@@ -196,8 +195,9 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, rows: dict[int, Row], budget: TokenBudget) -> bool:
         """Pages for `num_tokens` of `request`, preempting others if need be. False: not in this step."""
         assert request.table is not None
+        self.kv.release(request.table, request.num_computed, request.last_step)
         while not self.kv.grow(request.table, num_tokens):
-            if self.kv.anything_retiring:
+            if self.kv.anything_retiring or self.kv.will_release(request.num_computed, request.num_launched):
                 return False  # pages are on their way back: wait for them rather than preempt for them
             if len(self.running) == 1:
                 needed = self.kv.pages_for(num_tokens)
@@ -243,7 +243,8 @@ class Scheduler:
                 self._count_left_queue(request)
                 self.counters.prompt_tokens += request.spec.prompt_len
                 self.counters.cached_tokens += request.cached_tokens
-            count = budget.grant(len(request.tokens) - request.num_launched, request.spec.whole)
+            behind = self.kv.most_at_once(len(request.tokens), request.num_launched)
+            count = budget.grant(behind, request.spec.whole)
             assert request.table is not None
             if not request.spec.whole and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")

@@ -9,10 +9,12 @@ It may keep recurrent states as well, which are hashes of a history in slots, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from asyncengine.kvcache.sight import Sight, Window
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
 from asyncengine.testing.fake_states import FakeStates
 
@@ -20,17 +22,27 @@ EMPTY = -1
 
 
 class FakeModel:
-    """A "language model": the next token is a pure function of all tokens so far, and of the seed when sampling."""
+    """A "language model": the next token is a pure function of all tokens so far, and of the seed when sampling.
 
-    def __init__(self, vocab_size: int = 97, eos: int = 1, eos_every: int = 0) -> None:
+    With `windows`, one of how many there are and of those that the last one sees.
+    """
+
+    def __init__(
+        self, vocab_size: int = 97, eos: int = 1, eos_every: int = 0, windows: tuple[Window, ...] = ()
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos = eos
         self.eos_every = eos_every
         """About one token in so many is `eos`; 0: never."""
+        self.windows = windows
+        self.sight = Sight.of(windows)
+
+    def first_seen(self, position: int) -> int:
+        return 0 if self.sight is None else self.sight.first(position)
 
     def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
         state = (seed * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
-        for token in tokens:
+        for token in islice(tokens, self.first_seen(len(tokens) - 1), None):
             state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
         if self.eos_every and (state >> 7) % self.eos_every == 0:
@@ -63,6 +75,7 @@ class FakeExecutor:
         self.num_states = num_states
         self.states = FakeStates(num_states) if num_states else None
         self.model = model or FakeModel()
+        self.windows = self.model.windows
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
         self.last_token: dict[int, int] = {}
         self.confirmed: dict[int, bool] = {}
@@ -121,9 +134,10 @@ class FakeExecutor:
                     self.memory[page][offset] = self.last_token[row.slot] if in_flight else row.tokens[position]
 
     def context(self, row: Row) -> list[int]:
-        """The tokens that `row` attends to, as its pages hold them."""
-        tokens = []
-        for position in range(row.start + row.num_scheduled):
+        """The tokens that `row` attends to, as its pages hold them; 0 for those that none of it sees."""
+        first = self.model.first_seen(row.start)
+        tokens = [0] * first
+        for position in range(first, row.start + row.num_scheduled):
             tokens.append(self.memory[row.pages[position // self.page_size]][position % self.page_size])
         if EMPTY in tokens:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")

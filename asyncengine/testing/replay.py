@@ -17,6 +17,7 @@ from typing import Any
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.sight import Window
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import RequestSpec
@@ -40,6 +41,8 @@ class Recording:
     """("apply", message), ("schedule", now) or ("commit", now)."""
     num_states: int = 0
     """Slots for recurrent states, slot 0 included; 0: the model keeps none."""
+    windows: tuple[Window, ...] = ()
+    """Kinds of the model's attention layers."""
 
     def record(self, kind: str, value: object) -> None:
         self.entries.append((kind, value))
@@ -48,9 +51,8 @@ class Recording:
         """Write as JSON lines. Grammars are saved, matchers are not: `replay` makes them anew. Errors become their
         texts. Raises `TypeError` for a grammar that is not a `Grammar`."""
         path = Path(path)
-        lines = [
-            json.dumps({"config": asdict(self.config), "num_pages": self.num_pages, "num_states": self.num_states})
-        ]
+        head = {"config": asdict(self.config), "num_pages": self.num_pages}
+        lines = [json.dumps({**head, "num_states": self.num_states, "windows": self.windows})]
         for kind, value in self.entries:
             lines.append(json.dumps([kind, value if kind != "apply" else _message_to_json(value)]))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -62,6 +64,7 @@ class Recording:
         fields = json.loads(head)
         recording = cls(EngineConfig(**fields["config"]), fields["num_pages"])
         recording.num_states = fields.get("num_states", 0)  # 0.1 had none
+        recording.windows = tuple((window, chunk) for window, chunk in fields.get("windows", ()))
         older = _OldForm()
         for line in lines:
             kind, value = json.loads(line)
@@ -91,6 +94,8 @@ def replay(
         prefix_caching=config.prefix_caching,
         eviction=config.eviction,
         num_states=recording.num_states,
+        windows=recording.windows,
+        most_ahead=config.most_ahead,
     )
     scheduler = Scheduler(config, kv, adapters)
     launched: deque[StepResult] = deque()

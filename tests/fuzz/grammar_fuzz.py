@@ -68,13 +68,15 @@ class GrammarTally:
 class GrammarLife(Life):
     """One seed. `faults=False`: no matcher breaks and no row fails, so that the recording can be replayed."""
 
-    def __init__(self, seed: int, depth: int | None = None, *, faults: bool = True, states: bool = False) -> None:
-        super().__init__(seed, depth, states=states)
+    def __init__(
+        self, seed: int, depth: int | None = None, *, faults: bool = True, states: bool = False, windows: bool = False
+    ) -> None:
+        super().__init__(seed, depth, states=states, windows=windows)
         rng = self.rng
         self.faults = faults
         self.adapters = AdapterSlots(rng.choice([1, 2]))
         self.scheduler = Scheduler(self.config, self.scheduler.kv, self.adapters)
-        model = FakeModel(LOGITS, EOS, rng.choice([0, 20]))
+        model = FakeModel(LOGITS, EOS, rng.choice([0, 20]), self.recording.windows)
         self.executor = FakeExecutor(self.recording.num_pages, self.config.page_size, model, self.recording.num_states)
         self.forced = 0
         """Tokens that grammars forced on requests which were still there to take them."""

@@ -20,6 +20,8 @@ from asyncengine.testing import FakeExecutor, FakeModel, Recording
 
 EOS = 1
 MAX_TURNS = 20_000
+LONGEST = 3
+"""Pools that a request may be long, where it need not fit into one."""
 
 
 @dataclass
@@ -33,13 +35,25 @@ class Tally:
     depth2: int = 0
     state_hits: int = 0
     state_evictions: int = 0
+    beyond_the_pool: int = 0
+    """Requests that had more tokens than the whole pool holds."""
+
+
+def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
+    """Of layers that all have one, mostly."""
+    kinds = [(rng.choice([1, 3, 8, 20, 33]), 0) for _ in range(rng.choice([1, 1, 2]))]
+    if rng.random() < 0.4:
+        kinds.append((rng.choice([0, 0, 5]), rng.choice([4, 6, 16, 32])))
+    if rng.random() < 0.1:
+        kinds.append((0, 0))
+    return tuple(kinds)
 
 
 class Life:
     """One seed: a random configuration, random traffic, and the books of what must come out."""
 
-    def __init__(self, seed: int, depth: int | None = None, *, states: bool = False) -> None:
-        """`states`: of a model that keeps recurrent states."""
+    def __init__(self, seed: int, depth: int | None = None, *, states: bool = False, windows: bool = False) -> None:
+        """`states`: of a model that keeps recurrent states. `windows`: of one that sees no further than so far."""
         self.seed = seed
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
@@ -57,18 +71,22 @@ class Life:
             max_steps_in_flight=depth or rng.choice([1, 1, 2]),
         )
         num_states = rng.choice([2, 3, 5, 9, 33]) if states else 0
-        self.recording = Recording(self.config, num_pages, num_states=num_states)
+        kinds = random_windows(rng) if windows else ()
+        self.recording = Recording(self.config, num_pages, num_states=num_states, windows=kinds)
         kv = KVCache(
             num_pages,
             self.config.page_size,
             prefix_caching=self.config.prefix_caching,
             eviction=self.config.eviction,
             num_states=num_states,
+            windows=kinds,
+            most_ahead=self.config.most_ahead,
         )
-        self.capacity = kv.pool.capacity * self.config.page_size
+        self.capacity = min(kv.longest, LONGEST * kv.pool.capacity * self.config.page_size)
         self.scheduler = Scheduler(self.config, kv)
-        model = FakeModel(eos_every=rng.choice([0, 20]))
+        model = FakeModel(eos_every=rng.choice([0, 20]), windows=kinds)
         self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states)
+        self.windowed = kv.sight is not None
         self.losing = states and seed % 4 == 2
         """Some steps have not enough memory, and states that they had begun to move are lost."""
         if self.losing:
@@ -83,6 +101,7 @@ class Life:
         self.last_ticket = 0
         self.expected: dict[int, list[int]] = {}
         self.received: dict[int, list[int]] = {}
+        self.prompts: dict[int, int] = {}
         self.ended: dict[int, str] = {}
         self.outputs: list[Output] = []
 
@@ -113,9 +132,12 @@ class Life:
     def _arrive(self) -> None:
         rng = self.rng
         prompt = rng.choice(self.prefixes) + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 30))]
+        if self.windowed and rng.random() < 0.1:
+            prompt += [rng.randrange(2, 97) for _ in range(rng.randrange(200))]
         prompt = prompt[: self.capacity - 2]
         samples, first = rng.choice([1, 1, 1, 3]), self.last_ticket + 1
-        max_total = min(len(prompt) + rng.randrange(1, 40), self.capacity)
+        most = 400 if self.windowed and rng.random() < 0.05 else 40
+        max_total = min(len(prompt) + rng.randrange(1, most), self.capacity)
         priority = rng.randrange(3)
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
         for _ in range(samples):
@@ -135,7 +157,7 @@ class Life:
                 inter_token_timeout=30.0 if rng.random() < 0.05 else None,
             )
             self.expected[ticket] = self.executor.model.oracle(prompt, max_total - len(prompt), spec.seed, (EOS,))
-            self.received[ticket] = []
+            self.received[ticket], self.prompts[ticket] = [], len(prompt)
             self._apply(spec)
 
     def _someone_leaves(self) -> None:
@@ -222,6 +244,8 @@ class Life:
         tally.preemptions += self.scheduler.counters.preemptions
         tally.cached_tokens += self.scheduler.counters.cached_tokens
         states = self.scheduler.kv.state_counts([])
+        whole = self.scheduler.kv.pool.capacity * self.config.page_size
+        tally.beyond_the_pool += sum(len(got) + self.prompts[t] > whole for t, got in self.received.items())
         tally.state_hits += states.hits
         tally.state_evictions += states.evictions
         tally.depth2 += self.config.max_steps_in_flight == 2

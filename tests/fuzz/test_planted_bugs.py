@@ -32,8 +32,8 @@ def publish_what_was_never_computed(patch: pytest.MonkeyPatch) -> None:
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
     """Pages return although a launched step still names them (mini-sglang #89)."""
 
-    def broken(self: KVCache, pages: Any, node: Any, namespace: Any, fence: int) -> None:
-        self._return(pages, node, namespace)
+    def broken(self: KVCache, pages: Any, lock: Any, fence: int) -> None:
+        self._return(pages, lock)
 
     patch.setattr(KVCache, "_give_back", broken)
 
@@ -58,7 +58,7 @@ def keep_the_duplicate_page(patch: pytest.MonkeyPatch) -> None:
 def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
     """A finished request keeps its prefix locked for ever."""
 
-    def broken(self: KVCache, pages: Any, node: Any, namespace: Any) -> None:
+    def broken(self: KVCache, pages: Any, lock: Any) -> None:
         self.pool.give(pages)
 
     patch.setattr(KVCache, "_return", broken)

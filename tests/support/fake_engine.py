@@ -50,15 +50,17 @@ class Steps:
         self._check_every = check_every
         self._notes = 0
         self.config = EngineConfig(**settings)
+        self.executor = executor or FakeExecutor(pages, self.config.page_size, model, num_states)
         self.kv = KVCache(
             pages,
             self.config.page_size,
             prefix_caching=self.config.prefix_caching,
             eviction=self.config.eviction,
             num_states=num_states,
+            windows=self.executor.windows,
+            most_ahead=self.config.most_ahead,
         )
         self.scheduler = Scheduler(self.config, self.kv, adapters)
-        self.executor = executor or FakeExecutor(pages, self.config.page_size, model, num_states)
         self.now = 0.0
         self.depth = self.config.max_steps_in_flight or 1
         self.batches: list[Batch] = []

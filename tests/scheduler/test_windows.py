@@ -1,0 +1,80 @@
+"""Requests of a model that sees no further than its windows: bounded memory, however long they are."""
+
+from __future__ import annotations
+
+from support.fake_engine import Steps
+
+from asyncengine.testing import FakeModel
+
+
+def windowed(window: int = 10, **settings) -> Steps:
+    return Steps(model=FakeModel(windows=((window, 0),)), **settings)
+
+
+def most_in_use(steps: Steps) -> int:
+    most = 0
+    while steps.scheduler.requests:
+        steps.step()
+        pages = steps.kv.counts(r.table for r in steps.scheduler.running.values())
+        most = max(most, pages.held + pages.shared + pages.retiring)
+    steps.assert_right()
+    return most
+
+
+def test_a_long_generation_holds_its_window():
+    steps = windowed(pages=64)
+    steps.add(range(2, 12), 400)
+    assert most_in_use(steps) <= 5  # 3 pages for 10 tokens wherever they begin, one to write, one of the prompt
+
+
+def test_a_prompt_larger_than_the_pool_runs_in_chunks():
+    steps = windowed(pages=12, max_num_batched_tokens=1000)
+    assert steps.kv.longest > 10_000
+    steps.add(list(range(2, 90)) * 3, 5)
+    steps.add(list(range(2, 90)) * 2, 5)
+    assert most_in_use(steps) <= 11
+    assert not steps.scheduler.counters.preemptions
+    assert max(batch.num_tokens for batch in steps.batches) > 10
+
+
+def test_more_requests_run_beside_each_other():
+    """Twenty-four pages hold one request of sixty tokens; of those with a window, three."""
+    for model, most in ((FakeModel(), 1), (FakeModel(windows=((6, 0),)), 3)):
+        steps = Steps(pages=25, model=model, max_num_batched_tokens=8, long_prefill_token_threshold=2)
+        for start in range(5):
+            steps.add([start + 2, *range(2, 59)], 4)
+        running = 0
+        while steps.scheduler.requests:
+            steps.step()
+            running = max(running, len(steps.scheduler.running))
+        steps.assert_right()
+        assert running >= most
+        assert most > 1 or running == 1
+
+
+def test_two_steps_in_flight_wait_for_pages_rather_than_fail():
+    steps = windowed(window=20, pages=11, max_steps_in_flight=2, max_num_batched_tokens=64)
+    assert steps.kv.sight is not None
+    steps.add(list(range(2, 90)) * 2, 30)
+    assert most_in_use(steps) <= 10
+    assert steps.ended == {1: "length"}
+
+
+def test_a_preempted_request_finds_its_window():
+    steps = windowed(preempt_every=30)
+    steps.add(range(2, 50), 100)
+    most_in_use(steps)
+    counters = steps.scheduler.counters
+    assert counters.preemptions >= 2
+    assert counters.computed_tokens < 48 + 100 + 4 * counters.preemptions + 1
+
+
+def test_the_next_turn_of_a_chat_starts_behind_the_answer():
+    steps = windowed()
+    first = steps.add(range(2, 40), 60)
+    steps.run()
+    again = steps.add([*range(2, 40), *steps.tokens[first], 5, 6, 7], 4)
+    steps.step()
+    assert steps.request(again).cached_tokens == 96
+    steps.run()
+    steps.assert_right()

@@ -331,7 +331,8 @@ def wire(
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    update = getattr(executor, "prepare_update", None)
+    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncengine.scheduler.messages import EndReason
+from asyncengine.scheduler.request import Request
 from asyncengine.step import TokenLogprob
 
 
@@ -28,6 +29,15 @@ class Output(NamedTuple):
     """On the last output: tokens of the caller's guess that were right, and that were computed and wrong."""
     error: Exception | str | None = None
     """An exception is for the caller to be raised as it is."""
+
+    @classmethod
+    def of(
+        cls, request: Request, token: int = -1, reason: EndReason | None = None, logprob: TokenLogprob | None = None,
+        error: Exception | str | None = None,
+    ) -> Output:  # fmt: skip
+        """With what the first and the last output say of how the request was served."""
+        cached, started, predicted = request.cached_tokens, request.first_step_at, request.predicted
+        return cls(request.ticket, token, False, reason, logprob, None, cached, started, predicted, error)
 
 
 @dataclass(slots=True)

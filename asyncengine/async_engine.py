@@ -31,11 +31,13 @@ from asyncengine.options import (
     RequestOptions,
     ToolSpecs,
     VectorKeywords,
+    WeightSource,
     rough_size,
     split_chat,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler.messages import UpdateMode
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
@@ -286,6 +288,29 @@ class AsyncEngine:
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, by name. From any thread."""
         return self.core.list_adapters()
+
+    # ---------------------------------------------------------------- weights
+
+    async def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait") -> None:
+        """Give the model other weights of the same shapes: those of a checkpoint (a folder, file or hub id), or tensors
+        by the checkpoint's names, of any float type (a `state_dict`, or pairs of name and tensor).
+
+        They are looked at first, while serving goes on: `ModelNotFound` names what is missing, unknown, misshapen, or
+        stored or configured otherwise than the model has it, `InvalidParameter` what is no tensor, `UnsupportedModel`
+        a model that runs through transformers; nothing has changed then. They are written between two steps, with the
+        prefix cache and what speculation keeps of finished outputs emptied, and the engine then answers to the bit as a
+        new one on them would; adapters stay, on top. Tokenizer, chat template and defaults stay the old ones.
+
+        `mode` "wait": requests submitted before end first, on the old weights. "recompute": they go on with the new
+        ones after at most one more step; their tokens stay, and are computed again like those of a preempted request.
+        In both, requests that come later wait, and are answered by the new weights alone.
+
+        Cancelling the call takes it back unless writing has begun. An error while writing (a file that vanishes) ends
+        the engine, as its weights would be some of each: `EngineDead`.
+        """
+        await finished(self.core.update_weights(weights, mode))
+
+    # ---------------------------------------------------------------- requests that run
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""

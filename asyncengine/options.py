@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, check_known
 from asyncengine.errors import InvalidParameter
 
+if TYPE_CHECKING:
+    import torch
+
 Prompt = str | Sequence[int]
+WeightSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+"""A model as `from_pretrained` takes it, or tensors by the names of its checkpoints."""
 ToolSpecs = Sequence[Mapping[str, Any]]
 ChatMessages = Sequence[Mapping[str, Any]]
 

@@ -22,10 +22,12 @@ from asyncengine.options import (
     RequestOptions,
     ToolSpecs,
     VectorKeywords,
+    WeightSource,
     split_chat,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
+from asyncengine.scheduler.messages import UpdateMode
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
 
@@ -204,6 +206,11 @@ class Engine:
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """As `AsyncEngine.adapters`."""
         return self.aengine.adapters()
+
+    def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait") -> None:
+        """As `AsyncEngine.update_weights`."""
+        self._check_thread()
+        finished_blocking(self.aengine.core.update_weights(weights, mode))
 
     def abort(self, request_id: str) -> bool:
         """As `AsyncEngine.abort`."""

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import queue
 import threading
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
@@ -18,6 +19,10 @@ class Runner(Protocol):
     """Launches steps without blocking the event loop; results come back in launch order."""
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
+
+    def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Run `work` where steps run, after those that were launched before it."""
+        ...
 
     async def aclose(self) -> None:
         """Stop after the current step and leave nothing behind. Idempotent."""
@@ -32,6 +37,12 @@ class _Job(NamedTuple):
     batch: Batch
     loop: asyncio.AbstractEventLoop
     result: asyncio.Future[StepResult]
+
+
+class _Call(NamedTuple):
+    work: Callable[[], None]
+    loop: asyncio.AbstractEventLoop
+    result: asyncio.Future[None]
 
 
 class _Launched(NamedTuple):
@@ -54,7 +65,7 @@ class DeviceThread:
         """`switch_interval`: seconds, of the interpreter while the thread lives (`device.switching`)."""
         self.executor = executor
         self._switch_interval = switch_interval
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
         self._closing = False
         self._ended: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -66,6 +77,13 @@ class DeviceThread:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[StepResult] = loop.create_future()
         self._jobs.put(_Job(batch, loop, result))
+        return result
+
+    def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        self._start()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[None] = loop.create_future()
+        self._jobs.put(_Call(work, loop, result))
         return result
 
     def _start(self) -> None:
@@ -88,13 +106,7 @@ class DeviceThread:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                handle = self.executor.launch(job.batch)
-            except BaseException as error:
-                told = _tell(job, error)
-            else:
-                told = self._finish(_Launched(handle, job))
-                del handle
+            told = _tell(job, _outcome(job.work)) if isinstance(job, _Call) else self._launch(job)
             if not told:
                 break  # the loop is closed: nobody waits for results any more
             del job  # hold nothing of a finished step while waiting for the next
@@ -103,10 +115,18 @@ class DeviceThread:
             self._waiter.join()
         self.executor.close()
 
+    def _launch(self, job: _Job) -> bool:
+        """False: the loop that waits is closed."""
+        try:
+            handle = self.executor.launch(job.batch)
+        except BaseException as error:
+            return _tell(job, error)
+        return self._finish(_Launched(handle, job))
+
     def _finish(self, launched: _Launched) -> bool:
         """See to it that the step's result is told. False: its loop is closed."""
         if launched.handle.ready and self._waiter.ident is None:
-            return _tell(launched.job, _outcome(launched.handle))
+            return _tell(launched.job, _outcome(launched.handle.wait))
         if self._waiter.ident is None:
             self._waiter.start()
         self._launched.put(launched)
@@ -114,7 +134,7 @@ class DeviceThread:
 
     def _wait(self) -> None:
         while (launched := self._launched.get()) is not None:
-            _tell(launched.job, _outcome(launched.handle))
+            _tell(launched.job, _outcome(launched.handle.wait))
             del launched  # as above
 
     def close_soon(self) -> None:
@@ -139,14 +159,15 @@ class DeviceThread:
             self._thread.join(patience)
 
 
-def _outcome(handle: StepHandle) -> StepResult | BaseException:
+def _outcome(work: Callable[[], Any]) -> Any:
+    """What it returns, or what it raises."""
     try:
-        return handle.wait()
+        return work()
     except BaseException as error:
         return error
 
 
-def _tell(job: _Job, outcome: StepResult | BaseException) -> bool:
+def _tell(job: _Job | _Call, outcome: Any) -> bool:
     """False: the loop that waits is closed."""
     try:
         job.loop.call_soon_threadsafe(_settle, job.result, outcome)
@@ -160,7 +181,7 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _settle(result: asyncio.Future[StepResult], outcome: StepResult | BaseException) -> None:
+def _settle(result: asyncio.Future[Any], outcome: Any) -> None:
     if result.done():
         return
     if isinstance(outcome, StopIteration):  # a future refuses it, and the step would never end

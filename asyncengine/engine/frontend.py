@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import PROCESS
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.loop import EngineLoop, WeightUpdate
 from asyncengine.engine.request_ids import RequestIds
 from asyncengine.engine.snapshot import snapshot
+from asyncengine.engine.threads import begun
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vector_desk import VectorDesk, wrong_task
 from asyncengine.engine.vector_window import VectorWindow
-from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
+from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
 from asyncengine.options import (
@@ -27,13 +29,14 @@ from asyncengine.options import (
     Prompt,
     RequestOptions,
     ToolSpecs,
+    WeightSource,
     template_tools,
     template_variables,
 )
 from asyncengine.outputs import Chunk
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams, as_params
-from asyncengine.scheduler.messages import Abort, Drain
+from asyncengine.scheduler.messages import Abort, Drain, UpdateMode, UpdateWeights, WithdrawUpdate
 from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.text import TextTokenizer
 
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from asyncengine.lora.naming import AdapterInfo
     from asyncengine.lora.registry import AdapterRegistry
 
+PrepareUpdate = Callable[[WeightSource, EngineConfig], Callable[[], None]]
+"""Look at weights; what writes them, while no step runs. Raises what refuses them."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 INLINE_CHARS = 4096
@@ -61,8 +66,10 @@ class Frontend:
         adapters: AdapterRegistry | None = None,
         threads: Callable[[], ThreadStats] = ThreadStats,
         adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
+        prepare_update: PrepareUpdate | None = None,
     ) -> None:
-        """`adapter_folder`: the folder that the path of an adapter means."""
+        """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
+        change."""
         self.loop = loop
         self.validator = validator
         self.tokenizer = tokenizer
@@ -71,6 +78,8 @@ class Frontend:
         self.adapters = adapters
         self._threads = threads
         self._adapter_folder = adapter_folder
+        self._prepare_update = prepare_update
+        self._update_numbers = count(1)
         self.started_at = loop.clock.now()
         self.closing = False
         self.desk: VectorDesk | None = None
@@ -299,6 +308,37 @@ class Frontend:
         if self.adapters is None:
             raise AdapterError("adapter", "this engine takes no adapters")
         return self.adapters
+
+    # ---------------------------------------------------------------- other weights
+
+    def update_weights(self, weights: WeightSource, mode: UpdateMode) -> Future[None]:
+        """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
+        self.check_open()
+        if mode not in get_args(UpdateMode):
+            raise InvalidParameter("mode", 'must be "wait" or "recompute"', mode)
+        if self._prepare_update is None:
+            raise UnsupportedModel("this engine's weights cannot be exchanged")
+        prepare, number = self._prepare_update, next(self._update_numbers)
+        done: Future[None] = Future()
+
+        def work() -> None:
+            try:
+                update = WeightUpdate(prepare(weights, self.config), done)
+            except BaseException as error:
+                with suppress(InvalidStateError):  # its owner cancelled it
+                    done.set_exception(error)
+                return
+            self.loop.updates[number] = update
+            if self.loop.inbox.post(UpdateWeights(number, mode)):
+                done.add_done_callback(lambda ended: self._withdraw(number) if ended.cancelled() else None)
+            else:
+                self.loop.fail_update(number)
+
+        begun(work, "asyncengine-weights")
+        return done
+
+    def _withdraw(self, number: int) -> None:
+        self.loop.inbox.post(WithdrawUpdate(number))
 
     def discard(self) -> None:
         """Let go of what loading took: nobody will serve this engine. Idempotent."""

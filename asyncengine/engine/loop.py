@@ -15,6 +15,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import NamedTuple
 
 from asyncengine.config import EngineConfig
@@ -29,7 +31,15 @@ from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
 from asyncengine.lora.interface import AdapterStore
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Scheduler
-from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, GrammarReady, Message, StopText
+from asyncengine.scheduler.messages import (
+    Abort,
+    AdapterReady,
+    Drain,
+    GrammarReady,
+    Message,
+    StopText,
+    WithdrawUpdate,
+)
 from asyncengine.stats import Meter
 from asyncengine.step import Batch, GrammarMatcher, StepResult
 from asyncengine.text import TokenTable
@@ -46,9 +56,16 @@ class Launched(NamedTuple):
     at: float
 
 
+class WeightUpdate(NamedTuple):
+    """Weights that have been looked at and wait for their turn."""
+
+    write: Callable[[], None]
+    done: Future[None]
+
+
 Recorder = Callable[[str, object], None]
-"""Called with ("apply", message), ("schedule", now), ("commit", now) and ("end_all", reason), in order; see
-`testing.replay`."""
+"""Called with ("apply", message), ("schedule", now), ("commit", now), ("start_anew", number of a weight update) and
+("end_all", reason), in order; see `testing.replay`."""
 
 
 class EngineLoop:
@@ -83,6 +100,8 @@ class EngineLoop:
         """What killed the engine, if something did."""
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
+        self.updates: dict[int, WeightUpdate] = {}
+        """By number; one is here before its message is posted."""
         self._drain: Drain | None = None
         self._left_queue = (0, 0)
         self._lag_timer: asyncio.TimerHandle | None = None
@@ -93,6 +112,8 @@ class EngineLoop:
         try:
             while not self._drained():
                 self._apply_inbox()  # 1 the world changes only here
+                if (due := self.scheduler.due_update) is not None:
+                    await self._update_weights(due)
                 batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
                 if batch is not None:  # 3 the device thread starts
                     self.in_flight.append(Launched(batch, self.runner.launch(batch), self.clock.now()))
@@ -132,6 +153,8 @@ class EngineLoop:
             case Drain():
                 self._drain = _sooner(self._drain, message)
                 self.queue_limit.close()  # those in line for a place are refused like newcomers
+            case WithdrawUpdate(number):
+                self.updates.pop(number, None)
 
     def _order(self, spec: RequestSpec) -> None:
         """Have made or fetched, by other threads, what the request must wait for."""
@@ -171,6 +194,24 @@ class EngineLoop:
             self.hooks.emit(Preempted(self.scheduler.last_step, self.scheduler.counters.preemptions - preemptions))
         return batch
 
+    async def _update_weights(self, number: int) -> None:
+        """Exchange the model's weights. What fails here kills the engine: the model may have some of each by then."""
+        self._deliver()  # who was answered by the old ones hears of it before
+        update = self.updates.pop(number)
+        if not update.done.set_running_or_notify_cancel():
+            self._apply(WithdrawUpdate(number))
+            return
+        if self.record is not None:
+            self.record("start_anew", number)
+        self.scheduler.start_anew(number)
+        try:
+            await self.runner.call(update.write)
+        except BaseException as error:
+            self.failure = self.failure or error
+            update.done.set_exception(self._make_failure())
+            raise
+        update.done.set_result(None)
+
     def _deliver(self) -> None:
         outputs = self.scheduler.take_outputs()
         for output in outputs:
@@ -197,7 +238,7 @@ class EngineLoop:
 
     async def _idle(self) -> None:
         """Nothing to compute until a message comes or a deadline passes. A good moment to check the books."""
-        if not self._drained():
+        if not self._drained() and self.scheduler.due_update is None:
             self.scheduler.check_sums()
             if self.adapters is not None:
                 self.adapters.check()
@@ -229,7 +270,7 @@ class EngineLoop:
         if batch.step % self.config.check_every == 0:
             self.scheduler.check_sums()
         if self.hooks:
-            running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+            running, waiting = len(self.scheduler.running), self.scheduler.num_waiting
             self.hooks.emit(StepDone(batch.step, len(batch.rows), batch.num_tokens, took, running, waiting))
 
     # ---------------------------------------------------------------- watching
@@ -281,9 +322,18 @@ class EngineLoop:
         self.delivery.fail_all(self._make_failure, unopened)
         for launched in self.in_flight:
             launched.result.cancel()  # nobody will read it
+        for number in list(self.updates):
+            self.fail_update(number)
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
+
+    def fail_update(self, number: int) -> None:
+        """The engine closed before its turn came. From any thread; idempotent."""
+        update = self.updates.pop(number, None)
+        if update is not None:
+            with suppress(InvalidStateError):  # its owner cancelled it
+                update.done.set_exception(self._make_failure())
 
     def _make_failure(self) -> Exception:
         return EngineClosed("the engine has closed") if self.failure is None else EngineDead(self.failure)

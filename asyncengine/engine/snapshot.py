@@ -25,7 +25,7 @@ def snapshot(
         finished["timeout"] = finished.get("timeout", 0) + loop.queue_limit.expired
     return EngineStats(
         requests={
-            "waiting": len(scheduler.waiting),
+            "waiting": scheduler.num_waiting,
             "running": len(running),
             "grammar_queue": len(scheduler.grammar_queue),
             "adapter_queue": len(scheduler.adapter_queue),

@@ -351,7 +351,8 @@ def wire(
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
-    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    update = getattr(executor, "prepare_update", None)
+    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update)
     frontend.desk = None if vectors is None else VectorDesk(frontend, vectors)
     return frontend
 

@@ -258,6 +258,12 @@ class KVCache:
             table.state = None
         self._give_back(table.own_pages(), _Lock(table.node, table.num_unlocked, table.namespace), fence)
 
+    def clear(self) -> None:
+        """Forget all that is cached, since it would be computed otherwise now. Nothing may be held or retiring."""
+        if self._retiring:
+            raise InvariantViolation("a cache is cleared while steps in flight name its pages")
+        self.pool.give(self.tree.clear())
+
     def retire(self, step: int) -> None:
         """Steps up to `step` have finished: nothing reads what only they named."""
         self._retired = step

@@ -240,6 +240,10 @@ class RadixTree:
         self.num_pages -= len(pages)
         return pages
 
+    def clear(self) -> list[int]:
+        """Remove all pages of all namespaces; none may be locked. Their ids."""
+        return [page for namespace in list(self._roots) for page in self.drop(namespace)]
+
     def nodes(self) -> Iterator[Node]:
         """Every page's node, parents first (for checks and tests)."""
         stack = list(self._roots.values())

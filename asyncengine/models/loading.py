@@ -194,7 +194,7 @@ def _load_decoder(
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)
     else:
-        load_weights(checkpoint, slots_of(decoder, checkpoint), described.ignored, bar)
+        load_weights(checkpoint, slots_of(decoder, checkpoint), names, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 

@@ -137,13 +137,9 @@ def _in_words(form: NumberForm, ordered: bool) -> str:
 
 
 def load_weights(
-    checkpoint: CheckpointSource,
-    slots: Mapping[str, TensorSlot],
-    ignored: Sequence[str],
-    progress: LoadProgress,
+    checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], names: Mapping[str, str], progress: LoadProgress
 ) -> None:
-    """Fill `slots` from the checkpoint's files. Raises as `assign` does, before anything is written."""
-    names = assign(checkpoint, slots, ignored)
+    """Fill `slots` from the checkpoint's files. `names`: the slot of each tensor, as `assign` has found it."""
     progress.stage("reading weights", len(names))
     with torch.inference_mode():
         for name in _by_file(checkpoint, names):

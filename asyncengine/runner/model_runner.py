@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import is_out_of_memory, release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
+from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
@@ -28,6 +29,10 @@ from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, St
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, FinishedStep, Row, StepHandle, StepResult, sampling_places
+
+if TYPE_CHECKING:
+    from asyncengine.config import EngineConfig
+    from asyncengine.options import WeightSource
 
 logger = logging.getLogger("asyncengine")
 
@@ -71,6 +76,7 @@ class ModelRunner:
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
         self.pooler = pooler
         self._model: CausalLM | None = model.model
+        self._has_other_parts = bool(model.left_out)
         self._backend = backend
         self._device = model.device
         self._copies = copy_stream(model.device)
@@ -120,6 +126,25 @@ class ModelRunner:
         logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(batch.rows))
         first = self.launch(Batch(batch.step, batch.rows[:half]))
         return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
+
+    def prepare_update(self, weights: WeightSource, config: EngineConfig) -> Callable[[], None]:
+        """What gives the model other weights, while no step runs, once they have been looked at. From any thread.
+
+        Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
+        """
+        from asyncengine.models.decoder import Decoder
+        from asyncengine.models.updates import prepare_update
+
+        model = self._model
+        if not isinstance(model, Decoder):
+            raise UnsupportedModel("a model that runs through transformers' modules cannot be given other weights")
+        write = prepare_update(model, weights, config, has_other_parts=self._has_other_parts)
+
+        def run() -> None:
+            with on_device(self._device), self.cores.loading():
+                write()
+
+        return run
 
     def threads(self) -> ThreadStats:
         """What computes steps, from any thread."""

@@ -54,7 +54,26 @@ class Drain:
     deadline: float | None = None
 
 
-Message = RequestSpec | Abort | StopText | GrammarReady | AdapterReady | Drain
+UpdateMode = Literal["wait", "recompute"]
+"""Whether requests end before the model's weights change, or go on with the new ones (`scheduler.weight_updates`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """The model's weights are to change, by the update of this `number`."""
+
+    number: int
+    mode: UpdateMode = "wait"
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawUpdate:
+    """Nobody wants the update of this `number` any more. Ignored if it has happened."""
+
+    number: int
+
+
+Message = RequestSpec | Abort | StopText | GrammarReady | AdapterReady | Drain | UpdateWeights | WithdrawUpdate
 
 EndReason = Literal["stop", "length", "abort", "timeout", "error"]
 """Why the scheduler ended a request."""

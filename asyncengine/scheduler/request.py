@@ -44,8 +44,9 @@ class Request:
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "cached_tokens", "discard_until", "drafts_launched", "epoch", "first_step_at",
-        "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending", "overdue",
-        "passes", "predicted", "preemptions", "prefix_hint", "slot", "spec", "state", "table", "tokens",
+        "last_step", "last_token_at", "matcher", "num_computed", "num_kept", "num_launched", "num_pending",
+        "num_updates", "overdue", "passes", "predicted", "preemptions", "prefix_hint", "slot", "spec", "state", "table",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec) -> None:
@@ -82,6 +83,8 @@ class Request:
         self.overdue = False
         self.preemptions = 0
         self.prefix_hint = 0
+        self.num_updates = 0
+        """Updates of the weights that had been asked for when it came."""
         self.first_step_at: float | None = None
         self.last_token_at = spec.arrival
 

@@ -32,6 +32,8 @@ from asyncengine.scheduler.messages import (
     GrammarReady,
     Message,
     StopText,
+    UpdateWeights,
+    WithdrawUpdate,
 )
 from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.policy import choose_victim, scheduling_policy
@@ -40,6 +42,7 @@ from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.rows import InFlight, TokenBudget, constrained_end, may_overlap, next_row, plain_end, widened
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.states import settle_snapshots, with_states
+from asyncengine.scheduler.weight_updates import WeightUpdates
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.planner import SpeculationCounters
 from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
@@ -68,6 +71,7 @@ class Scheduler:
         self.adapter_queue: dict[int, Request] = {}
         self.counters = Counters()
         self.last_step = 0
+        self._weights = WeightUpdates()
         self._deadlines = Deadlines()
         # A decode must never wait for budget: then every running request advances in every step.
         self._slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
@@ -97,9 +101,14 @@ class Scheduler:
                 self._leave_queue(self.adapter_queue, ticket, error)
             case Drain():
                 pass  # the engine's business: no request changes
+            case UpdateWeights(number, mode):
+                self._weights.add(number, mode)
+            case WithdrawUpdate(number):
+                self._release(number)
 
     def _add(self, spec: RequestSpec) -> None:
         request = Request(spec)
+        self._weights.note_arrival(request)
         self.requests[spec.ticket] = request
         self._deadlines.add(request)
         if spec.options.adapter is not None:
@@ -107,6 +116,13 @@ class Scheduler:
         if spec.params.grammar is not None:
             self.grammar_queue[spec.ticket] = request
         if request.state is RequestState.WAITING:
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """It has all it needs: it waits for its turn, or before that for other weights."""
+        if self._weights.is_before(request):
+            self._weights.held[request.ticket] = request
+        else:
             self.waiting.add(request)
 
     def _leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
@@ -122,7 +138,7 @@ class Scheduler:
             request.move(RequestState.ADAPTER_QUEUE)
         else:
             request.move(RequestState.WAITING)
-            self.waiting.add(request)
+            self._wait(request)
 
     def _end_ticket(self, ticket: int, reason: EndReason) -> None:
         request = self.requests.get(ticket)
@@ -140,7 +156,7 @@ class Scheduler:
         """The next step, or None if there is nothing to compute before a message or a result arrives."""
         for request in self._deadlines.expired(now):
             self._end(request, "timeout")
-        if not self.requests:
+        if not self.requests or self._weights.stop_steps:
             return None
         budget = TokenBudget(self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
         rows: dict[int, Row] = {}
@@ -394,6 +410,27 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    # ---------------------------------------------------------------- other weights
+
+    @property
+    def due_update(self) -> int | None:
+        """The number of the weight update whose turn it is: its requests have ended, and no step is in flight."""
+        return None if self._in_flight else self._weights.due(self.requests)
+
+    def start_anew(self, number: int) -> None:
+        """The model's weights are those of update `number` from here on: nothing that was computed counts any more.
+        Running requests keep their tokens, and compute them again."""
+        for request in list(self.running.values()):
+            self._preempt(request)
+        self.kv.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
+        self._release(number)
+
+    def _release(self, number: int) -> None:
+        for request in self._weights.remove(number):
+            self.waiting.add(request)
+
     # ---------------------------------------------------------------- endings
 
     def _end(self, request: Request, reason: EndReason, error: Exception | str | None = None, **news: Any) -> None:
@@ -406,7 +443,8 @@ class Scheduler:
             case RequestState.RUNNING:
                 self._close(request)
             case RequestState.WAITING:
-                self.waiting.remove(request)
+                if self._weights.held.pop(request.ticket, None) is None:
+                    self.waiting.remove(request)
         self.grammar_queue.pop(request.ticket, None)
         self.adapter_queue.pop(request.ticket, None)
         if request.first_step_at is None:
@@ -453,6 +491,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn, or for other weights."""
+        return len(self.waiting) + len(self._weights.held)
+
+    @property
     def next_deadline(self) -> float:
         """No request times out before this clock reading (inf: none has a deadline)."""
         return self._deadlines.next()
@@ -474,5 +517,5 @@ class Scheduler:
 
     def _check_places(self) -> None:
         queued = {**self.grammar_queue, **self.adapter_queue}
-        if len(self.running) + len(self.waiting) + len(queued) != len(self.requests):
+        if len(self.running) + self.num_waiting + len(queued) != len(self.requests):
             raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")

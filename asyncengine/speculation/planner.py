@@ -160,6 +160,12 @@ class DraftPlanner:
                 right, wrong = known.prediction
                 known.prediction = (right + accepted, wrong + drafted - accepted)
 
+    def clear(self) -> None:
+        """Other weights will write other texts: what was learnt from finished requests is of no use."""
+        self._seen.clear()
+        if self._store is not None:
+            self._store.clear()
+
     def forget(self, key: int, namespace: tuple[Hashable, ...], output: Sequence[int]) -> tuple[int, int]:
         """The request has ended. `output`: what others may draft from; empty for none. Returns how many tokens of its
         caller's prediction were drafted and right, and how many were wrong."""

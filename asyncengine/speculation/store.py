@@ -61,6 +61,12 @@ class OutputStore:
         found = self._places.get(namespace, {}).get((first, second))
         return [] if found is None else [Place(found[0].tokens, found[1])]
 
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._texts.clear()
+        self._places.clear()
+        self.num_tokens = 0
+
     def _drop_oldest(self) -> None:
         _, text = self._texts.popitem(last=False)
         places = self._places[text.namespace]

@@ -34,6 +34,8 @@ class FakeModel:
         self.eos = eos
         self.eos_every = eos_every
         """About one token in so many is `eos`; 0: never."""
+        self.weights = 0
+        """Stands for its weights: another number, another model."""
         self.windows = windows
         self.sight = Sight.of(windows)
 
@@ -41,7 +43,7 @@ class FakeModel:
         return 0 if self.sight is None else self.sight.first(position)
 
     def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
-        state = (seed * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
+        state = ((seed + 31 * self.weights) * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
         for token in islice(tokens, self.first_seen(len(tokens) - 1), None):
             state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
@@ -87,6 +89,13 @@ class FakeExecutor:
         self.lose: Callable[[Row], bool] = lambda row: False
         """Which rows lose their states in a step that has not enough memory: those that move it where it lies."""
         self.closed = False
+
+    def update(self, weights: int) -> None:
+        """Give the model other weights. What the old ones wrote may be read by nobody: as if nobody had written it."""
+        self.model.weights = weights
+        self.memory = [[EMPTY] * self.page_size for _ in range(self.num_pages)]
+        if self.states is not None:
+            self.states.forget()
 
     def launch(self, batch: Batch) -> FinishedStep:
         return FinishedStep(self.execute(batch))

@@ -52,6 +52,10 @@ class FakeStates:
             for position, slot in (*use.saves, (len(tokens), use.slot)):
                 self.slots[slot] = after(before, tokens[row.start : position])
 
+    def forget(self) -> None:
+        """As if nobody had written any."""
+        self.slots[1:] = [None] * (len(self.slots) - 1)
+
     def difference(self, row: Row, tokens: Sequence[int]) -> int:
         """0 if the state after `row` is that of `tokens`; else something that depends on what it is instead."""
         assert row.state is not None

@@ -15,7 +15,7 @@ def assert_nothing_held(core: Frontend) -> None:
     problems = {
         "requests": len(scheduler.requests),
         "running": len(scheduler.running),
-        "waiting": len(scheduler.waiting),
+        "waiting": scheduler.num_waiting,
         "streams": len(core.loop.delivery.streams),
         "places in the queue": core.loop.queue_limit.waiting,
         "steps in flight": len(core.loop.in_flight),

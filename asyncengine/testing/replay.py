@@ -23,11 +23,21 @@ from asyncengine.options import RequestOptions
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
-from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, GrammarReady, Message, StopText
+from asyncengine.scheduler.messages import (
+    Abort,
+    AdapterReady,
+    Drain,
+    GrammarReady,
+    Message,
+    StopText,
+    UpdateWeights,
+    WithdrawUpdate,
+)
 from asyncengine.step import Executor, GrammarMatcher, StepResult
 
 _MESSAGES: dict[str, Any] = {
-    kind.__name__: kind for kind in (RequestSpec, Abort, StopText, GrammarReady, AdapterReady, Drain)
+    kind.__name__: kind
+    for kind in (RequestSpec, Abort, StopText, GrammarReady, AdapterReady, Drain, UpdateWeights, WithdrawUpdate)
 }
 
 
@@ -38,7 +48,7 @@ class Recording:
     config: EngineConfig
     num_pages: int
     entries: list[tuple[str, Any]] = field(default_factory=list)
-    """("apply", message), ("schedule", now) or ("commit", now)."""
+    """("apply", message), ("schedule", now), ("commit", now), ("start_anew", number) or ("end_all", reason)."""
     num_states: int = 0
     """Slots for recurrent states, slot 0 included; 0: the model keeps none."""
     windows: tuple[Window, ...] = ()
@@ -80,12 +90,14 @@ def replay(
     executor: Executor,
     adapters: AdapterAdmission | None = None,
     matchers: Callable[[RequestSpec], GrammarMatcher] | None = None,
+    update: Callable[[int], None] | None = None,
 ) -> list[Output]:
     """Play a recording on a fresh scheduler and `executor`; all outputs, in order. Books are checked after each entry.
 
     The executor must answer as the recorded one did (a fake one does; a real model does up to its arithmetic). So must
     `adapters`, if the recorded scheduler had any. Each constrained request gets a fresh matcher: the recorded run used
-    its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording.
+    its own up, and a recording can be played any number of times. `matchers` makes those of a loaded recording,
+    `update` gives the executor the weights of the update of a number.
     """
     config = recording.config
     kv = KVCache(
@@ -114,6 +126,10 @@ def replay(
             scheduler.commit(launched.popleft(), value)
         elif kind == "end_all":
             scheduler.end_all(value)
+        elif kind == "start_anew":
+            scheduler.start_anew(value)
+            if update is not None:
+                update(value)
         scheduler.check()
         outputs += scheduler.take_outputs()
     return outputs

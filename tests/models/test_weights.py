@@ -23,11 +23,9 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
-from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
-from asyncengine.models.progress import LoadProgress
-from asyncengine.models.weights import load_weights, slots_of
+from asyncengine.models.updates import prepare_update
 
 QUIET = EngineConfig(show_progress=False)
 IDS = [3, 17, 40, 9, 3, 3, 88]
@@ -58,8 +56,7 @@ def load(folder: Path, **fields: Any) -> Decoder:
 
 def update(model: Any, folder: Path) -> None:
     """Other weights of the same shape, into a live model."""
-    checkpoint = open_checkpoint(str(folder), QUIET)
-    load_weights(checkpoint, slots_of(model, checkpoint), model.config.ignored, LoadProgress(False))
+    prepare_update(model, folder, QUIET)()
 
 
 # ---------------------------------------------------------------- refusals

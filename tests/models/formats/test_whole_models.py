@@ -22,11 +22,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.lora.adapter import LoraWeights
-from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import kept_forms, load_model
-from asyncengine.models.progress import LoadProgress
-from asyncengine.models.weights import load_weights, slots_of
+from asyncengine.models.updates import prepare_update
 
 Pair = Callable[..., tuple[Path, Path]]
 QUIET = EngineConfig(show_progress=False)
@@ -115,8 +113,7 @@ def test_another_checkpoint_of_the_same_form_into_a_live_model(kind: str, pair: 
     """To the bit what a fresh model gives; one that lacks a part of a matrix changes nothing."""
     live, fresh = load(pair("llama", kind)[0]).model, load(pair("llama", kind, 1)[0]).model
     before = logits_of(live, IDS)
-    other = open_checkpoint(str(pair("llama", kind, 1)[0]), QUIET)
-    load_weights(other, slots_of(live, other), live.config.ignored, LoadProgress(False))
+    prepare_update(live, pair("llama", kind, 1)[0], QUIET)()
     assert torch.equal(logits_of(live, IDS), logits_of(fresh, IDS))
     assert not torch.equal(logits_of(live, IDS), before)
 
@@ -135,9 +132,8 @@ def test_another_form_is_refused_before_a_live_model_changes(
 ) -> None:
     live = load(pair("llama", kind)[0]).model
     before = logits_of(live, IDS)
-    wrong = open_checkpoint(str(pair("llama", other, 1)[0] if other else plain("llama")), QUIET)
     with pytest.raises(ModelNotFound, match=message):
-        load_weights(wrong, slots_of(live, wrong), live.config.ignored, LoadProgress(False))
+        prepare_update(live, pair("llama", other, 1)[0] if other else plain("llama"), QUIET)
     assert torch.equal(logits_of(live, IDS), before)
 
 

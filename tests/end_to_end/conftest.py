@@ -1,0 +1,3 @@
+from support.checkpoints import checkpoint
+
+__all__ = ["checkpoint"]

@@ -1,0 +1,159 @@
+"""`update_weights` on the fake runner: its modes, its refusals, its end, and leaving it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.fake_engine import SteppedExecutor, executor_of, greedy, idle, in_thread, make_core, make_engine, until
+from support.threads import no_new_engine_thread
+
+from asyncengine import AsyncEngine, Engine, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel, WrongLoop
+from asyncengine.errors import ModelNotFound
+from asyncengine.testing import Recording, assert_nothing_held, replay
+from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
+
+
+class Updatable(SteppedExecutor):
+    """Its weights are a number."""
+
+    def prepare_update(self, weights: Any, config: Any) -> Callable[[], None]:
+        if weights == "missing":
+            raise ModelNotFound("the update lacks the tensor model.norm.weight")
+
+        def write() -> None:
+            if weights == "vanishes":
+                raise OSError("the file is gone")
+            self.update(weights)
+
+        return write
+
+
+def engine_of(**settings: Any) -> AsyncEngine:
+    return make_engine(executor=Updatable(128, 4), **settings)
+
+
+def answer(prompt: list[int], count: int, weights: int = 0) -> list[int]:
+    model = FakeModel()
+    model.weights = weights
+    return model.oracle(prompt, count, 0, (1,))
+
+
+def prompt(number: int) -> list[int]:
+    return [2 + number, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_requests_before_and_after(depth: int):
+    """The former end first, with the weights that they were submitted to; the latter wait."""
+    async with engine_of(max_steps_in_flight=depth) as engine:
+        old = [asyncio.create_task(engine.generate(prompt(i), greedy(20 + i))) for i in range(6)]
+        await until(lambda: engine.stats().generated_tokens > 6)
+        update = asyncio.create_task(engine.update_weights(5))  # type: ignore[arg-type]
+        await until(lambda: bool(engine.core.loop.updates))
+        await asyncio.sleep(0)
+        new = [asyncio.create_task(engine.generate(prompt(i), greedy(20 + i))) for i in range(6)]
+        await update
+        assert all(task.done() for task in old)
+        assert not any(task.done() for task in new)
+        for i in range(6):
+            assert (await old[i]).token_ids == answer(prompt(i), 20 + i)
+            assert (await new[i]).token_ids == answer(prompt(i), 20 + i, 5)
+        await idle(engine)
+        assert_nothing_held(engine.core)
+
+
+async def test_recompute_takes_those_that_run_along():
+    async with engine_of() as engine:
+        running = asyncio.create_task(engine.generate(prompt(0), greedy(400)))
+        await until(lambda: engine.stats().generated_tokens > 6)
+        await engine.update_weights(5, mode="recompute")  # type: ignore[arg-type]
+        assert not running.done()
+        found = (await running).token_ids
+        kept = next(count for count in range(400) if found[count] != answer(prompt(0), 400)[count])
+        assert kept >= 6
+        assert found[kept:] == answer([*prompt(0), *found[:kept]], 400 - kept, 5)
+
+
+async def test_a_refused_update_changes_nothing():
+    async with engine_of() as engine:
+        with pytest.raises(ModelNotFound, match=r"lacks the tensor model\.norm\.weight"):
+            await engine.update_weights("missing")
+        with pytest.raises(InvalidParameter, match='mode: must be "wait" or "recompute"'):
+            await engine.update_weights(1, mode="abort")  # type: ignore[arg-type]
+        assert (await engine.generate(prompt(0), greedy(9))).token_ids == answer(prompt(0), 9)
+
+
+async def test_what_fails_while_it_writes_ends_the_engine():
+    """Some weights may be new by then: nobody may be answered by a mixture."""
+    async with engine_of() as engine:
+        with pytest.raises(EngineDead, match="the file is gone"):
+            await engine.update_weights("vanishes")
+        with pytest.raises(EngineDead, match="the file is gone"):
+            await engine.generate(prompt(0), greedy(9))
+
+
+async def test_leaving_takes_it_back():
+    async with engine_of() as engine:
+        old = asyncio.create_task(engine.generate(prompt(0), greedy(300)))
+        await until(lambda: engine.stats().generated_tokens > 3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.update_weights(5), 0.01)  # type: ignore[arg-type]
+        assert (await engine.generate(prompt(1), greedy(2))).token_ids == answer(prompt(1), 2)
+        assert not old.done()
+        assert (await old).token_ids == answer(prompt(0), 300)
+        assert not engine.core.loop.updates
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_closing_ends_an_update_that_waits(drain: bool):
+    with no_new_engine_thread():
+        engine = engine_of()
+        await engine.start()
+        executor_of(engine).hold()
+        old = asyncio.create_task(engine.generate(prompt(0), greedy(5)))
+        await until(executor_of(engine).entered.is_set)
+        update = asyncio.create_task(engine.update_weights(5))  # type: ignore[arg-type]
+        await until(lambda: bool(engine.core.loop.updates))
+        closing = asyncio.create_task(engine.aclose(drain=drain))
+        await asyncio.sleep(0)
+        executor_of(engine).release()
+        with pytest.raises(EngineClosed):
+            await update
+        await asyncio.gather(old, closing, return_exceptions=True)
+        with pytest.raises(EngineClosed):
+            await engine.update_weights(6)  # type: ignore[arg-type]
+
+
+async def test_a_blocking_call():
+    async with engine_of() as owned:
+        with pytest.raises(WrongLoop):
+            Engine(owned).update_weights(5)  # type: ignore[arg-type]
+    engine = engine_of(hosted=True)
+    await engine.start()
+    await in_thread(lambda: Engine(engine).update_weights(5))  # type: ignore[arg-type]
+    assert (await engine.generate(prompt(0), greedy(9))).token_ids == answer(prompt(0), 9, 5)
+    await engine.aclose()
+
+
+async def test_one_that_cannot_be_updated_says_so():
+    async with make_engine() as engine:
+        with pytest.raises(UnsupportedModel, match="cannot be exchanged"):
+            await engine.update_weights({})
+
+
+async def test_a_recording_replays_with_its_updates(tmp_path: Any):
+    told: list[tuple[str, Any]] = []
+    core = make_core(Updatable(64, 4), wiring={"recorder": lambda *entry: told.append(entry)})
+    async with AsyncEngine(lambda: core) as engine:
+        tasks = [asyncio.create_task(engine.generate(prompt(i), greedy(30))) for i in range(3)]
+        await until(lambda: engine.stats().generated_tokens > 3)
+        await engine.update_weights(5, mode="recompute")  # type: ignore[arg-type]
+        found = [(await task).token_ids for task in tasks]
+    saved = Recording(core.config, 64, told).save(tmp_path / "a.jsonl")
+    executor = FakeExecutor(64, 4)
+    outputs = replay(Recording.load(saved), executor, update=lambda number: executor.update(5))
+    tickets = sorted({output.ticket for output in outputs})
+    assert [[o.token for o in outputs if o.ticket == each and o.token >= 0] for each in tickets] == found

@@ -4,6 +4,7 @@ from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER
 from asyncengine.demo import MODEL_PATH as DEMO_MODEL
+from asyncengine.engine_group import EngineGroup
 from asyncengine.errors import (
     AdapterError,
     AdapterInUse,
@@ -78,6 +79,7 @@ __all__ = [
     "EngineConfig",
     "EngineDead",
     "EngineError",
+    "EngineGroup",
     "EngineHandle",
     "EngineStats",
     "FinishReason",

@@ -25,7 +25,7 @@ For CUDA graphs, adapters that are loaded later, and gaps in torch's allocator."
 _BARE_PAGES = 2**17
 """Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys
 and values, and each is a number in the books."""
-_MODEST_TOKENS = 256
+MODEST_TOKENS = 256
 """A pool that cannot hold one request of this length (or of the model's whole context, if less) is refused."""
 
 
@@ -62,7 +62,7 @@ def num_pages_for(
         share, most = _CUDA_KEPT_BACK
         budget = free_bytes - min(int(free_bytes * share), most)
     pages = min(budget // size, config.max_num_seqs * per_request + 1)
-    least = -(-min(_MODEST_TOKENS, max_model_len) // config.page_size) + 1
+    least = -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
     if config.kv_cache_memory is not None:
         least = 2
     if pages < least:

@@ -185,7 +185,9 @@ def _progress() -> Iterator[Callable[[int], None]]:
             nonlocal done
             done += count
             at = sys.stdin.buffer.tell() if size is not None else None
-            bar.update(task, completed=at, description=f"{done} texts, {done / max(bar.tasks[0].elapsed or 0, 1e-3):.0f}/s")
+            bar.update(
+                task, completed=at, description=f"{done} texts, {done / max(bar.tasks[0].elapsed or 0, 1e-3):.0f}/s"
+            )
 
         yield advance
 

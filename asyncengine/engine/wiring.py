@@ -73,6 +73,28 @@ def resolve_model(model: str | os.PathLike[str]) -> str:
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
+def divide_memory(
+    budget: int, setups: Mapping[str, tuple[str | os.PathLike[str], EngineConfig]]
+) -> dict[str, EngineConfig]:
+    """Each name's configuration with its share of `budget` bytes: `kv_cache_memory` and `state_memory`, where those
+    were not set.
+
+    Blocking: configurations and headers of files are read, no weights. Raises `InvalidParameter` for a budget that is
+    too small, and what reading the files raises.
+    """
+    from asyncengine.models.memory_shares import claim_of, share_memory
+    from asyncengine.models.needs import read_needs
+
+    claims = [
+        claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
+    ]
+    given = dict(zip(setups, zip(claims, share_memory(budget, claims), strict=True), strict=True))
+    return {
+        name: config.replace(kv_cache_memory=given[name][1]) if given[name][0].most else config
+        for name, (_, config) in setups.items()
+    }
+
+
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.
@@ -243,7 +265,7 @@ def _assemble(
     vectors: VectorModel | None = None,
 ) -> Frontend:
     info = ModelInfo(
-        name=DEMO if path == str(MODEL_PATH) else loaded.name,
+        name=next((name for name, folder in BUNDLED.items() if path == str(folder)), loaded.name),
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_token_ids=tuple(loaded.eos_token_ids),

@@ -149,7 +149,7 @@ BASE = {
 }  # fmt: skip
 """Plain data and plug points: anybody may import them."""
 
-ROOT_ONLY = {"async_engine", "sync_engine", "shared", "stream", "build"}
+ROOT_ONLY = {"async_engine", "sync_engine", "engine_group", "shared", "stream", "build"}
 """Beside these two kinds of files the root of the package holds nothing."""
 
 ALLOWED = {

@@ -199,7 +199,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_that_does_not_fit_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: Any) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(loading, "load_model", no_room)

@@ -33,9 +33,6 @@ from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
 from asyncengine.outputs import (
-    Embeddings,
-    Ranked,
-    Ranking,
     Chunk,
     Classification,
     Classifications,

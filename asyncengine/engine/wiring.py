@@ -73,6 +73,11 @@ def resolve_model(model: str | os.PathLike[str]) -> str:
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
+def bundled_name(path: str) -> str | None:
+    """What a bundled model is called that lies at `path`; None: it is somebody else's."""
+    return next((name for name, folder in BUNDLED.items() if path == str(folder)), None)
+
+
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.
@@ -243,7 +248,7 @@ def _assemble(
     vectors: VectorModel | None = None,
 ) -> Frontend:
     info = ModelInfo(
-        name=DEMO if path == str(MODEL_PATH) else loaded.name,
+        name=bundled_name(path) or loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         eos_token_ids=tuple(loaded.eos_token_ids),

@@ -15,6 +15,9 @@ import torch
 
 from asyncengine.device.pinned import Int32Array, Int64Array
 
+_FAR = 2**40
+"""More positions than a sequence has."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
@@ -34,8 +37,17 @@ class LayerSpec:
     """Position p sees none before its own chunk, which begins at p // chunk * chunk (Llama 4). None: it sees all."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap) before masking (Gemma 2)."""
+    both: bool = False
+    """Of an encoder: a position sees those after it as well, and a window reaches as far to either side."""
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
+
+    @property
+    def later(self) -> int:
+        """How many positions after its own one sees at most."""
+        if not self.both:
+            return 0
+        return _FAR if self.window is None else self.window - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +83,19 @@ class MergedHeads:
     epsilon: float = 0.0
 
 
-class AttentionBackend(Protocol):
+class LayerAttention(Protocol):
+    """What a layer asks of whoever attends, in a step that was planned."""
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the keys and values written so far."""
+        ...
+
+
+class AttentionBackend(LayerAttention, Protocol):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 
     name: str
@@ -100,14 +124,6 @@ class AttentionBackend(Protocol):
 
         Never part of a graph; `write` and `attend` after it only launch work on the device.
         """
-        ...
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""
-        ...
-
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """query [tokens, heads, key dim] -> [tokens, heads, value dim], over the pages written so far."""
         ...
 
     def close(self) -> None:

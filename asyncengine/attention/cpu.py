@@ -69,7 +69,10 @@ class CompiledBackend:
     name = "compiled"
     graphs = False
 
-    def __init__(self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False
+    ) -> None:
+        """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step."""
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers = tuple(layers)
@@ -77,8 +80,13 @@ class CompiledBackend:
         lanes = math.gcd(page_size, max(LANES))
         self._kind = kind_of(dtype)
         self.tile_types = self._lanes, self._operand = tile_types(page_size, dtype)
-        self._pools = [_LayerPool(spec, num_pages, page_size, lanes, dtype) for spec in layers]
-        self.kv_bytes = sum(pool.bytes for pool in self._pools)
+        shared: dict[tuple[int, ...], _Memory] = {}
+        self._pools = []
+        for spec in layers:
+            shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim) if one_pool else (spec.index,)
+            memory = shared.setdefault(shape, _Memory(spec, num_pages * page_size, dtype))
+            self._pools.append(_LayerPool(spec, num_pages, page_size, lanes, memory))
+        self.kv_bytes = sum(memory.bytes for memory in shared.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _Plan] = {}
         self._planned: list[_Plan] = []
@@ -219,25 +227,32 @@ class CompiledBackend:
         return int(keys.max()) * self._threads * _EVEN > int(keys.sum()) * spec.num_kv_heads
 
 
-class _LayerPool:
-    """Keys and values of one layer, and what the kernels know of it."""
+class _Memory:
+    """Keys and values of so many tokens. Untouched memory costs nothing."""
 
-    def __init__(self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, dtype: torch.dtype) -> None:
-        size = dtype.itemsize
-        tokens = spec.num_kv_heads * num_pages * page_size
-        # A key of an odd number of dimensions takes one more. Untouched memory costs nothing.
-        self._keys = torch.empty(tokens * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK, dtype=torch.uint8)
-        self._values = torch.empty(tokens * spec.value_dim * size + fields.SLACK, dtype=torch.uint8)
-        self.bytes = self._keys.numel() + self._values.numel() - 2 * fields.SLACK
+    def __init__(self, spec: LayerSpec, tokens: int, dtype: torch.dtype) -> None:
+        size, numbers = dtype.itemsize, tokens * spec.num_kv_heads
+        # A key of an odd number of dimensions takes one more.
+        self.keys = torch.empty(numbers * (-(-spec.key_dim * size // 4) * 4) + fields.SLACK, dtype=torch.uint8)
+        self.values = torch.empty(numbers * spec.value_dim * size + fields.SLACK, dtype=torch.uint8)
+        self.bytes = self.keys.numel() + self.values.numel() - 2 * fields.SLACK
+
+
+class _LayerPool:
+    """What the kernels know of one layer, and where its keys and values are."""
+
+    def __init__(self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory) -> None:
+        self._memory = memory
         self._numbers = torch.tensor([spec.scale, spec.softcap or 0.0], dtype=torch.float32)
         self._sinks = None if spec.sinks is None else spec.sinks.detach().to(torch.float32).contiguous()
         self._known = np.zeros(fields.LAYER_FIELDS, dtype=np.int64)
         for field, value in (
-            (fields.POOL_KEYS, self._keys.data_ptr()), (fields.POOL_VALUES, self._values.data_ptr()),
+            (fields.POOL_KEYS, memory.keys.data_ptr()), (fields.POOL_VALUES, memory.values.data_ptr()),
             (fields.PAGES, num_pages), (fields.PAGE_SIZE, page_size), (fields.LANES, lanes),
             (fields.HEADS, spec.num_heads), (fields.KV_HEADS, spec.num_kv_heads), (fields.KEY_DIM, spec.key_dim),
             (fields.VALUE_DIM, spec.value_dim), (fields.NUMBERS, self._numbers.data_ptr()),
             (fields.SINKS, 0 if self._sinks is None else self._sinks.data_ptr()), (fields.WINDOW, spec.window or 0),
+            (fields.LATER, spec.later),
         ):  # fmt: skip
             self._known[field] = value
         self.address = _address(self._known)
@@ -275,7 +290,7 @@ def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     items[:, fields.POSITION] = start + offsets
     items[:, fields.ROW] = row
     items[:, fields.BEGIN] = first_seen(spec.window, spec.chunk, start + offsets)
-    items[:, fields.END] = start + offsets + counts
+    items[:, fields.END] = np.minimum(start + offsets + counts + spec.later, start + count)
     items[:, fields.PARTIAL] = -1
     return items
 

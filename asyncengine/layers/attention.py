@@ -32,6 +32,8 @@ class AttentionConfig:
     """Sliding window: position p sees positions (p - window, p]. None: all up to p."""
     chunk: int | None = None
     """Position p sees none before its own chunk of so many (Llama 4). None: it does."""
+    both: bool = False
+    """Of an encoder: positions after it are seen as well, and a window reaches as far to either side."""
     softcap: float | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
@@ -97,7 +99,8 @@ class Attention:
         sinks = None if config.sinks is None else options.zeros(config.num_heads, dtype=torch.float32)
         self.spec = LayerSpec(
             index=index, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, key_dim=dim, value_dim=dim,
-            scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, sinks=sinks,
+            scale=config.scale, window=config.window, chunk=config.chunk, softcap=config.softcap, both=config.both,
+            sinks=sinks,
         )  # fmt: skip
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
         self._dtype = options.dtype

@@ -61,6 +61,26 @@ class LayerKernels(Protocol):
         """(residual + branch * scale, its RMS norm). Neither input is changed."""
         ...
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        """(x - mean) / deviation * weight + bias over the last dimension, in float32 (Ba et al. 2016).
+
+        x [..., width]; weight and bias float32 [width].
+        """
+        ...
+
+    def add_layer_norm(
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
+        bias: torch.Tensor | None, epsilon: float, kept: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
+        ...
+
+    def activation(self, name: str) -> Activation:
+        """One of `ACTIVATIONS`, which may overwrite what it is given."""
+        ...
+
     def gated(self, activation: str) -> Activation | None:
         """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
         ...
@@ -96,6 +116,22 @@ class TorchKernels:
         total = residual + (branch if scale == 1.0 else branch * scale)
         return total, self.rms_norm(total, weight, epsilon, offset)
 
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        return functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, epsilon).to(x.dtype)
+
+    def add_layer_norm(
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
+        bias: torch.Tensor | None, epsilon: float, kept: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        total = torch.add(residual.float(), branch, alpha=scale)
+        normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, epsilon)
+        return total.to(residual.dtype), normed.to(residual.dtype)
+
+    def activation(self, name: str) -> Activation:
+        return ACTIVATIONS[name]
+
     def gated(self, activation: str) -> Activation | None:
         return None
 
@@ -112,9 +148,10 @@ class CompiledKernels(TorchKernels):
     norm_dtype: torch.dtype | None = torch.float32
 
     def __init__(self) -> None:
-        from asyncengine.kernels.cpu import activation, norm
+        from asyncengine.kernels.cpu import activation, layer_norm, norm
 
-        self._norm = norm
+        self._norm, self._layer_norm = norm, layer_norm
+        self._in_place = activation.in_place
         self._gated = {
             "silu": activation.silu_and_mul, "gelu_tanh": activation.gelu_tanh_and_mul, "gelu": activation.gelu_and_mul
         }  # fmt: skip
@@ -134,6 +171,20 @@ class CompiledKernels(TorchKernels):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert offset == 0.0
         return self._norm.add_rms_norm(residual, branch, scale, weight, epsilon)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    ) -> torch.Tensor:
+        return self._layer_norm.layer_norm(x, weight, bias, epsilon)
+
+    def add_layer_norm(
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
+        bias: torch.Tensor | None, epsilon: float, kept: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        return self._layer_norm.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
+
+    def activation(self, name: str) -> Activation:
+        return self._in_place(name) or ACTIVATIONS[name]
 
     def gated(self, activation: str) -> Activation | None:
         return self._gated.get(activation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncengine.layers.kernels import ACTIVATIONS, Activation
+from asyncengine.layers.kernels import Activation
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
@@ -28,6 +28,8 @@ class MLPConfig:
     down: str = "mlp.down_proj"
     gated: bool = True
     bias: bool = False
+    down_bias: bool | None = None
+    """Of the second product; None: as the first (GTE has one there only)."""
     transposed: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
     """What the gate is multiplied by before its activation, and the result (Falcon-H1)."""
@@ -42,10 +44,11 @@ class MLP:
         self.config = config
         self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed)
         self.down = Linear(
-            options, [Part(prefix + config.down, width)], config.width, bias=config.bias, transposed=config.transposed
-        )
+            options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
+            bias=config.bias if config.down_bias is None else config.down_bias,
+        )  # fmt: skip
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
-        self._activation: Activation = self.xielu or ACTIVATIONS[config.activation]
+        self._activation: Activation = self.xielu or options.kernels.activation(config.activation)
         self.gated = options.kernels.gated(config.activation) if config.gated else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Norm:
         self.weight = options.zeros(*shape, dtype=options.norm_dtype if by_kernel else torch.float32).fill_(1.0)
         self.bias = options.zeros(*shape, dtype=torch.float32) if config.bias else None
         self._by_kernel = by_kernel
+        self._plain = config.kind == "layer" and not heads
+        """A layer norm with one weight for all."""
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
         """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
         self._offset = config.offset - self._folded
@@ -51,13 +53,13 @@ class Norm:
         config = self.config
         if self._by_kernel:
             return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
+        if self._plain:
+            return self._kernels.layer_norm(x, self.weight, self.bias, config.epsilon)
         return self._normed(x.float()).to(x.dtype)
 
     def _normed(self, wide: torch.Tensor) -> torch.Tensor:
         """In float32, without a kernel of ours."""
         config = self.config
-        if config.kind == "layer" and self.weight.dim() == 1:
-            return functional.layer_norm(wide, (self.width,), self.weight, self.bias, config.epsilon)
         if config.kind == "layer":
             wide = functional.layer_norm(wide, (self.width,), None, None, config.epsilon)
         else:
@@ -65,10 +67,15 @@ class Norm:
         wide = wide * self.weight
         return wide if self.bias is None else wide + self.bias
 
-    def add(self, residual: torch.Tensor, branch: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual + branch * scale, its norm)."""
+    def add(
+        self, residual: torch.Tensor, branch: torch.Tensor, scale: float, kept: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(residual + branch * scale, its norm). Not `kept`: anything may stand in the sum's place."""
         if self._by_kernel:
             return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
+        if self._plain:
+            epsilon = self.config.epsilon
+            return self._kernels.add_layer_norm(residual, branch, scale, self.weight, self.bias, epsilon, kept)
         total = torch.add(residual.float(), branch, alpha=scale)
         return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
@@ -93,10 +100,10 @@ class Norm:
 
 
 def add_and_norm(
-    residual: torch.Tensor, branch: torch.Tensor, scale: float, norm: Norm | None
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, norm: Norm | None, kept: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + branch * scale, what `norm` makes of it; None: the sum itself)."""
+    """(residual + branch * scale, what `norm` makes of it; None: the sum itself). Not `kept`: the sum is not needed."""
     if norm is not None:
-        return norm.add(residual, branch, scale)
+        return norm.add(residual, branch, scale, kept)
     total = residual + (branch if scale == 1.0 else branch * scale)
     return total, total

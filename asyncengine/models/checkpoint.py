@@ -115,21 +115,21 @@ class Checkpoint:
         return {name: stored.kind for name, stored in self.tensors.items()}
 
 
-def open_checkpoint(path_or_id: str, config: EngineConfig) -> CheckpointSource:
+def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
     """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
 
     A GGUF model may be a file, the one in a folder, "ollama:NAME" or "REPO:FILE.gguf": of that, the header.
 
-    Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel` for what is no text generator.
+    `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
+    for what is no text generator where one is wanted.
     """
     if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
-    text_only = config.task == "generate"
-    check_files(folder, text_only=text_only)
-    folder = _transformer_of(folder)
+    check_files(folder, writes=writes)
+    folder = folder if writes else _transformer_of(folder)
     raw = read_json(folder / "config.json", path_or_id)
-    check_architectures(folder, raw, text_only=text_only)
+    check_architectures(folder, raw, writes=writes)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:

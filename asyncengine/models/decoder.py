@@ -159,7 +159,7 @@ class DecoderLayer:
         if self.config.parallel:
             residual = residual.float() + branch  # two sums, rounded once
         else:
-            residual, x = add_and_norm(residual, branch, self.scale, self.before_mlp)
+            residual, x = add_and_norm(residual, branch, self.scale, self.before_mlp, not self.config.post_norm)
             residual = x if self.config.post_norm else residual
         if rows is not None:
             residual, x = residual.index_select(0, rows), x.index_select(0, rows)
@@ -171,7 +171,7 @@ class DecoderLayer:
             residual = (residual + branch).to(x.dtype)
             return residual, residual if following is None else following(residual)
         if self.config.post_norm:
-            _, x = add_and_norm(residual, branch, self.scale, self.after_mlp)
+            _, x = add_and_norm(residual, branch, self.scale, self.after_mlp, kept=False)
             return x, x
         if self.after_mlp is not None:
             branch = self.after_mlp(branch)

@@ -100,7 +100,7 @@ def load_model(
     with progress or LoadProgress(config.show_progress) as bar:
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
-        with _typed(checkpoint.folder):
+        with typed(checkpoint.folder):
             hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
             described = _without_head(hf_config, described) if headless else described
             if described is not None and hf_config.model_type in MULTIMODAL:
@@ -114,7 +114,7 @@ def load_model(
             bound_kernel_caches()
         model: CausalLM
         if described is not None:
-            with _typed(checkpoint.folder):
+            with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
                     described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead
                 )
@@ -184,7 +184,7 @@ def _load_decoder(
     forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
     kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    _check_memory(sum(elements.values()), dtype, device, bits, kept)
+    check_memory(sum(elements.values()), dtype, device, bits, kept)
     kernels = layer_kernels(config.attention_backend, dtype, device)
     options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms)
     decoder = Decoder(described, options, max_model_len)
@@ -210,7 +210,7 @@ def _load_module(
 
     family = hf_config.model_type
     bar.stage("reading weights")
-    with _typed(checkpoint.folder):
+    with typed(checkpoint.folder):
         module = _make_module(checkpoint, hf_config, config, dtype, device)
         check_module(family, module)
         bar.stage("checking attention")
@@ -299,12 +299,12 @@ def _make_module(
 
     if config.load_format == "dummy":
         with _quiet_transformers():
-            _check_memory(count_elements(hf_config, config, dtype), dtype, device)
+            check_memory(count_elements(hf_config, config, dtype), dtype, device)
             module = make_random(hf_config, config, dtype, device)
     else:
         with _quiet_transformers():
             check_elements(count_elements(hf_config, config, dtype), checkpoint.elements)
-        _check_memory(checkpoint.elements, dtype, device)
+        check_memory(checkpoint.elements, dtype, device)
         module = _from_pretrained(checkpoint, hf_config, config, dtype).to(device)
     return module.eval().requires_grad_(False)
 
@@ -326,7 +326,7 @@ def kept_forms(
     return {path: each for path, each in stored.items() if bits is None or each.numbers.bits <= bits}
 
 
-def _check_memory(
+def check_memory(
     elements: int, dtype: torch.dtype, device: torch.device, bits: int | None = None, stored: int = 0
 ) -> None:
     """`stored`: bytes of matrices that stay as the checkpoint has them; `elements`: numbers of all others."""
@@ -362,7 +362,7 @@ def _from_pretrained(checkpoint: CheckpointSource, hf_config: Any, config: Engin
 
 
 @contextmanager
-def _typed(folder: Path) -> Iterator[None]:
+def typed(folder: Path) -> Iterator[None]:
     """Around what transformers and safetensors do with a folder's content: they raise whatever came up."""
     try:
         yield

@@ -62,7 +62,7 @@ def test_norms_and_biases_are_what_they_are_before_training(folder: Path) -> Non
 @pytest.mark.parametrize("fuse", [True, False])
 def test_elements_are_counted_without_weights(fuse: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(loading, "_check_memory", lambda elements, *_: asked.append(elements))
+    monkeypatch.setattr(loading, "check_memory", lambda elements, *_: asked.append(elements))
     model = load_model(str(folder), DUMMY.replace(fuse=fuse))
     norms = 3 * (2 * 64 + 2 * 16) + 64  # float32 in a decoder, bfloat16 in a module
     assert asked == [

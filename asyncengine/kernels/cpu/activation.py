@@ -6,6 +6,7 @@ the mathematical library is made for each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -25,9 +26,12 @@ from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import number_of
 
+_LINE = 64
+"""Numbers that stay together in a loop over all of a tensor."""
 _WORK = 16
 """Bytes that could be read while an element is computed."""
-_SILU, _GELU_TANH, _GELU = range(3)
+_SILU, _GELU_TANH, _GELU, _RELU = range(4)
+_NUMBERS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU, "relu": _RELU}
 
 
 def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
@@ -46,6 +50,17 @@ gelu_tanh_and_mul = partial(_gated, _GELU_TANH)
 """The same with GELU by its approximation with tanh."""
 gelu_and_mul = partial(_gated, _GELU)
 """The same with GELU by the error function."""
+
+
+def in_place(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One of `_NUMBERS` of every number of a contiguous tensor, which is overwritten and given back; None: another."""
+    return partial(_activated, _NUMBERS[name]) if name in _NUMBERS else None
+
+
+def _activated(activation: int, x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    activate(x.data_ptr(), x.numel(), activation, kind_of(x.dtype), use_team())
+    return x
 
 
 def activation_id(gated: object) -> int | None:
@@ -125,6 +140,38 @@ def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.g
     """One of the gated activations above, by address."""
     parallel_for(
         _gate_part, team, pieces_of(rows * width * _WORK, rows, team), (both, out, rows, width, activation, kind)
+    )
+
+
+@serial_in_order
+def _activate_part(
+    piece: int, pieces: int, worker: int, x: int, count: int, activation: int, kind: np.generic,
+) -> None:  # fmt: skip
+    """Whole lines of numbers in every piece but the last, so that a number meets the same code whoever computes it."""
+    first, last = count // _LINE * piece // pieces * _LINE, count // _LINE * (piece + 1) // pieces * _LINE
+    if piece + 1 == pieces:
+        last = count
+    numbers = array(pointer(x, kind), (last,))
+    if activation == _SILU:
+        for index in range(first, last):
+            numbers[index] = narrow(_silu(widen(numbers[index])), kind)
+    elif activation == _GELU_TANH:
+        for index in range(first, last):
+            numbers[index] = narrow(_gelu_tanh(widen(numbers[index])), kind)
+    elif activation == _GELU:
+        for index in range(first, last):
+            numbers[index] = narrow(_gelu(widen(numbers[index])), kind)
+    else:
+        for index in range(first, last):
+            number = widen(numbers[index])
+            numbers[index] = narrow(np.float32(0) if number < np.float32(0) else number, kind)
+
+
+@serial_in_order
+def activate(x: int, count: int, activation: int, kind: np.generic, team: int) -> None:
+    """One of the activations above of `count` numbers, in place, by address."""
+    parallel_for(
+        _activate_part, team, pieces_of(count * _WORK, max(1, count // _LINE), team), (x, count, activation, kind)
     )
 
 

@@ -15,9 +15,12 @@ SLACK = 512
 """Bytes that may be read behind the pool: a vector of values may reach beyond the last dimension."""
 
 # What is known of a layer: int64 by place. POOL_KEYS, POOL_VALUES: addresses of [kv heads, pages, page] tiles; SINKS:
-# address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none.
-POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW = range(12)
-LAYER_FIELDS = 12
+# address of float32 [heads] or 0; NUMBERS: address of float32 scale and soft-cap (0: none); WINDOW: 0 for none; LATER:
+# how many positions after its own one sees.
+POOL_KEYS, POOL_VALUES, PAGES, PAGE_SIZE, LANES, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, SINKS, NUMBERS, WINDOW, LATER = (
+    range(13)
+)
+LAYER_FIELDS = 13
 # What NUMBERS points to.
 SCALE, SOFT_CAP = range(2)
 # What is known of a step. ITEMS: address of [items, ITEM_FIELDS]; BOUNDS: [PIECES + 1] units of each piece, head by

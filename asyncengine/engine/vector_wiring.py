@@ -18,15 +18,29 @@ from asyncengine.text import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
+    from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.loading import LoadedModel
     from asyncengine.pooling.pool import Pooler
 
 
 def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpec | None:
     """What the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`."""
+    from asyncengine.models.kinds import check_architectures, check_files
+
     if checkpoint.metadata and config.task == "auto" and config.pooling is None:
         return None  # a GGUF file; what it says of pooling is not read
-    return read_pooling(root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling)
+    from asyncengine.models.encoder_loading import is_encoder
+
+    named = checkpoint.config.get("architectures")
+    writes = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+    found = read_pooling(
+        root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
+        encoder=not writes and is_encoder(checkpoint.config),
+    )  # fmt: skip
+    if found is None:
+        check_files(checkpoint.folder)
+        check_architectures(checkpoint.folder, checkpoint.config)
+    return found
 
 
 def settings_of(spec: PoolingSpec | None, config: EngineConfig) -> EngineConfig:
@@ -92,10 +106,22 @@ def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | No
     )
 
 
-def check_adapters(config: EngineConfig) -> None:
-    """Encoders take none. Raises `InvalidParameter`."""
+def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler | None, VectorModel]:
+    """Who pools, None where a head does; and what is known of the model. Raises `UnsupportedModel`, `ModelNotFound`,
+    and `InvalidParameter` for adapters, which encoders do not take."""
+    from asyncengine.pooling.pool import Pooler
+
     if config.adapters or config.adapter_root is not None:
         raise InvalidParameter("adapters", "are not read for encoders")
+    if spec.scores_tokens:
+        raise UnsupportedModel(f"{loaded.name} is an encoder without a classification head: it gives no scores")
+    if not spec.modes:
+        labels = loaded.model.num_labels
+        if labels != len(spec.labels):
+            raise UnsupportedModel(f"{loaded.name} has a head of {labels} labels, and names {len(spec.labels)}")
+        return None, VectorModel(spec, labels, whole=True)
+    pooler = Pooler(spec, loaded.model.hidden_size, whole=True)
+    return pooler, VectorModel(spec, pooler.dimensions, whole=True)
 
 
 def tokenizer_folder(path: str, checkpoint: CheckpointSource) -> str:

@@ -22,7 +22,14 @@ from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vector_desk import VectorDesk, VectorModel
-from asyncengine.engine.vector_wiring import described, pooled_decoder, pooling_of, settings_of, tokenizer_folder
+from asyncengine.engine.vector_wiring import (
+    described,
+    encoder_pooler,
+    pooled_decoder,
+    pooling_of,
+    settings_of,
+    tokenizer_folder,
+)
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
@@ -37,15 +44,22 @@ from asyncengine.text import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
+    from asyncengine.device.cores import Cores
     from asyncengine.grammar.service import GrammarService
+    from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
+    from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loading import LoadedModel
+    from asyncengine.models.progress import LoadProgress
+    from asyncengine.pooling.spec import PoolingSpec
+    from asyncengine.runner.encoder_runner import EncoderRunner
     from asyncengine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncengine")
 
+_SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
 BUNDLED = {"demo": MODEL_PATH, "demo-embed": EMBEDDER_PATH}
 """Names of the bundled models, wherever a model's folder or hub id is expected."""
 
@@ -73,6 +87,11 @@ def resolve_model(model: str | os.PathLike[str]) -> str:
     return os.path.abspath(model) if os.path.exists(model) else model
 
 
+def bundled_name(path: str) -> str | None:
+    """What a bundled model is called that lies at `path`; None: it is somebody else's."""
+    return next((name for name, folder in BUNDLED.items() if path == str(folder)), None)
+
+
 def divide_memory(
     budget: int, setups: Mapping[str, tuple[str | os.PathLike[str], EngineConfig]]
 ) -> dict[str, EngineConfig]:
@@ -88,11 +107,9 @@ def divide_memory(
     claims = [
         claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
     ]
-    given = dict(zip(setups, zip(claims, share_memory(budget, claims), strict=True), strict=True))
-    return {
-        name: config.replace(kv_cache_memory=given[name][1]) if given[name][0].most else config
-        for name, (_, config) in setups.items()
-    }
+    shares = zip(claims, share_memory(budget, claims), strict=True)
+    given = {claim.name: claim.settings(share) for claim, share in shares}
+    return {name: config.replace(**given[name]) for name, (_, config) in setups.items()}
 
 
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
@@ -109,7 +126,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
 
     def load() -> Frontend:
-        checkpoint = open_checkpoint(path, config)
+        checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
             import_module("transformers")  # whole, before any module of ours asks it for a name
             frontend = _load_frontend(path, checkpoint, config, device, trying)
@@ -134,24 +151,28 @@ def _load_frontend(
     from asyncengine.device.memory import in_words
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
+    from asyncengine.models.encoder_loading import is_encoder
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
 
-    smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
+    pooling = pooling_of(checkpoint, config)
+    config = settings_of(pooling, config)
     with ExitStack() as undo:
         ahead = CompileAhead(threads_for(config.num_threads, device))
         undo.callback(ahead.close)
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
-        pooling = pooling_of(checkpoint, config)
-        config = settings_of(pooling, config)
+        if pooling is not None and is_encoder(checkpoint.config):
+            frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
+            undo.pop_all()
+            return frontend
         headless = pooling is not None and not pooling.scores_tokens
         load = partial(load_model, path, config, progress, checkpoint, ahead, headless=headless)
         with cores.loading():
-            loaded = in_words(load, device, "the model", smaller)
+            loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
         tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
@@ -179,8 +200,31 @@ def _load_frontend(
         return frontend
 
 
+def _load_encoder_frontend(
+    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, pooling: PoolingSpec,
+    progress: LoadProgress, ahead: CompileAhead, cores: Cores,
+) -> Frontend:  # fmt: skip
+    """The same of a model that computes a text in one step."""
+    from asyncengine.device.memory import in_words
+    from asyncengine.models.encoder_loading import load_encoder
+    from asyncengine.runner.encoder_runner import build_encoder_runner
+
+    with cores.loading():
+        load = partial(load_encoder, path, config, progress, checkpoint, ahead)
+        loaded = in_words(load, device, "the model", _SMALLER)
+    config = _resolve_overlap(config, loaded.device.type)
+    tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
+    pooler, vectors = encoder_pooler(loaded, pooling, config)
+    with progress:
+        progress.stage("compiling kernels")
+        ahead.finish(progress.compiled)
+    runner = build_encoder_runner(loaded, config, pooler, cores, progress)
+    progress.say_compiled()
+    return _assemble(path, loaded, tokenizer, runner, None, config, vectors)
+
+
 def _load_tokenizer(
-    path: str, checkpoint: CheckpointSource, loaded: LoadedModel, config: EngineConfig
+    path: str, checkpoint: CheckpointSource, loaded: LoadedModel | LoadedEncoder, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
     from asyncengine.models.plain_config import PlainConfig
@@ -257,25 +301,25 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
 
 def _assemble(
     path: str,
-    loaded: LoadedModel,
+    loaded: LoadedModel | LoadedEncoder,
     tokenizer: TextTokenizer | None,
-    runner: ModelRunner,
-    adapters: AdapterRegistry,
+    runner: ModelRunner | EncoderRunner,
+    adapters: AdapterRegistry | None,
     config: EngineConfig,
     vectors: VectorModel | None = None,
 ) -> Frontend:
     info = ModelInfo(
-        name=next((name for name, folder in BUNDLED.items() if path == str(folder)), loaded.name),
+        name=bundled_name(path) or loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
-        eos_token_ids=tuple(loaded.eos_token_ids),
+        eos_token_ids=tuple(getattr(loaded, "eos_token_ids", ())),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         num_pages=runner.num_pages,
         page_size=runner.page_size,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        generation_defaults=loaded.generation_defaults,
+        generation_defaults=getattr(loaded, "generation_defaults", {}),
         weight_bytes=runner.weights_bytes,
         kv_cache_bytes=runner.kv_bytes,
         state_bytes=runner.state_bytes,
@@ -283,8 +327,8 @@ def _assemble(
         stored=runner.stored,
         fused=tuple(runner.fused),
         no_speculation=runner.no_speculation,
-        left_out=loaded.left_out,
-        placeholders=loaded.placeholders,
+        left_out=getattr(loaded, "left_out", ()),
+        placeholders=getattr(loaded, "placeholders", {}),
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)

@@ -126,13 +126,10 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
-    text_only = config.task == "generate"
-    if writes:
-        check_files(folder, text_only=text_only)
-    folder = _transformer_of(folder)
+    check_files(folder, writes=writes)
+    folder = folder if writes else _transformer_of(folder)
     raw = read_json(folder / "config.json", path_or_id)
-    if writes:
-        check_architectures(folder, raw, text_only=text_only)
+    check_architectures(folder, raw, writes=writes)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:

@@ -21,8 +21,6 @@ logger = logging.getLogger("asyncengine")
 Task = Literal["generate", "embed", "rerank", "classify"]
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 """How hidden states become one vector; of several, the results stand one behind the other."""
-OF_ALL = ("max", "mean", "mean_sqrt_len_tokens", "weightedmean")
-"""Those that need every position's hidden state."""
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -82,8 +80,8 @@ class PoolingSpec:
 
     @property
     def every(self) -> bool:
-        """Whether all hidden states are needed."""
-        return any(mode in OF_ALL for mode in self.modes)
+        """Whether other hidden states than the last are needed."""
+        return any(mode != "lasttoken" for mode in self.modes)
 
     def in_words(self) -> str:
         """E.g. "mean, dense 384 -> 128, normalized"."""
@@ -92,16 +90,23 @@ class PoolingSpec:
         return ", ".join(parts + ["normalized"] * self.normalize)
 
 
-def read_pooling(folder: Path, config: Mapping[str, Any], task: str, pooling: str | None) -> PoolingSpec | None:
+def read_pooling(
+    folder: Path, config: Mapping[str, Any], task: str, pooling: str | None, *, encoder: bool = False
+) -> PoolingSpec | None:
     """What the files in `folder` ask for, whose config.json says `config`; None: it writes text.
 
     `task`: as the caller wants it, or "auto". `pooling`: modes that take the place of those of the files, joined by
-    "+". Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for what they ask for and is not
+    "+". `encoder`: it cannot write; without such files its hidden states are averaged.
+
+    Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for what they ask for and is not
     written down here.
     """
     settings = _read(folder / "config_sentence_transformers.json") or {}
     modules = _modules(folder)
     found = _task(config, modules, settings, task, pooling)
+    if found == "generate" and encoder and task == "auto":
+        logger.warning("%s says nothing of pooling: the mean of its hidden states is taken", folder)
+        found = "embed"
     if found == "generate":
         return None
     prompts = settings.get("prompts") or {}

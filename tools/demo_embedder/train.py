@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from asyncengine.demo import EMBEDDER_PATH
-from tools.demo_embedder.bert import MAX_TOKENS, PROMPTS, new_model, vectors
+from tools.demo_embedder.bert import MAX_TOKENS, PROMPTS, Served, new_model, vectors
 from tools.demo_embedder.export import export
 from tools.demo_embedder.pairs import Pair, batch, stream
 from tools.demo_model.muon import Muon
@@ -42,6 +42,7 @@ class Options:
     warmup: int = 30
     decay_from: float = 0.5
     scale: float = 20.0
+    start: Path | None = None
     output: Path = EMBEDDER_PATH
 
 
@@ -51,6 +52,8 @@ class Trainer:
     def __init__(self, options: Options, tokenizer: Tokenizer) -> None:
         self.options, self.tokenizer = options, tokenizer
         self.model = new_model(tokenizer.get_vocab_size(), options.seed)
+        if options.start is not None:
+            self.model.load_state_dict(Served(options.start).model.state_dict())
         named = list(self.model.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and "embeddings" not in name]
         others = [p for name, p in named if p.ndim == 1 or "embeddings" in name]
@@ -128,6 +131,8 @@ def parse() -> Options:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--matrix-rate", type=float, default=default.matrix_rate, help="peak learning rate of Muon")
     parser.add_argument("--other-rate", type=float, default=default.other_rate, help="peak learning rate of AdamW")
+    parser.add_argument("--start", type=Path, help="a folder whose weights to go on from")
+    parser.add_argument("--decay-from", type=float, default=default.decay_from, help="part of the budget without decay")
     parser.add_argument("--output", type=Path, default=default.output, help="where the finished model is exported")
     return Options(**vars(parser.parse_args()))
 

@@ -21,7 +21,7 @@ from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.validation import RequestValidator
-from asyncengine.engine.wiring import DEMO, make_grammars, resolve_model
+from asyncengine.engine.wiring import bundled_name, make_grammars, resolve_model
 from asyncengine.errors import AdapterError, EngineClosed, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.stats import EngineStats, Summary, ThreadStats
@@ -134,7 +134,7 @@ def open_fleet(
     Raises `FleetError`, `InvalidParameter`, and what loading a model raises.
     """
     path = resolve_model(model)
-    shipped = DEMO if path == resolve_model(DEMO) else path  # the bundled one lies where each replica is installed
+    shipped = bundled_name(path) or path  # the bundled ones lie where each replica is installed
     name = settings.name or f"fleet-{secrets.token_hex(4)}"
     carrier = Carrier(settings, name)
     try:

@@ -32,10 +32,10 @@ from asyncengine.kernels.cpu.jit import (
     widen,
 )
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
-from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, make_tile
+from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, SPREAD, make_spreader, make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import bits_of, number_of
+from asyncengine.kernels.cpu.vectors import LINE, bits_of, number_of
 
 _EVEN = 6
 """Rows whose arithmetic takes as long as reading a panel."""
@@ -220,8 +220,10 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
 
 def _make_part(form: PanelForm) -> Any:
     """What computes the outputs of the pairs of panels of one of `pieces`, for all rows, compiled for one form."""
-    tile1, tile2, tile3, tile4, tile5, tile6 = (make_tile(form, min(rows, MOST)) for rows in range(1, 7))
+    tile1, tile2, tile3, tile4 = (make_tile(form, min(rows, MOST)) for rows in range(1, 5))
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
+    spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form)
+    spread3, spread4 = (make_tile(form, rows, True) if spreads else tile1 for rows in (3, 4))
 
     def multiply_part(
         piece: int, pieces: int, worker: int,
@@ -236,27 +238,32 @@ def _make_part(form: PanelForm) -> Any:
         by_output = array(pointer(row_scales, np.float32(0)), (outputs,))
         added = array(pointer(bias, np.float32(0)), (outputs,))
         turns = -(-rows // MOST)
+        often = spreads and turns >= SPREAD
+        held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
+        numbers_at = -(-held.ctypes.data // LINE) * LINE
         for pair in range(first, last):
             one, width = pair * PANELS, min(PANELS * PANEL, outputs - pair * PANELS * PANEL)
             own, other = panels + one * panel, (min(one + 1, last_panel) - one) * panel
+            if often:
+                spread(own, other, chunks, numbers_at)
             for turn in range(turns):
                 row, end = rows * turn // turns, rows * (turn + 1) // turns
                 numbers = scratch + row * groups * GROUP
                 scales = scratch + rows * groups * GROUP + row * groups * 4
                 sums = scratch + rows * groups * (GROUP + 4) + row * chunks * sums_of_chunk * 4
                 count, target = end - row, found.ctypes.data
-                if count == 1:
-                    tile1(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                if often and count == 3:  # of so many turns none has less
+                    spread3(numbers, scales, sums, own, other, chunks, turn, turns, target, numbers_at)
+                elif often:
+                    spread4(numbers, scales, sums, own, other, chunks, turn, turns, target, numbers_at)
+                elif count == 1:
+                    tile1(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
                 elif count == 2:
-                    tile2(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                    tile2(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
                 elif count == 3:
-                    tile3(numbers, scales, sums, own, other, chunks, turn, turns, target)
-                elif count == 4:
-                    tile4(numbers, scales, sums, own, other, chunks, turn, turns, target)
-                elif count == 5:
-                    tile5(numbers, scales, sums, own, other, chunks, turn, turns, target)
-                elif count == 6:
-                    tile6(numbers, scales, sums, own, other, chunks, turn, turns, target)
+                    tile3(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
+                else:
+                    tile4(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
                 for place in range(row, end):
                     for lane in range(width):
                         value = found[place - row, lane]

@@ -15,8 +15,11 @@ from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, FLOATS, LANES, LINE, LO
 
 PANELS = 2
 """Panels of a tile."""
-MOST = 6 if cpu_has("avx512f") else 1
-"""Rows of x in the largest tile whose sums fit in the registers."""
+MOST = 4 if cpu_has("avx512f") else 1
+"""Rows of x in the largest tile. Six have room for their sums in the registers, but not for what else a group needs:
+what they write to memory and read again costs more than numbers that are taken apart once more."""
+SPREAD = 3 if MOST > 1 else 0
+"""Turns of rows from which on numbers of 6 bits are spread to bytes beforehand, once for all of them; 0: never."""
 _LINES = 4
 """Of numbers, that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
@@ -32,10 +35,10 @@ class _TileWriter:
     numbers its minima times sums of x (as numbers) are taken off.
     """
 
-    def __init__(self, builder: Any, form: PanelForm, rows: int, arguments: Any) -> None:
-        self.builder, self.form, self.rows = builder, form, rows
+    def __init__(self, builder: Any, form: PanelForm, rows: int, spread: bool, arguments: Any) -> None:
+        self.builder, self.form, self.rows, self.spread = builder, form, rows, spread
         (self.x, self.x_scales, self.sums, self.weights, self.panel, self.chunks, self.turn, self.turns,
-         self.out) = arguments  # fmt: skip
+         self.out, self.bytes) = arguments  # fmt: skip
         self.cells = [(row, panel) for row in range(rows) for panel in range(PANELS)]
         self.parts = form.chunk // GROUP
         """Of a chunk, with one scale of x each."""
@@ -147,13 +150,14 @@ class _TileWriter:
         """Products of the integers of a group, from byte `numbers` of a panel and input `first` on."""
         builder, form = self.builder, self.form
         units = form.summed // UNIT
-        at_once = min(units, max(1, _LINES // (UNIT * form.bits // 8 // 4)))
+        lines = 2 if self.spread else form.unit_bytes // LINE
+        at_once = min(units, max(1, _LINES // lines))
         with cgutils.for_range(builder, LONG(units // at_once)) as loop:
             for step in range(at_once):
                 unit = builder.add(builder.mul(loop.index, LONG(at_once)), LONG(step))
                 begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
-                quads = [self._unit(panel, begin, ahead) for panel in range(PANELS)]
                 inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
+                quads = [self._unit(panel, begin, inputs, ahead) for panel in range(PANELS)]
                 for quad in range(UNIT // 4):
                     for row in range(self.rows):
                         where = at(builder, self.x, x_size, row, builder.add(inputs, LONG(4 * quad)))
@@ -162,29 +166,18 @@ class _TileWriter:
                             cell = self.dots[row, panel]
                             builder.store(_add_bytes(builder, builder.load(cell), quads[panel][quad], values), cell)
 
-    def _unit(self, panel: int, begin: Any, ahead: Any) -> list[Any]:
-        """The numbers of sixteen inputs, four in each vector."""
-        builder, bits = self.builder, self.form.bits
-        lines = []
-        for line in range(self.form.unit_bytes // LINE):
-            address = at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE)))
+    def _unit(self, panel: int, begin: Any, inputs: Any, ahead: Any) -> list[Any]:
+        """The numbers of sixteen inputs, four in each vector: of byte `begin` of a panel, or where they are spread."""
+        builder, form = self.builder, self.form
+        lines = range(form.unit_bytes // LINE)
+        own = [at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE))) for line in lines]
+        for address in own:
             vectors.prefetch(builder, builder.add(address, ahead))
-            lines.append(load(builder, address, WORDS))
-        if bits == 8:
-            return lines
-        low = vectors.constant(WORDS, _LOW)
-        quads = []
-        for words in lines[:2]:
-            upper = builder.lshr(words, vectors.constant(WORDS, 4))
-            quads += [builder.and_(words, low), builder.and_(upper, low)]
-        if self.form.below == "table":
-            return [vectors.look_up(builder, quad, [entry + 128 for entry in self.form.table]) for quad in quads]
-        if bits == 4:
-            return quads
-        shifts = ((builder.shl, 4), (builder.shl, 2), (builder.lshr, 0), (builder.lshr, 2))
-        tops = [shift(lines[2], vectors.constant(WORDS, count)) for shift, count in shifts]
-        high = vectors.constant(WORDS, _HIGH)
-        return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
+        if not self.spread:
+            return _quads(builder, form, [load(builder, address, WORDS) for address in own])
+        size, first = builder.mul(self.chunks, LONG(form.chunk * PANEL)), builder.mul(inputs, LONG(PANEL))
+        places = [builder.add(first, LONG(quad * LINE)) for quad in range(UNIT // 4)]
+        return [load(builder, at(builder, self.bytes, size, panel, place), WORDS) for place in places]
 
     def _add_group(self, chunk: Any, group: Any, x_sums: list[Any], several: bool) -> None:
         """Add a group's integers times its scale to those of its 64 inputs."""
@@ -230,6 +223,25 @@ class _TileWriter:
         return vectors.widen_halves(builder, halves, self.form.scale)
 
 
+def _quads(builder: Any, form: PanelForm, lines: list[Any]) -> list[Any]:
+    """The numbers of sixteen inputs, four in each vector, out of the lines that have them."""
+    if form.bits == 8:
+        return lines
+    low = vectors.constant(WORDS, _LOW)
+    quads = []
+    for words in lines[:2]:
+        upper = builder.lshr(words, vectors.constant(WORDS, 4))
+        quads += [builder.and_(words, low), builder.and_(upper, low)]
+    if form.below == "table":
+        return [vectors.look_up(builder, quad, [entry + 128 for entry in form.table]) for quad in quads]
+    if form.bits == 4:
+        return quads
+    shifts = ((builder.shl, 4), (builder.shl, 2), (builder.lshr, 0), (builder.lshr, 2))
+    tops = [shift(lines[2], vectors.constant(WORDS, count)) for shift, count in shifts]
+    high = vectors.constant(WORDS, _HIGH)
+    return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
+
+
 def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """To each of sixteen sums, the products of four bytes without and four with sign."""
     if _BYTE_DOTS:
@@ -242,15 +254,45 @@ def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     return total
 
 
-def make_tile(form: PanelForm, rows: int) -> Any:
-    """tile(x, x_scales, sums, panels, panel, chunks, turn, turns, out), of int64, inside kernels."""
+def make_tile(form: PanelForm, rows: int, spread: bool = False) -> Any:
+    """tile(x, x_scales, sums, panels, panel, chunks, turn, turns, out, bytes), of int64, inside kernels.
+
+    `spread`: numbers are taken from `bytes`, where `make_spreader` put them; else that is not looked at.
+    """
 
     def typed(_: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any, turn: Any, turns: Any,
-              out: Any) -> Any:  # fmt: skip
+              out: Any, bytes_: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _TileWriter(builder, form, rows, arguments).write()
+            _TileWriter(builder, form, rows, spread, arguments).write()
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 9), generate
+        return numba.types.void(*[numba.types.int64] * 10), generate
+
+    return intrinsic(typed)
+
+
+def make_spreader(form: PanelForm) -> Any:
+    """spread(panels, panel, chunks, bytes), of int64, inside kernels: the numbers of a tile's panels, one in a byte.
+    `bytes` has room for uint8 [panels, inputs / 4, outputs of a panel, 4]."""
+
+    def typed(_: Any, weights: Any, panel: Any, chunks: Any, target: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            own, size, count, out = arguments
+            units, unit = form.chunk // UNIT, UNIT * PANEL
+            for number in range(PANELS):
+                with cgutils.for_range(builder, count) as outer, cgutils.for_range(builder, LONG(units)) as inner:
+                    begin = builder.add(builder.mul(outer.index, LONG(form.chunk_bytes)), LONG(form.head))
+                    begin = builder.add(begin, builder.mul(inner.index, LONG(form.unit_bytes)))
+                    lines = range(form.unit_bytes // LINE)
+                    places = [at(builder, own, size, number, builder.add(begin, LONG(line * LINE))) for line in lines]
+                    quads = _quads(builder, form, [load(builder, place, WORDS) for place in places])
+                    done = builder.mul(builder.add(builder.mul(outer.index, LONG(units)), inner.index), LONG(unit))
+                    whole = builder.mul(count, LONG(form.chunk * PANEL))
+                    for quad, words in enumerate(quads):
+                        place = builder.add(done, LONG(quad * LINE))
+                        vectors.store(builder, words, at(builder, out, whole, number, place))
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 4), generate
 
     return intrinsic(typed)

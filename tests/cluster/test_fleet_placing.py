@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from asyncengine import EngineConfig, FleetError, ModelNotFound
 from asyncengine.cluster import Claim, Instance, Placement, Refusal
 from asyncengine.cluster.fleet import FleetConfig
+from asyncengine.cluster.fleet.carrier import Carrier
 from asyncengine.cluster.fleet.placing import (
     DEVICE_MEMORY,
     RayNode,
@@ -148,3 +153,71 @@ def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
     with pytest.raises(ModelNotFound):
         unpacked(asked_claim("/no/such/model", EngineConfig(), settings))
     assert pickle.loads(pickle.dumps(asked_devices)) is asked_devices  # by name: the node has the same program
+
+
+class AskedRay:
+    """Ray that runs tasks here, and keeps what was asked of which node."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self, answers: Callable[..., Any] | None = None) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self._answers = answers
+
+    def remote(self, work: Callable[..., Any]) -> Any:
+        def options(**options: Any) -> Any:
+            self.asked.append(options)
+            return SimpleNamespace(remote=self._answers or work)
+
+        return SimpleNamespace(options=options)
+
+    def get(self, answer: Any, timeout: float) -> Any:
+        return answer() if callable(answer) else answer
+
+    def wait(self, answers: list[Any], num_returns: int, timeout: float) -> None:
+        assert num_returns == len(answers)
+
+
+def carrier_on(ray: AskedRay, settings: FleetConfig) -> Carrier:
+    """One that is connected to it."""
+    carrier = object.__new__(Carrier)
+    carrier._ray, carrier._config, carrier._devices = ray, settings, {}
+    carrier._hosts, carrier._lost_on, carrier._claim = {}, {}, None
+    carrier.name, carrier._serial, carrier._lock = "fleet", itertools.count(), threading.Lock()
+    return carrier
+
+
+def test_files_that_are_not_here_are_read_on_a_node() -> None:
+    ray = AskedRay()
+    carrier = carrier_on(ray, FleetConfig(labels={"zone": "x"}))
+    carrier.prepare("demo", EngineConfig())
+    assert not ray.asked
+    with pytest.raises(ModelNotFound):
+        carrier.prepare("nobody/nothing", EngineConfig())
+    assert ray.asked == [{"num_cpus": 0, "label_selector": {"zone": "x"}}]
+
+
+def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
+    def none() -> Any:
+        raise RuntimeError("its node is gone")
+
+    answers = iter([(5 * GIB, 5 * GIB), none, (GIB, GIB)])
+    ray = AskedRay(lambda: next(answers))
+    carrier = carrier_on(ray, FleetConfig(num_gpus=1))
+    known = [ray_node("a"), ray_node("b", **{DEVICE_MEMORY: "24GiB"}), ray_node("c")]
+    assert carrier._devices_of(known) == {"a": (5 * GIB, 5 * GIB), "b": (24 * GIB, 24 * GIB)}
+    assert carrier._devices_of(known)["c"] == (GIB, GIB)  # it is asked again, the others are not
+    assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
+    assert carrier_on(ray, FleetConfig())._devices_of(known) == {}
+
+
+def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray tells of its nodes is a moment old."""
+    carrier = carrier_on(AskedRay(), FleetConfig())
+    carrier.prepare("demo", EngineConfig())
+    tried: list[str] = []
+    monkeypatch.setattr(carrier, "_known", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
+    monkeypatch.setattr(carrier, "_reserve", lambda share: tried.append(share.node))
+    with pytest.raises(FleetError, match=r"1 nodes: 1 with fewer than 1 free CPUs; 2 were taken by others meanwhile$"):
+        carrier.spawn()
+    assert tried == ["a", "b"]

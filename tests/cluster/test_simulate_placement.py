@@ -89,17 +89,20 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command.main(["placement", "--hours", "1e5", "--plot", str(tmp_path / "plot.png")]) == 2
-    assert 'pip install "asyncengine[bench]"' in capsys.readouterr().err
+    for long in (["placement", "--hours", "1e5"], ["routing", "--requests", "1000000"]):
+        assert command.main([*long, "--plot", str(tmp_path / "plot.png")]) == 2
+        assert 'pip install "asyncengine[bench]"' in capsys.readouterr().err
 
 
-def test_a_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("what", [["placement", "--nodes", "4", "--hours", "6"],
+                                  ["routing", "--replicas", "4", "--requests", "200"]], ids=lambda what: what[0])  # fmt: skip
+def test_a_plot_is_written(what: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.png"
-    assert command.main(["placement", "--nodes", "4", "--hours", "6", "--plot", str(plot)]) == 0
+    assert command.main([*what, "--plot", str(plot)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    assert command.main(["placement", "--nodes", "4", "--hours", "6", "--plot", str(tmp_path / "no" / "p.png")]) == 2
+    assert command.main([*what, "--plot", str(tmp_path / "no" / "p.png")]) == 2
     assert "plot: " in capsys.readouterr().err
 
 

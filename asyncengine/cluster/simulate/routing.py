@@ -16,7 +16,9 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from asyncengine.cluster.simulate.plots import new_figure, require_matplotlib, save
 from asyncengine.cluster.simulate.routing_rules import (
     LeastLoaded,
     PrefixAffine,
@@ -228,10 +230,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=usual.seed)
     parser.add_argument("--rule", choices=list(RULES), action="append", help="only this one (may be repeated)")
     parser.add_argument("--json", action="store_true", help="one object per rule in place of a table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a table, one line per rule."""
+    if args.plot is not None:
+        require_matplotlib()
     traffic = Traffic(
         replicas=args.replicas,
         requests=args.requests,
@@ -244,8 +249,10 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print("| rule | hit rate | of one endless replica's | max/mean load, mean | p99 |")
         print("|---|---|---|---|---|")
+    results = []
     for name in args.rule or RULES:
         result = simulate(name, traffic)
+        results.append(result)
         if args.json:
             print(json.dumps({"rule": name, "hit_rate": result.hit_rate, "share": result.share,
                               "max_over_mean": result.mean_ratio, "max_over_mean_p99": result.p99_ratio}))  # fmt: skip
@@ -255,4 +262,24 @@ def run(args: argparse.Namespace) -> int:
                 f"{result.mean_ratio:.2f} | {result.p99_ratio:.2f} |",
                 flush=True,
             )
+    if args.plot is not None:
+        _draw(args.plot, traffic, results)
     return 0
+
+
+def _draw(path: Path, traffic: Traffic, results: list[RoutingResult]) -> None:
+    """A rule's bars side by side: what its caches have, and how uneven its load is."""
+    figure, ((hits, loads),) = new_figure(1, 2)
+    names, places = [result.rule for result in results], range(len(results))
+    hits.barh(places, [result.share for result in results])
+    hits.set(title="hits, of one endless replica's", xlim=(0, 1))
+    loads.barh(places, [result.p99_ratio for result in results], label="p99")
+    loads.barh(places, [result.mean_ratio for result in results], label="mean")
+    loads.set(title="largest load of the mean")
+    loads.legend()
+    for axes in (hits, loads):
+        axes.set_yticks(places, names)
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3, axis="x")
+    figure.suptitle(f"{traffic.replicas} replicas, {traffic.documents} documents, {traffic.requests} requests")
+    save(figure, path)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.demo import MODEL_PATH, resolve_adapter
+from asyncengine.demo import MODEL_PATH, resolve_adapter, resolve_draft
 from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
@@ -21,7 +21,7 @@ from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
-from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.errors import AdapterError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loading import LoadedModel
+    from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncengine")
@@ -85,10 +86,10 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
 
     def load() -> Frontend:
-        checkpoint = open_checkpoint(path, config)
+        checkpoint, drafting = open_checkpoint(path, config), _open_draft(config, device)
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
             import_module("transformers")  # whole, before any module of ours asks it for a name
-            frontend = _load_frontend(path, checkpoint, config, device, trying)
+            frontend = _load_frontend(path, checkpoint, config, device, trying, drafting)
         if trying.given_up:
             frontend.discard()
             trying.check()
@@ -104,7 +105,12 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 
 def _load_frontend(
-    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt
+    path: str,
+    checkpoint: CheckpointSource,
+    config: EngineConfig,
+    device: torch.device,
+    attempt: LoadAttempt,
+    drafting: CheckpointSource | None,
 ) -> Frontend:
     from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
@@ -132,6 +138,11 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
+        draft = None
+        if drafting is not None:
+            with cores.loading():
+                draft = _load_draft(drafting, config, loaded, tokenizer, progress)
+            attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
@@ -142,11 +153,74 @@ def _load_frontend(
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
-        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, draft=draft)
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)
         undo.pop_all()
         return frontend
+
+
+def _open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource | None:
+    """Find the draft model's files, before anything large is loaded. None: none is asked for.
+
+    Raises `InvalidParameter` where none can run, `ModelNotFound`.
+    """
+    if config.draft_model is None:
+        return None
+    if device.type != "cpu":
+        raise InvalidParameter("draft_model", f"runs on a CPU only, not on {device}", config.draft_model)
+    try:
+        return open_checkpoint(resolve_draft(config.draft_model), config)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"draft_model: {error}") from error
+
+
+def _load_draft(
+    checkpoint: CheckpointSource,
+    config: EngineConfig,
+    target: LoadedModel,
+    tokenizer: TextTokenizer | None,
+    progress: LoadProgress,
+) -> LoadedModel:
+    """The draft model, in the type of the `target` and on its device.
+
+    Raises `InvalidParameter` if it has another vocabulary or cannot guess, `OutOfMemory`, `ModelNotFound`,
+    `UnsupportedModel`.
+    """
+    from asyncengine.models.loading import load_model
+
+    assert config.draft_model is not None
+    path, dtype = resolve_draft(config.draft_model), str(target.dtype).removeprefix("torch.")
+    try:
+        found = load_model(path, config.replace(dtype=dtype, max_model_len=None), progress, checkpoint)
+        if not checkpoint.metadata:
+            _check_words(path, checkpoint, tokenizer, config)
+    except (ModelNotFound, OutOfMemory, UnsupportedModel) as error:
+        raise type(error)(f"draft_model: {error}") from error
+    if (found.vocab_size, found.input_vocab_size) != (target.vocab_size, target.input_vocab_size):
+        limit = f"has {found.vocab_size} tokens where the model has {target.vocab_size}"
+        raise InvalidParameter("draft_model", limit, config.draft_model)
+    if found.states:
+        reason = "keeps recurrent states, which cannot be taken back when a guess is wrong"
+        raise InvalidParameter("draft_model", reason, config.draft_model)
+    return found
+
+
+def _check_words(
+    path: str, checkpoint: CheckpointSource, tokenizer: TextTokenizer | None, config: EngineConfig
+) -> None:
+    """A token must mean the same to both. A folder without a tokenizer is taken to have the model's."""
+    from asyncengine.text import load_tokenizer
+
+    own = load_tokenizer(path, config, beside=checkpoint.folder)
+    if own is None or tokenizer is None:
+        return
+    one, other = tokenizer.table, own.table
+    for token in range(min(one.size, other.size)):
+        ours, its = one.token_bytes(token), other.token_bytes(token)
+        if ours != its:
+            limit = f"has another vocabulary: token {token} is {its!r}, not {ours!r}"
+            raise InvalidParameter("draft_model", limit, config.draft_model)
 
 
 def _load_tokenizer(
@@ -251,7 +325,8 @@ def _assemble(
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
     )
-    config = config.replace(speculation_costs=runner.step_costs if runner.no_speculation is None else None)
+    costs = runner.step_costs if runner.no_speculation is None else None
+    config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs)
     grammars = make_grammars(tokenizer, info, config)
     return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters)
 

@@ -120,6 +120,8 @@ def test_wheel_contents(tmp_path: Path) -> None:
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"asyncengine/demo/model/{file}" in names
+    for file in ("README.md", "config.json", "model.safetensors"):
+        assert f"asyncengine/demo/draft/{file}" in names
     for adapter in ("json", "pirate"):
         for file in ("README.md", "adapter_config.json", "adapter_model.safetensors"):
             assert f"asyncengine/demo/adapters/{adapter}/{file}" in names

@@ -107,9 +107,13 @@ class EngineConfig:
     """Guesses of a request in one step, at most."""
     speculation_memory: int | str = "16MiB"
     """Bytes of finished outputs kept to guess from, for requests of the same adapter and cache salt."""
+    draft_model: str | None = None
+    """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
     speculation_costs: tuple[float, ...] | None = None
     """Times of steps of 1, 4, 8, 16 and 32 tokens, by which is decided how many guesses a step is worth. None: they are
     measured when the engine is built."""
+    draft_costs: tuple[float, ...] | None = None
+    """Those of the draft model's steps."""
 
     # -- admission and deadlines
     max_queued_requests: int | None = None
@@ -217,7 +221,12 @@ class EngineConfig:
         for name in ("grammar_cache_memory", "adapter_memory", "speculation_memory"):
             value = parse_bytes(name, getattr(self, name))
             object.__setattr__(self, name, 0 if value is None else value)
-        object.__setattr__(self, "speculation_costs", _parse_costs(self.speculation_costs))
+        for name in ("speculation_costs", "draft_costs"):
+            object.__setattr__(self, name, _parse_costs(name, getattr(self, name)))
+        if self.draft_model is not None:
+            object.__setattr__(self, "draft_model", _parse_path("draft_model", self.draft_model))
+            if self.speculation != "auto":
+                raise InvalidParameter("draft_model", f'needs speculation="auto", not "{self.speculation}"')
         object.__setattr__(self, "adapters", _parse_adapters(self.adapters))
         if self.adapter_root is not None:
             object.__setattr__(self, "adapter_root", _parse_path("adapter_root", self.adapter_root))
@@ -346,12 +355,12 @@ def _parse_adapters(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(named.items()))
 
 
-def _parse_costs(value: Any) -> tuple[float, ...] | None:
+def _parse_costs(name: str, value: Any) -> tuple[float, ...] | None:
     if value is None:
         return None
     fit = isinstance(value, (tuple, list)) and len(value) == STEP_SIZES
     if not fit or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in value):
-        raise InvalidParameter("speculation_costs", f"must be {STEP_SIZES} positive numbers, or None", value)
+        raise InvalidParameter(name, f"must be {STEP_SIZES} positive numbers, or None", value)
     return tuple(float(each) for each in value)
 
 

@@ -63,6 +63,9 @@ class SpeculationStats:
     """Of these, those that came true: each saved a step."""
     by_position: tuple[int, ...]
     """Accepted as the first, second, ... of their row."""
+    drafted_by_model: int = 0
+    """Of `drafted`, those that a draft model made."""
+    accepted_by_model: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class EngineStats:
     forced_tokens: int
     """Of `generated_tokens`, not sampled but forced by a grammar: each saved a step."""
     computed_tokens: int
+    passes: int
+    """Steps of requests that gave tokens, each request counted by itself."""
     preemptions: int
     steps: int
     first_token: Summary
@@ -97,6 +102,11 @@ class EngineStats:
     """Of models that keep recurrent states."""
     speculation: SpeculationStats | None = None
     """None: nothing is guessed."""
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Of one request in one step; above 1 where guesses came true or a grammar left no choice."""
+        return self.generated_tokens / self.passes if self.passes else 0.0
 
     @property
     def hit_rate(self) -> float:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+OPEN = -1
+"""A guess that whoever runs the step is to make, if it can."""
+
+
 class GrammarMatcher(Protocol):
     """State of one constrained output. Lives with its request; used by one thread at a time, that of its row's step."""
 
@@ -95,7 +99,8 @@ class Row(NamedTuple):
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens after `tokens`: inputs of the row's last positions. A token is sampled at the position
     before them and at each of them, from what would be the prefix there; those behind the first wrong guess say
-    nothing. Such a row has no token in flight, and none of its request is launched behind it."""
+    nothing. Such a row has no token in flight, and none of its request is launched behind it. All may be `OPEN`: then
+    there will be as many guesses as the executor makes, at most so many."""
 
     @property
     def pools(self) -> bool:
@@ -172,6 +177,8 @@ class StepResult:
     grammar leaves no choice (jump-forward, SGLang)."""
     accepted: dict[int, int] = field(default_factory=dict)
     """Each row with drafts -> how many of them are its first tokens: so far what it computed holds."""
+    drafted: dict[int, int] = field(default_factory=dict)
+    """Each row with drafts -> how many there were, of those left open too."""
     constrained: dict[int, ConstrainedToken] = field(default_factory=dict)
     """Each row with a grammar and a token."""
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

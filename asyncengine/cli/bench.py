@@ -78,7 +78,7 @@ def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None
     if setup["adapters"]:
         title += f"; adapters: {', '.join(setup['adapters'])}"
     table = Table(title=title, title_justify="left", caption="times in ms; p50 / p99", caption_justify="left")
-    for name in ("streams", "tokens/s", "first token", "between tokens", "loop lag", "preempted"):
+    for name in ("streams", "tokens/s", "first token", "between tokens", "loop lag", "preempted", "tokens/pass"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -86,6 +86,7 @@ def _show(console: Console, setup: dict[str, Any], rows: list[Measured]) -> None
             f"{row.tokens_per_second:.0f}",
             *(f"{1000 * s.p50:.1f} / {1000 * s.p99:.1f}" for s in (row.first_token, row.inter_token, row.loop_lag)),
             str(row.preemptions),
+            f"{row.tokens_per_pass:.2f}",
         )
     console.print(table)
 

@@ -103,6 +103,7 @@ def _summary(engine: AsyncEngine, stats: EngineStats, tally: Tally) -> dict[str,
         "step_ms": {"p50": stats.step.p50 * 1000, "p99": stats.step.p99 * 1000},
         "engine_loop_lag_ms": {"p50": stats.loop_lag.p50 * 1000, "p99": stats.loop_lag.p99 * 1000},
         "preemptions": stats.preemptions,
+        "tokens_per_pass": stats.tokens_per_pass,
         "guessed_ahead": 0 if stats.speculation is None else stats.speculation.accepted,
         "scenes": tally.scenes,
     }
@@ -128,7 +129,7 @@ def _table(stats: EngineStats, tally: Tally) -> Table:
         table.add_row(
             "guessed ahead",
             str(drafts.accepted),
-            f"tokens right of {drafts.drafted}, in {drafts.rows} passes of a request",
+            f"tokens right of {drafts.drafted}; {stats.tokens_per_pass:.2f} tokens per pass of a request",
         )
     table.add_row("prompt tokens", str(stats.prompt_tokens), f"{stats.hit_rate:.0%} from the prefix cache")
     table.add_row("first token", times(stats.first_token), "p50 / p99, from submit")

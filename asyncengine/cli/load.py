@@ -41,6 +41,8 @@ class Measured:
     inter_token: Summary
     loop_lag: Summary
     preemptions: int
+    tokens_per_pass: float
+    """Of one request in one step: above 1 where guesses came true."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,13 +60,14 @@ class _Samples:
 async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
     """Put `load` on `engine` from the running loop. Prompts are random and all different: no prefix is shared."""
     samples = _Samples()
-    preemptions = engine.stats().preemptions
+    before = engine.stats()
     params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
     began = time.perf_counter()
     async with _probing(samples.lag), asyncio.TaskGroup() as group:
         for index in range(load.concurrency):
             adapter = load.adapters[index % len(load.adapters)]
             group.create_task(_client(engine, load, adapter, params, random.Random(f"{seed}/{index}"), samples))
+    after = engine.stats()
     return Measured(
         load.concurrency,
         load.concurrency * load.rounds,
@@ -73,7 +76,8 @@ async def measure(engine: AsyncEngine, load: Load, seed: int = 0) -> Measured:
         Summary.of(samples.first),
         Summary.of(samples.gaps),
         Summary.of(samples.lag),
-        engine.stats().preemptions - preemptions,
+        after.preemptions - before.preemptions,
+        (after.generated_tokens - before.generated_tokens) / max(1, after.passes - before.passes),
     )
 
 

@@ -10,8 +10,16 @@ MODEL_PATH = Path(__file__).resolve().parent / "model"
 """The Hugging Face folder of the demo model."""
 EMBEDDER_PATH = Path(__file__).resolve().parent / "embedder"
 """The sentence-transformers folder of the demo embedder."""
+DRAFT_PATH = Path(__file__).resolve().parent / "draft"
+"""The folder of the small model that guesses for it."""
 ADAPTERS_PATH = Path(__file__).resolve().parent / "adapters"
 """The LoRA adapters of the demo model, a PEFT folder each."""
+
+
+def resolve_draft(path: str) -> str:
+    """The folder or hub id that a draft model's name means: "demo/draft" is the bundled one unless there is a folder of
+    that name."""
+    return str(DRAFT_PATH) if path == "demo/draft" and not os.path.isdir(path) else path
 
 
 def resolve_adapter(path: str | os.PathLike[str], root: str | None) -> str:

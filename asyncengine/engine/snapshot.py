@@ -37,6 +37,7 @@ def snapshot(
         generated_tokens=counters.generated_tokens,
         forced_tokens=counters.forced_tokens,
         computed_tokens=counters.computed_tokens,
+        passes=counters.passes,
         preemptions=counters.preemptions,
         steps=counters.steps,
         first_token=Summary.of(list(meter.first_token)),
@@ -54,4 +55,5 @@ def snapshot(
 def _speculation(counters: SpeculationCounters | None) -> SpeculationStats | None:
     if counters is None:
         return None
-    return SpeculationStats(counters.rows, counters.drafted, counters.accepted, tuple(counters.by_position))
+    by_position = tuple(counters.by_position)
+    return SpeculationStats(counters.rows, counters.drafted, counters.accepted, by_position, *counters.by_model)

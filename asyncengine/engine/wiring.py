@@ -17,6 +17,7 @@ from asyncengine.device.process import PROCESS, LoadAttempt
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
+from asyncengine.engine.draft_wiring import load_draft, open_draft
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
@@ -127,9 +128,10 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
     def load() -> Frontend:
         checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
+        drafting = open_draft(config, device)
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
             import_module("transformers")  # whole, before any module of ours asks it for a name
-            frontend = _load_frontend(path, checkpoint, config, device, trying)
+            frontend = _load_frontend(path, checkpoint, config, device, trying, drafting)
         if trying.given_up:
             frontend.discard()
             trying.check()
@@ -145,7 +147,12 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 
 def _load_frontend(
-    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt
+    path: str,
+    checkpoint: CheckpointSource,
+    config: EngineConfig,
+    device: torch.device,
+    attempt: LoadAttempt,
+    drafting: CheckpointSource | None,
 ) -> Frontend:
     from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
@@ -183,21 +190,31 @@ def _load_frontend(
         pooler, vectors = None, None
         if pooling is not None:
             pooler, vectors = pooled_decoder(loaded, pooling, tokenizer, checkpoint)
+        with cores.loading():
+            draft = load_draft(drafting, config, loaded, tokenizer, progress)
+        attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
-        ranks = [info.rank for info in adapters.list()]
-        if ranks:  # before the KV cache takes its share of what is free
-            take = partial(lora.allocate, lora.layer_linears(), max(ranks))
-            in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
+        _allocate_adapters(lora, adapters, device)
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
-        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler)
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft)
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()
         return frontend
+
+
+def _allocate_adapters(lora: LoraLayers, adapters: AdapterRegistry, device: torch.device) -> None:
+    """Memory for those that are there, before the KV cache takes its share of what is free."""
+    from asyncengine.device.memory import in_words
+
+    ranks = [info.rank for info in adapters.list()]
+    if ranks:
+        take = partial(lora.allocate, lora.layer_linears(), max(ranks))
+        in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
 
 
 def _load_encoder_frontend(
@@ -332,7 +349,8 @@ def _assemble(
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)
-    config = config.replace(speculation_costs=runner.step_costs if runner.no_speculation is None else None)
+    costs = runner.step_costs if runner.no_speculation is None else None
+    config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs)
     grammars = make_grammars(tokenizer, info, config)
     return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
 

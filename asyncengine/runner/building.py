@@ -15,6 +15,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
+from asyncengine.errors import InvalidParameter
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.lora.layers.slots import LoraLayers
@@ -26,6 +27,7 @@ from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES
+from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.step import Batch, Row, StateUse
 
 logger = logging.getLogger("asyncengine")
@@ -48,6 +50,7 @@ def build_runner(
     cores: Cores | None = None,
     progress: LoadProgress | None = None,
     pooler: Pooler | None = None,
+    draft: LoadedModel | None = None,
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -55,17 +58,19 @@ def build_runner(
 
     What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
 
-    `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors.
+    `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
+    a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
-        work = partial(_build, model, config, lora, cores or Cores(config.num_threads, model.device), bar, pooler)
+        cores = cores or Cores(config.num_threads, model.device)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
-    pooler: Pooler | None,
+    pooler: Pooler | None, draft: LoadedModel | None,
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
@@ -74,7 +79,8 @@ def _build(
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
     free = free_bytes(device) - taken
-    pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, device, free)
+    layers = [*model.layers, *(() if draft is None else draft.layers)]
+    pages = num_pages_for(layers, config, model.max_model_len, model.dtype, device, free)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
     runner = ModelRunner(
         model,
@@ -96,6 +102,8 @@ def _build(
         release_cached(device)
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
+    if draft is not None:
+        _add_draft(runner, draft, config, cores)
     # a graph's kernels have their places by heart, and which states a step moves differs from step to step
     if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and not model.states:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
@@ -165,6 +173,18 @@ def _no_speculation(model: LoadedModel, backend: str, config: EngineConfig) -> s
     if model.device.type == "cpu":
         return model.unsteady or (None if backend == "compiled" else "attention is torch's")
     return None if config.speculation == "lookup" else "on a GPU, sums depend on what is computed together"
+
+
+def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, cores: Cores) -> None:
+    """A second pool of as many pages, and a runner over it."""
+    if runner.no_speculation is not None:
+        raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
+    backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
+    second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
+    runner.draft_costs = config.draft_costs or _measure_steps(second, config)
+    runner.draft_model = DraftModel(second, draft.max_model_len)
+    runner.kv_bytes += second.kv_bytes
+    runner.weights_bytes += second.weights_bytes
 
 
 def _measure_steps(runner: ModelRunner, config: EngineConfig) -> tuple[float, ...]:

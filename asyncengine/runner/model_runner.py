@@ -27,6 +27,7 @@ from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.sampling.sampler import Sampler
+from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, FinishedStep, Row, StepHandle, StepResult, sampling_places
 
@@ -75,6 +76,10 @@ class ModelRunner:
         self.step_costs: tuple[float, ...] | None = None
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
         self.pooler = pooler
+        self.draft_costs: tuple[float, ...] | None = None
+        """Those of its draft model."""
+        self.draft_model: DraftModel | None = None
+        """Who makes guesses that are left open."""
         self._model: CausalLM | None = model.model
         self._has_other_parts = bool(model.left_out)
         self._backend = backend
@@ -105,6 +110,8 @@ class ModelRunner:
         A step that does not fit in memory is launched in halves; a row that does not fit alone ends with an error. One
         whose state was to be moved where it lies is `lost`: half the layers may have done so.
         """
+        if self.draft_model is not None:
+            batch = self.draft_model.guess(batch)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
         try:
@@ -217,6 +224,8 @@ class ModelRunner:
         if self._model is None:
             return
         try:
+            if self.draft_model is not None:
+                self.draft_model.close()
             self._let_go()
         finally:
             self.cores.close()

@@ -16,7 +16,7 @@ from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled
 from asyncengine.step import Batch, ConstrainedToken, Row, StepHandle, StepResult, TokenLogprob
 
-BY_ROW = ("further", "accepted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
+BY_ROW = ("further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
 """Of a result, what is kept by row."""
 
 
@@ -118,6 +118,7 @@ class PendingStep:
             result.further[index] = produced[1:]
         if row.drafts:
             result.accepted[index] = _agreed(row.drafts, produced)
+            result.drafted[index] = len(row.drafts)
 
     def _logprob(self, found: TokenLogprob, place: int, token: int) -> TokenLogprob:
         entry = found if found.token_id == token else self._score(place, token, len(found.top))

@@ -11,7 +11,7 @@ from asyncengine.scheduler.request import Request
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.planner import Candidate
-from asyncengine.step import Row
+from asyncengine.step import Row, StepResult
 
 
 def add_drafts(
@@ -67,12 +67,22 @@ def _room(request: Request, row: Row, kv: KVCache) -> int:
     return min(request.spec.max_total - len(request.tokens) - 1, held * kv.page_size - end)
 
 
+def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, index: int) -> int:
+    """How many of the row's drafts stand, which the planner hears of."""
+    accepted = result.accepted.get(index, 0) if row.drafts else 0
+    if row.drafts and planner is not None:
+        planner.learn(row.spec.ticket, result.drafted.get(index, 0), accepted)
+    return accepted
+
+
 def draft_planner(config: EngineConfig) -> DraftPlanner | None:
     """As the configuration says; None: nobody drafts. Costs have been measured by then."""
     if config.speculation == "off" or config.speculation_costs is None:
         return None
-    costs = StepCosts(config.speculation_costs)
-    return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory))
+    costs, modelled = StepCosts(config.speculation_costs), None
+    if config.draft_costs is not None:
+        modelled = StepCosts(config.draft_costs, config.speculation_costs[0])
+    return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory), model_costs=modelled)
 
 
 def end_drafting(planner: DraftPlanner, request: Request, namespace: Namespace) -> None:

@@ -64,6 +64,8 @@ class Counters:
     generated_tokens: int = 0
     forced_tokens: int = 0
     """Of `generated_tokens`, not sampled but forced by a grammar."""
+    passes: int = 0
+    """Rows that gave tokens."""
     preemptions: int = 0
     left_queue: int = 0
     """Samples that left the waiting queue for the first time: started, or ended before."""

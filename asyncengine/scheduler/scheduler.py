@@ -23,7 +23,7 @@ from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.drafts import add_drafts, draft_planner, end_drafting
+from asyncengine.scheduler.drafts import add_drafts, draft_planner, end_drafting, settle_drafts
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
@@ -323,15 +323,14 @@ class Scheduler:
                     pooled = row.spec.pooled is not None
                     self._end(request, "stop" if pooled else "length", vector=result.vectors[index] if pooled else None)
                     continue
+                self.counters.passes += 1
                 scored = logprobs.get(index) if logprobs else None
                 if request.matcher is None and not row.drafts:
                     sampled += 1
                     self._accept(request, tokens[index], scored[0] if scored else None, now)
                 else:
                     several = (tokens[index], *result.further.get(index, ()))
-                    accepted = result.accepted.get(index, 0) if row.drafts else 0
-                    if row.drafts and self._drafts is not None:
-                        self._drafts.learn(request.ticket, len(row.drafts), accepted)
+                    accepted = settle_drafts(self._drafts, row, result, index)
                     computed -= len(row.drafts) - accepted
                     accepted = accepted if request.epoch == epoch else 0
                     constrained = result.constrained[index] if request.matcher is not None else None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-_LEVELS = (2, 3, 4, 6, 9)
+from asyncengine.speculation.lookup import MOST
+
+BY_MODEL = MOST + 1
+"""In the place of an agreement: a draft model guesses."""
+_LEVELS = (2, 3, 4, 6, 9, BY_MODEL)
 """Agreements from which a guess is better than one of less."""
-_USUAL = (0.35, 0.5, 0.65, 0.8, 0.9)
+_USUAL = (0.35, 0.5, 0.65, 0.8, 0.9, 0.75)
 _WEIGHT = 1.5
 """Of what is usual, in drafted tokens."""
 _KEEP = 0.99

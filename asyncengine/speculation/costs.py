@@ -15,16 +15,17 @@ SIZES = (1, 4, 8, 16, 32)
 class StepCosts:
     """Time of a step of up to 32 tokens, in that of a step of one."""
 
-    def __init__(self, measured: Sequence[float]) -> None:
-        """`measured`: of `SIZES`, in any unit. A longer step is never taken to be cheaper."""
+    def __init__(self, measured: Sequence[float], unit: float | None = None) -> None:
+        """`measured`: of `SIZES`, in any unit; what counts as 1 is `unit`, or (None) the first. A longer step is never
+        taken to be cheaper."""
         rising, most = [], 0.0
         for value in measured:
             most = max(most, value)
-            rising.append(most / measured[0])
-        self._table = [1.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
+            rising.append(most / (unit or measured[0]))
+        self._table = [0.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
 
     def of(self, tokens: int) -> float:
-        """`tokens` from 1 to 32."""
+        """`tokens` from 0 to 32."""
         return self._table[tokens]
 
     @staticmethod

@@ -6,16 +6,17 @@ Only what is left over is spent on drafts: steps that compute a prompt have none
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.acceptance import Acceptance
+from asyncengine.speculation.acceptance import BY_MODEL, Acceptance
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.drafter import Drafter, LookupDrafter, MakeDrafter
 from asyncengine.speculation.lookup import NOTHING, Draft
 from asyncengine.speculation.store import OutputStore
+from asyncengine.step import OPEN
 
 _NAMESPACES = 256
 _SURE = 0.98
@@ -43,6 +44,8 @@ class SpeculationCounters:
     accepted: int = 0
     rows: int = 0
     """Rows that carried drafts."""
+    by_model: tuple[int, int] = (0, 0)
+    """Of `drafted` and `accepted`, those of a draft model."""
     by_position: list[int] = field(default_factory=list)
     """Accepted at the first, second, ... place of a draft."""
 
@@ -65,11 +68,18 @@ class DraftPlanner:
     """Drafts for the rows of a step, and what became of them. A function of requests, their tokens and the settings."""
 
     def __init__(
-        self, costs: StepCosts, most: int, store_bytes: int = 0, make_drafter: MakeDrafter | None = None
+        self,
+        costs: StepCosts,
+        most: int,
+        store_bytes: int = 0,
+        make_drafter: MakeDrafter | None = None,
+        model_costs: StepCosts | None = None,
     ) -> None:
-        """`most`: drafts of a row. `make_drafter`: None looks up."""
+        """`most`: drafts of a row. `make_drafter`: None looks up. `model_costs`: of a draft model's steps by their
+        rows, in the unit of `costs`; None: there is no such model."""
         self.counters = SpeculationCounters(by_position=[0] * most)
         self._costs = costs
+        self._model_costs = model_costs
         self._most = most
         self._store = OutputStore(store_bytes) if store_bytes else None
         self._make = make_drafter or self._lookup
@@ -103,7 +113,7 @@ class DraftPlanner:
             if known is None:
                 made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
                 known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace))
-            draft = known.drafter.propose(candidate.tokens, limit)
+            draft = self._propose(known, candidate, limit, num_tokens)
             if not draft.tokens:
                 continue
             known.draft = draft
@@ -114,7 +124,8 @@ class DraftPlanner:
                 chance *= rate
                 chances.append((-chance, place, number))
         chances.sort()
-        worth = self._worth([-chance for chance, _, _ in chances[:room]], num_tokens, num_sampling)
+        modelled = [place for place, one in enumerate(candidates) if self._is_model(drafts.get(one.key, NOTHING))]
+        worth = self._worth(chances[:room], frozenset(modelled), num_tokens, num_sampling)
         counts: dict[int, int] = {}
         for _, place, _ in chances[:worth]:
             key = candidates[place].key
@@ -123,6 +134,32 @@ class DraftPlanner:
             if key not in counts:
                 self._requests[key].acceptance.rest(draft.agreed)
         return {key: draft.tokens[: counts[key]] for key, draft in drafts.items() if key in counts}
+
+    @staticmethod
+    def _is_model(draft: Draft) -> bool:
+        return draft.agreed == BY_MODEL
+
+    def _propose(self, known: _Drafting, candidate: Candidate, limit: int, num_tokens: int) -> Draft:
+        """What is found, or guesses that a draft model is to make, whichever promises more for its time."""
+        found = known.drafter.propose(candidate.tokens, limit)
+        if self._model_costs is None or found.predicted:
+            return found
+        modelled = Draft((OPEN,) * limit, BY_MODEL)
+        if not found.tokens:
+            return modelled
+        rates = known.acceptance.rate(found.agreed), known.acceptance.rate(BY_MODEL)
+        free = self._best_gain(rates[0], min(limit, len(found.tokens)), num_tokens, 0.0)
+        return found if free >= self._best_gain(rates[1], limit, num_tokens, self._model_costs.of(1)) else modelled
+
+    def _best_gain(self, rate: float, most: int, num_tokens: int, each: float) -> float:
+        """Expected tokens of one row for the time of a step, with the best number of drafts, each of which costs `each`
+        to make."""
+        chance = expected = best = 1.0
+        for number in range(1, most + 1):
+            chance *= rate
+            expected += chance
+            best = max(best, expected / (self._costs.of(num_tokens + number) + each * number))
+        return best
 
     def _hopeful(self, num_tokens: int, num_sampling: int) -> bool:
         """Could any draft be worth its time? Else nobody is asked for one."""
@@ -134,19 +171,28 @@ class DraftPlanner:
             if num_tokens + more <= SIZES[-1]
         )
 
-    def _worth(self, chances: Sequence[float], num_tokens: int, num_sampling: int) -> int:
-        """How many of the likeliest drafted tokens make the most of a step's time. `chances` descend."""
-        expected = float(num_sampling)
+    def _worth(
+        self, chances: Sequence[tuple[float, int, int]], modelled: Collection[int], num_tokens: int, num_sampling: int
+    ) -> int:
+        """How many of the likeliest drafted tokens make the most of a step's time. `chances`: (minus the chance, place
+        of the row, number of the draft), likeliest first; a draft model makes those of the places `modelled`."""
+        expected, making = float(num_sampling), 0.0
         best, count = expected / self._costs.of(num_tokens), 0
-        for number, chance in enumerate(chances, 1):
-            expected += chance
-            gain = expected / self._costs.of(num_tokens + number)
+        rounds = [0] * self._most  # rows in each round of the draft model
+        for tried, (chance, place, number) in enumerate(chances, 1):
+            expected -= chance
+            if self._model_costs is not None and place in modelled:
+                making += self._model_costs.of(rounds[number] + 1) - self._model_costs.of(rounds[number])
+                rounds[number] += 1
+            gain = expected / (self._costs.of(num_tokens + tried) + making)
             if gain > best:
-                best, count = gain, number
+                best, count = gain, tried
         return count
 
     def learn(self, key: int, drafted: int, accepted: int) -> None:
         """`accepted` of the `drafted` tokens of a row stood."""
+        if not drafted:
+            return  # they were left to a draft model, which was not ready
         counters = self.counters
         counters.rows += 1
         counters.drafted += drafted
@@ -156,6 +202,9 @@ class DraftPlanner:
         known = self._requests.get(key)
         if known is not None:
             known.acceptance.learn(known.draft.agreed, drafted, accepted)
+            if self._is_model(known.draft):
+                made, right = counters.by_model
+                counters.by_model = made + drafted, right + accepted
             if known.draft.predicted:
                 right, wrong = known.prediction
                 known.prediction = (right + accepted, wrong + drafted - accepted)

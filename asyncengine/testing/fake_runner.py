@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncengine.kvcache.sight import Sight, Window
+from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
 from asyncengine.testing.fake_states import FakeStates
 from asyncengine.testing.fake_vectors import FakePooling
@@ -92,6 +93,8 @@ class FakeExecutor:
         """Ticket -> error: rows that fail as data."""
         self.lose: Callable[[Row], bool] = lambda row: False
         """Which rows lose their states in a step that has not enough memory: those that move it where it lies."""
+        self.draft_model: DraftModel | None = None
+        """Who makes guesses that are left open."""
         self.closed = False
 
     def update(self, weights: int) -> None:
@@ -108,6 +111,8 @@ class FakeExecutor:
         """Compute one step. Subclasses change this."""
         if self.keep_batches:
             self.executed.append(batch)
+        if self.draft_model is not None:
+            batch = self.draft_model.guess(batch)
         self._write(batch)
         result = StepResult(batch.step, [-1] * len(batch.rows))
         if self.states is not None:
@@ -206,6 +211,7 @@ class FakeExecutor:
             pairs = zip(row.drafts, produced, strict=False)
             wrong = (count for count, (draft, token) in enumerate(pairs) if draft != token)
             result.accepted[index] = next(wrong, min(len(row.drafts), len(produced)))
+            result.drafted[index] = len(row.drafts)
         if row.spec.params.logprobs:
             result.logprobs[index] = scored
 

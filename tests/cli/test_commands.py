@@ -132,6 +132,7 @@ def test_bench_reports_each_level(run: Run, tmp_path: Path) -> None:
     assert [row["output_tokens"] for row in report["results"]] == [6, 24]
     for row in report["results"]:
         assert row["tokens_per_second"] > 0
+        assert 1 <= row["tokens_per_pass"] <= 6
         assert row["first_token"]["count"] == row["concurrency"]
         assert 0 < row["first_token"]["p50"] <= row["seconds"]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -193,6 +194,7 @@ def check_summary(summary: dict[str, Any]) -> None:
     assert summary["requests"] == sum(summary["finished"].values())
     assert set(summary["finished"]) <= {"stop", "length", "abort"}
     assert summary["tokens_per_second"] > 0
+    assert summary["tokens_per_pass"] > 1
 
 
 def test_model_output_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
-from asyncengine.errors import ContextLengthExceeded, InvalidParameter
+from asyncengine.demo import MODEL_PATH
+from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
@@ -48,6 +51,10 @@ GRAMMARS = {
 }  # fmt: skip
 
 
+ALWAYS: dict[str, Any] = {"speculation_costs": (1.0, 1.0001, 1.0002, 1.0004, 1.0008), "draft_costs": (1e-6,) * 5}
+"""Guesses are always worth their time."""
+
+
 class Planted:
     """Guesses from the answers of a run without: right most of the time, and wrong in every way otherwise."""
 
@@ -82,15 +89,17 @@ async def answers(engine: AsyncEngine, every: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantization": "int8"}, {"dtype": "float32"}], ids=["bf16", "int8", "float32"]
+)
 async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
+    """Planted guesses beside those of the draft model, then these alone."""
     async with await AsyncEngine.from_pretrained("demo", speculation="off", **settings) as engine:
         expected = await answers(engine, 4)
         assert engine.info.no_speculation == "speculation is off"
         assert engine.stats().speculation is None
         steps = engine.stats().steps
-    costs = (1.0, 1.0001, 1.0002, 1.0004, 1.0008)  # always worth it
-    async with await AsyncEngine.from_pretrained("demo", speculation_costs=costs, **settings) as engine:
+    async with await AsyncEngine.from_pretrained("demo", **ALWAYS, draft_model="demo/draft", **settings) as engine:
         planner = engine.core.loop.scheduler._drafts
         assert planner is not None
 
@@ -98,13 +107,79 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
             return Planted([one[0] for one in expected], len(spec.prompt))
 
         planner._make = make  # type: ignore[assignment]
-        for every in (1, len(expected)):
-            assert await answers(engine, every) == expected, f"{every} at a time"
+        assert await answers(engine, 3) == expected, "planted"
         counts = engine.stats().speculation
         assert counts is not None
         assert counts.accepted > 300
         assert counts.drafted - counts.accepted > 100
-        assert engine.stats().steps < 2 * steps
+        assert engine.stats().steps < steps
+        planner._make = lambda *_: Planted([], 0)  # type: ignore[assignment]
+        assert await answers(engine, 5) == expected, "by the draft model"
+        later = engine.stats().speculation
+        assert later is not None
+        made = later.drafted - counts.drafted
+        assert made == later.drafted_by_model - counts.drafted_by_model > 1000
+        assert 0.1 * made < later.accepted - counts.accepted < made
+
+
+async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
+    """With the noise and the parameters of each request, over prefixes that others left, pages that were taken away and
+    prompts that it must catch up with."""
+    settings: dict[str, Any] = {**ALWAYS, "kv_cache_memory": "5MiB", "max_num_seqs": 6, "preempt_every": 3,
+                                "speculation_memory": 1}  # fmt: skip
+    async with await AsyncEngine.from_pretrained("demo", draft_model=str(MODEL_PATH), **settings) as engine:
+        asked = [("Read this twice. " + QUOTE * 8 * (number % 2) + CHATS[number % 3], params)
+                 for number, params in enumerate([*PARAMS.values()] * 3)]  # fmt: skip
+        await asyncio.gather(
+            *(
+                engine.chat([{"role": "user", "content": text}], params=SamplingParams(max_tokens=40, **params))
+                for text, params in asked
+            )
+        )
+        stats = engine.stats()
+        assert stats.preemptions > 3
+        assert stats.cached_tokens > 100
+        assert stats.speculation is not None
+        assert stats.speculation.accepted_by_model == stats.speculation.drafted_by_model > 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "named"),
+    [
+        ({"draft_model": "no/such/folder"}, ModelNotFound, "draft_model: no folder"),
+        ({"draft_model": 3}, InvalidParameter, "draft_model"),
+        ({"draft_model": "demo/draft", "speculation": "off"}, InvalidParameter, "draft_model.*off"),
+        ({"draft_model": "demo/draft", "attention_backend": "torch"}, InvalidParameter, "draft_model.*torch"),
+        ({"draft_model": "demo/draft", "draft_costs": (1.0,)}, InvalidParameter, "draft_costs"),
+        ({"draft_model": "words"}, InvalidParameter, "draft_model.*token .* is b"),
+        ({"draft_model": "narrow"}, InvalidParameter, "draft_model.*has 600 tokens where the model has 2048"),
+        ({"draft_model": "states"}, InvalidParameter, "draft_model.*states"),
+        ({"draft_model": "huge"}, OutOfMemory, "draft_model"),
+    ],
+    ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
+)
+def test_what_is_no_draft_model_is_refused(
+    settings: dict[str, Any], error: type[Exception], named: str, tmp_path: Path
+) -> None:
+    shape = json.loads((MODEL_PATH / "config.json").read_text())
+    changes: dict[str, dict[str, Any]] = {
+        "words": {}, "narrow": {"vocab_size": 600},
+        "huge": {"num_hidden_layers": 2000, "hidden_size": 2048, "intermediate_size": 65536},
+        "states": {"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "state_size": 16, "n_groups": 1,
+                   "expand": 2, "conv_kernel": 4, "num_hidden_layers": 1},
+    }  # fmt: skip
+    kind = settings["draft_model"]
+    if kind in changes:
+        (tmp_path / "config.json").write_text(json.dumps(shape | changes[kind]))
+        settings = {**settings, "draft_model": str(tmp_path), "load_format": "dummy"}
+    if kind == "words":
+        words = json.loads((MODEL_PATH / "tokenizer.json").read_text(encoding="utf-8"))
+        ids = words["model"]["vocab"]
+        ids["the"], ids["an"] = ids["an"], ids["the"]
+        (tmp_path / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
+        (tmp_path / "tokenizer_config.json").write_text((MODEL_PATH / "tokenizer_config.json").read_text())
+    with pytest.raises(error, match=named):
+        Engine.from_pretrained("demo", **settings)
 
 
 def test_predictions() -> None:

@@ -11,9 +11,11 @@ from fuzz.schedule_fuzz import Life
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import SIZES, StepCosts
+from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.speculation.drafter import Drafter, LookupDrafter
 from asyncengine.speculation.lookup import NOTHING, Draft
 from asyncengine.speculation.store import OutputStore
+from asyncengine.testing import FakeExecutor, FakeModel
 
 KINDS = ("oracle", "oracle", "nearly", "adversarial", "random", "empty", "over-long", "lookup")
 VOCABULARY = 90
@@ -48,18 +50,19 @@ def free_costs() -> StepCosts:
     return StepCosts([1.0 + size * 1e-6 for size in SIZES])
 
 
-def planner_for(life: Life, answers: Mapping[int, Sequence[int]]) -> DraftPlanner:
-    """Each request gets a drafter of some kind, `answers` being the right ones by ticket."""
+def planner_for(life: Life, answers: Mapping[int, Sequence[int]], model_costs: StepCosts | None = None) -> DraftPlanner:
+    """Each request gets a drafter of some kind, `answers` being the right ones by ticket; most of them none where there
+    is a draft model, whose costs are `model_costs`."""
     rng = random.Random(life.seed)
     store = OutputStore(40_000)
 
     def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Drafter:
-        kind = rng.choice(KINDS)
+        kind = rng.choice(KINDS if model_costs is None else (*KINDS, *["empty"] * 3 * len(KINDS)))
         if kind == "lookup":
             return LookupDrafter(spec, tokens, namespace, store)
         return FuzzDrafter(kind, answers[spec.ticket], len(spec.prompt), rng)
 
-    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make)
+    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, model_costs)
 
 
 class _Answers(Mapping[int, Sequence[int]]):
@@ -83,6 +86,36 @@ def speculative_life(seed: int, depth: int | None = None) -> Life:
     life = Life(seed, depth)
     life.scheduler._drafts = planner_for(life, life.expected)
     return life
+
+
+class ForgetfulModel(FakeModel):
+    """Of a draft: about one guess in `every` is another than the right one; 0: none."""
+
+    def __init__(self, right: FakeModel, every: int) -> None:
+        super().__init__(right.vocab_size, right.eos, right.eos_every)
+        self._every = every
+
+    def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
+        token = super().next_token(tokens, seed)
+        return 2 + token % 90 if self._every and sum(tokens) % self._every == 0 else token
+
+
+def life_with_draft_model(seed: int, depth: int | None = None, every: int = 0) -> Life:
+    """A `Life` with a draft model that guesses as `ForgetfulModel` does, from what lies in pages of its own."""
+    life = Life(seed, depth)
+    executor = life.executor
+    draft = FakeExecutor(executor.num_pages, executor.page_size, ForgetfulModel(executor.model, every))
+    executor.draft_model = DraftModel(draft, 10_000 if seed % 3 else 30, 128 if seed % 2 else 5)
+    life.scheduler._drafts = planner_for(life, life.expected, StepCosts([1e-6] * len(SIZES), 1.0))
+    return life
+
+
+def check_guesses(life: Life) -> int:
+    """Of a draft model that knows better: it was never wrong. Returns how often it was right."""
+    assert life.scheduler.speculation is not None
+    made, right = life.scheduler.speculation.by_model
+    assert right == made, f"{made - right} of {made} guesses are wrong"
+    return right
 
 
 def speculative_grammar_life(seed: int) -> GrammarLife:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from asyncengine.demo import MODEL_PATH
-from tools.demo_model.llama import Llama, Shape, hf_config, hf_state
+from asyncengine.demo import DRAFT_PATH, MODEL_PATH
+from tools.demo_model.llama import DRAFT, Llama, Shape, hf_config, hf_state
 
 PAD, EOS = 0, 2
 
 
-def export(checkpoint: Path, folder: Path = MODEL_PATH) -> None:
-    """Weights in bfloat16, both configurations, and the tokenizer files when the folder lacks them."""
+def export(checkpoint: Path, folder: Path = MODEL_PATH, shape: Shape | None = None) -> None:
+    """Weights in bfloat16, both configurations, and the tokenizer files when the folder lacks them. The model that
+    guesses has the demo model's."""
     state = torch.load(checkpoint, weights_only=True)["model"]
-    shape = Shape(vocab_size=state["embed"].shape[0])
+    shape = replace(shape or Shape(), vocab_size=state["embed"].shape[0])
     model = Llama(shape)
     model.load_state_dict(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,7 @@ def export(checkpoint: Path, folder: Path = MODEL_PATH) -> None:
     write_json(folder / "config.json", hf_config(shape, bos=None, eos=EOS, pad=PAD))
     write_json(folder / "generation_config.json", generation)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if not (folder / name).exists():
+        if shape.hidden != DRAFT.hidden and not (folder / name).exists():
             shutil.copy(MODEL_PATH / name, folder / name)
 
 
@@ -41,9 +43,11 @@ def write_json(path: Path, value: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path(".demo-train/checkpoint.pt"))
-    parser.add_argument("--output", type=Path, default=MODEL_PATH)
+    parser.add_argument("--draft", action="store_true", help="the small model that guesses for the demo model")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    export(arguments.checkpoint, arguments.output)
+    default, shape = (DRAFT_PATH, DRAFT) if arguments.draft else (MODEL_PATH, Shape())
+    export(arguments.checkpoint, arguments.output or default, shape)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ class Shape:
         return self.hidden // self.heads
 
 
+DRAFT = Shape(hidden=128, layers=2, heads=2, kv_heads=1, ff=320)
+"""Of the model that guesses for the demo model: two layers are the fewest that copy (Olsson et al. 2022)."""
+
+
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine tables of rotary positions (Su et al. 2021), ``[length, head_dim]`` each."""
     half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim

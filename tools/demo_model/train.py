@@ -4,6 +4,8 @@ The defaults take just under two hours on two CPU cores.  The run can be stopped
 last checkpoint; the learning rate stays constant until the last part of the budget and then falls to zero.  A finished
 run can be extended: a larger budget raises the rate again to where the new schedule has it.  The shipped weights were
 made so, in three stretches; the model card has the commands.
+
+``--draft`` trains the small model that guesses for it, from the same conversations: minutes on one core.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional
 
-from asyncengine.demo import MODEL_PATH
+from asyncengine.demo import DRAFT_PATH, MODEL_PATH
 from tools.demo_model.batches import Batch, Encoder
 from tools.demo_model.export import export
-from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.llama import DRAFT, Llama, Shape
 from tools.demo_model.muon import Muon
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -50,7 +52,13 @@ class Options:
     long_from: float = 0.15
     checkpoint_minutes: float = 4.0
     compile: bool = True
-    output: Path = MODEL_PATH
+    draft: bool = False
+    """Train the small model that guesses."""
+    output: Path | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return DRAFT if self.draft else Shape()
 
 
 @dataclass
@@ -68,7 +76,7 @@ class Trainer:
     def __init__(self, options: Options, tokenizer: Any) -> None:
         self.options = options
         self.encoder = Encoder(tokenizer)
-        self.model = Llama(Shape(vocab_size=len(tokenizer)), options.seed)
+        self.model = Llama(replace(options.shape, vocab_size=len(tokenizer)), options.seed)
         matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and name != "embed"]
         others = [p for name, p in self.model.named_parameters() if p.ndim == 1 or name == "embed"]
         self.muon = Muon(matrices)
@@ -220,7 +228,8 @@ def parse() -> Options:
         "--decay-from", type=float, default=default.decay_from, help="part of the budget where the decay starts"
     )
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train without torch.compile")
-    parser.add_argument("--output", type=Path, default=MODEL_PATH, help="where the finished model is exported")
+    parser.add_argument("--draft", action="store_true", help="train the small model that guesses for the demo model")
+    parser.add_argument("--output", type=Path, help="where the finished model is exported (default: the package)")
     found = vars(parser.parse_args())
     return Options(**found)
 
@@ -240,7 +249,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"stopped at step {trainer.at.step}; run again to continue")
         return
-    export(checkpoint, options.output)
+    export(checkpoint, options.output or (DRAFT_PATH if options.draft else MODEL_PATH), options.shape)
 
 
 if __name__ == "__main__":

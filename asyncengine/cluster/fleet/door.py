@@ -75,6 +75,7 @@ class FleetDoor(Frontend):
             generated_tokens=0,
             forced_tokens=0,
             computed_tokens=0,
+            passes=0,
             preemptions=0,
             steps=0,
             first_token=Summary.of(list(meter.first_token)),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
 from safetensors import safe_open
 
 from asyncengine.demo import EMBEDDER_PATH
 from tools.demo_embedder.bert import MAX_TOKENS, PROMPTS
-from tools.demo_embedder.evaluate import held_out, measure, recall, scorers
+from tools.demo_embedder.evaluate import measure
 from tools.demo_embedder.pairs import MAKERS
 
 CARD = (EMBEDDER_PATH / "README.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncengine.demo import MODEL_PATH
+from asyncengine.demo import DRAFT_PATH, MODEL_PATH
 from tools.demo_model.conversations import MAKERS
 from tools.demo_model.evaluate import Model, evaluate
 
@@ -25,6 +25,11 @@ def model() -> Model:
 
 def test_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL_PATH.iterdir()) <= FOLDER_LIMIT
+
+
+def test_what_guesses_is_at_most_a_third_of_it() -> None:
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (DRAFT_PATH, MODEL_PATH)]
+    assert 3 * sizes[0] <= sizes[1]
 
 
 def test_weights_are_bfloat16_and_tied() -> None:

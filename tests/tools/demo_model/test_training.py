@@ -13,7 +13,7 @@ from asyncengine.demo import MODEL_PATH
 from tools.demo_model.batches import Encoder
 from tools.demo_model.conversations import make
 from tools.demo_model.export import export
-from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.llama import DRAFT, Llama, Shape
 from tools.demo_model.muon import orthogonalize
 from tools.demo_model.train import Options, Trainer
 
@@ -34,10 +34,11 @@ def randomized(shape: Shape) -> Llama:
     return model
 
 
-def test_logits_equal_transformers(tmp_path: Path) -> None:
-    model = randomized(Shape())
+@pytest.mark.parametrize("shape", [Shape(), DRAFT], ids=["demo", "draft"])
+def test_logits_equal_transformers(shape: Shape, tmp_path: Path) -> None:
+    model = randomized(shape)
     torch.save({"model": model.state_dict()}, tmp_path / "checkpoint.pt")
-    export(tmp_path / "checkpoint.pt", tmp_path / "model")
+    export(tmp_path / "checkpoint.pt", tmp_path / "model", shape)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = torch.randint(3, 2000, (2, 83), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():

@@ -1,0 +1,124 @@
+"""A smaller model that guesses for a larger one of the same vocabulary (speculative decoding, Leviathan et al. 2023).
+
+It draws as the larger one will, with the same parameters and the same noise of each position: where the two
+distributions are alike they pick the same token, also at temperature 1. Its keys and values lie in a pool of its own
+under the larger one's page numbers, so the scheduler knows nothing of it. A row says how many guesses it wants
+(`step.OPEN`), and gets as many as there are, perhaps none.
+
+It computes nothing for requests that are not guessed for. One that is first catches up with its prompt, a part in each
+step, so that no step of others waits long for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from asyncengine.request_spec import RequestSpec
+from asyncengine.speculation.draft_pages import DraftPages
+from asyncengine.step import OPEN, Batch, Executor, Row
+
+CATCH_UP = 128
+"""Positions that a row may be behind and still be guessed for in the same step; one that is further behind only gets
+nearer by as many."""
+
+
+@dataclass(slots=True, eq=False)
+class _Guessing:
+    """One row's share of the work."""
+
+    row: Row
+    """As it was asked for."""
+    tokens: list[int]
+    """Those that are known, and the guesses."""
+    known: int
+    begin: int
+    """The first position that is to be computed now."""
+    wanted: int
+    spec: RequestSpec
+    guesses: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Fills in the guesses of rows. Used by one thread at a time, that of the steps."""
+
+    def __init__(self, executor: Executor, max_model_len: int, catch_up: int = CATCH_UP) -> None:
+        """`executor` runs the smaller model, over as many pages of the same size as the larger one has.
+        `max_model_len`: positions that it knows. `catch_up`: see `CATCH_UP`."""
+        self._executor = executor
+        self._most = max_model_len
+        self._catch_up = catch_up
+        self._pages = DraftPages(executor.num_pages, executor.page_size)
+        self._specs: dict[int, tuple[RequestSpec, RequestSpec]] = {}
+        """Slot -> the specification of its request, and what is left of it here."""
+
+    def close(self) -> None:
+        """Free the smaller model. Idempotent."""
+        self._executor.close()
+
+    def guess(self, batch: Batch) -> Batch:
+        """`batch` as it is to be computed, its open guesses filled in."""
+        self._pages.overwritten(batch.rows)
+        work: dict[int, _Guessing] = {}
+        claimed: dict[int, None] = {}
+        for index, row in enumerate(batch.rows):
+            if row.drafts and row.drafts[0] == OPEN:
+                work[index] = found = self._begin(row)
+                first = row.pages[found.begin // self._executor.page_size]
+                if first in claimed:  # somebody's prompt is also another's: it will be there in the next step
+                    found.wanted = 0
+                claimed[first] = None
+        if not work:
+            return batch
+        self._draft([each for each in work.values() if each.wanted > 0])
+        return batch._replace(rows=tuple(_filled(row, work, index) for index, row in enumerate(batch.rows)))
+
+    def _begin(self, row: Row) -> _Guessing:
+        known = row.start + row.num_scheduled - len(row.drafts)
+        wanted = min(len(row.drafts), self._most - known)
+        begin = self._pages.first_missing(row.pages, known)
+        return _Guessing(row, row.tokens[:known], known, begin, wanted, self._plain(row))
+
+    def _plain(self, row: Row) -> RequestSpec:
+        """What matters for a draw: scores of tokens are nobody's business here."""
+        spec, params = row.spec, row.spec.params
+        if not params.logprobs and not params.prompt_logprobs:
+            return spec
+        kept = self._specs.get(row.slot)
+        if kept is None or kept[0] is not spec:
+            kept = spec, replace(spec, params=replace(params, logprobs=False, top_logprobs=0, prompt_logprobs=False))
+            self._specs[row.slot] = kept
+        return kept[1]
+
+    def _draft(self, work: list[_Guessing]) -> None:
+        """Round by round, one more guess for each that wants one."""
+        while work:
+            rows = tuple(self._row(each) for each in work)
+            result = self._executor.launch(Batch(0, rows)).wait()
+            left: list[_Guessing] = []
+            for index, (each, row) in enumerate(zip(work, rows, strict=True)):
+                token = result.tokens[index]
+                if index in result.errors or (row.samples and token < 0):
+                    continue
+                each.begin = row.start + row.num_scheduled
+                self._pages.written(row.pages, row.start, each.begin)
+                if row.samples:
+                    each.guesses.append(token)
+                    each.tokens.append(token)
+                    if len(each.guesses) < each.wanted and token not in each.spec.stop_ids:
+                        left.append(each)
+            work = left
+
+    def _row(self, each: _Guessing) -> Row:
+        end = min(len(each.tokens), each.begin + self._catch_up)
+        row, begin = each.row, each.begin
+        samples = end == len(each.tokens)
+        return Row(each.spec, row.slot, begin, end - begin, each.tokens, False, row.pages, samples)
+
+
+def _filled(row: Row, work: Mapping[int, _Guessing], index: int) -> Row:
+    found = work.get(index)
+    if found is None:
+        return row
+    guesses = tuple(found.guesses)
+    return row._replace(num_scheduled=found.known - row.start + len(guesses), drafts=guesses)

@@ -184,7 +184,7 @@ class Life:
             pooled=pooled,
         )  # fmt: skip
         self.expected_vectors[ticket] = fake_vector(text, pooled).tolist()
-        self.expected[ticket], self.received[ticket] = [], []
+        self.expected[ticket], self.received[ticket], self.prompts[ticket] = [], [], len(text)
         self._apply(spec)
 
     def _someone_leaves(self) -> None:

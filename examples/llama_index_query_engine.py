@@ -1,6 +1,6 @@
 """Retrieval with LlamaIndex, all local: documents, an index by the bundled embedder, and several queries at once.
 
-    python examples/llama_index_query_engine.py
+python examples/llama_index_query_engine.py
 """
 
 import asyncio

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config
+from asyncengine.errors import InvalidParameter
 from asyncengine.outputs import Embeddings
 from asyncengine.sync_engine import Engine
 
@@ -53,15 +55,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _embedded(engine: Engine, texts: list[str], before: int, args: argparse.Namespace) -> Embeddings:
-    return engine.embed(
-        texts,
-        prompt_name=args.prompt_name,
-        prompt=args.prompt,
-        dimensions=args.dimensions,
-        normalize=args.normalize,
-        truncate=args.truncate,
-        show_progress=False,
-    )
+    """The texts' vectors; `before` lines stand before them. Raises `CliError` for a line that is refused."""
+    try:
+        return engine.embed(
+            texts,
+            prompt_name=args.prompt_name,
+            prompt=args.prompt,
+            dimensions=args.dimensions,
+            normalize=args.normalize,
+            truncate=args.truncate,
+            show_progress=False,
+        )
+    except InvalidParameter as error:
+        index = re.fullmatch(r"texts\[(\d+)\]", error.field)
+        if index is None:
+            raise
+        raise CliError(f"line {before + int(index[1]) + 1}: {error.limit}") from error
 
 
 def _output(name: str) -> Path | None:

@@ -78,7 +78,7 @@ def _check_paths(model: str, config: EngineConfig) -> None:
 
     path = resolve_model(model)
     if os.path.exists(path) or path.startswith((".", "~", os.sep)):
-        open_checkpoint(path, config)
+        open_checkpoint(path, config, writes=config.task == "generate")
     check_adapters(config)
 
 

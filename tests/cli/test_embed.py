@@ -84,7 +84,7 @@ def test_long_lines_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--prompt-name", "nonsense"), "prompt_name"),
         (("--dimensions", "4096"), "dimensions"),
         (("--dimensions", "0"), "dimensions"),
-        (("--no-truncate",), "max_model_len"),
+        (("--no-truncate",), "line 5: "),
     ],
 )
 @pytest.mark.usefixtures("lines")
@@ -110,5 +110,3 @@ def test_bytes_that_are_no_text_are_named(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\xff\xfe\n"), encoding="utf-8"))
     assert main(["embed", "demo-embed", *FLAGS]) == 2
     assert "stdin" in capsys.readouterr().err
-
-

@@ -93,7 +93,10 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["bench", "demo", "--concurrency", "4,none"], "--concurrency"),
         (["bench", "demo", "--concurrency", "0"], "--concurrency"),
         (["embed", "demo-embed", "--output", "vectors.csv"], 'output: must end in .npy or .jsonl, or be "-"'),
-        (["embed", "demo-embed", "--output", "no/such/folder/vectors.npy"], "output: there is no folder no/such/folder"),
+        (
+            ["embed", "demo-embed", "--output", "no/such/folder/vectors.npy"],
+            "output: there is no folder no/such/folder",
+        ),
         (["embed", "demo-embed", "--prompt", "a", "--prompt-name", "b"], "--prompt-name"),
         (["demo", "--streams", "0"], "streams: must be >= 1, got 0"),
         (["dance"], "dance"),

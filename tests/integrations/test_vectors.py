@@ -120,7 +120,7 @@ async def test_many_tasks_are_few_steps(chain: AsyncEngineEmbeddings) -> None:
 
 async def test_shorter_vectors_are_the_beginning_made_one_long(chain: AsyncEngineEmbeddings) -> None:
     short = AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, dimensions=32)
-    whole, cut = (np.array(await made.aembed_query("a cat")) for made in (chain, short))
+    whole, cut = [np.array(await made.aembed_query("a cat")) for made in (chain, short)]
     np.testing.assert_allclose(cut, whole[:32] / np.linalg.norm(whole[:32]), atol=1e-6)
 
 
@@ -141,7 +141,10 @@ async def test_an_index_finds_the_demo_s_documents(index: AsyncEngineEmbedding) 
 
 
 async def test_wrong_calls_are_named_and_disturb_nobody(chain: AsyncEngineEmbeddings) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [({"dimensions": 4096}, "dimensions"), ({"query_prompt_name": "no"}, "prompt_name")]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dimensions": 4096}, "dimensions"),
+        ({"query_prompt_name": "no"}, "prompt_name"),
+    ]
     for fields, named in wrong:
         with pytest.raises(ValueError, match=named):
             await AsyncEngineEmbeddings(model="demo-embed", engine_config=EMBEDDER, **fields).aembed_query("a")

@@ -30,12 +30,17 @@ from asyncengine.errors import (
 )
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.options import ChatKeywords, RequestKeywords
+from asyncengine.options import ChatKeywords, RequestKeywords, VectorKeywords
 from asyncengine.outputs import (
     Chunk,
+    Classification,
+    Classifications,
     Completion,
+    Embeddings,
     FinishReason,
     LogprobEntry,
+    Ranked,
+    Ranking,
     Sample,
     Timings,
     ToolCall,
@@ -61,8 +66,11 @@ __all__ = [
     "BudgetTooSmall",
     "ChatKeywords",
     "Chunk",
+    "Classification",
+    "Classifications",
     "Completion",
     "ContextLengthExceeded",
+    "Embeddings",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -83,6 +91,8 @@ __all__ = [
     "ModelNotFound",
     "OutOfMemory",
     "QueueFull",
+    "Ranked",
+    "Ranking",
     "RequestFailed",
     "RequestKeywords",
     "RequestTimeout",
@@ -96,6 +106,7 @@ __all__ = [
     "ToolCallDelta",
     "UnsupportedModel",
     "Usage",
+    "VectorKeywords",
     "WrongLoop",
     "WrongProcess",
     "shared_engine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -30,10 +30,11 @@ from asyncengine.options import (
     RequestKeywords,
     RequestOptions,
     ToolSpecs,
+    VectorKeywords,
     rough_size,
     split_chat,
 )
-from asyncengine.outputs import Completion
+from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
@@ -190,6 +191,64 @@ class AsyncEngine:
         """The whole answer to a chat; keywords as `stream_chat`. Raises as `generate`."""
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.result()
+
+    # ---------------------------------------------------------------- vectors
+
+    async def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = True,
+        show_progress: bool | None = None,
+        **options: Unpack[VectorKeywords],
+    ) -> Embeddings:
+        """One vector for each text (or list of token ids); a single str gives one row.
+
+        `prompt` is put before each text, or that of the model's prompts that `prompt_name` names; with neither, the
+        model's default one, if it has one. `dimensions`: the first so many, of length one if the vectors are.
+        `normalize`: whether they are of length one; None: as the model says. `truncate=False` refuses texts that are
+        too long, which are cut and listed otherwise. An empty text has the vector of the model's special tokens.
+        Leaving the call aborts it. Raises `InvalidParameter`, `QueueFull`, `RequestFailed`, `RequestTimeout`,
+        `EngineClosed`, `EngineDead`.
+        """
+        desk, wanted = self.core.vectors("embed"), RequestOptions.of_vectors(options)
+        call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
+        await desk.work.run(call)
+        return desk.embeddings(call, dimensions, normalize)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = True,
+        **options: Unpack[VectorKeywords],
+    ) -> Ranking:
+        """`documents` by how well they answer `query`, the `top_n` best of them (None: all).
+
+        `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). Raises as `embed`.
+        """
+        desk, wanted = self.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
+        await desk.work.run(call)
+        return desk.ranked(call, listed, top_n)
+
+    async def classify(
+        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
+    ) -> Classifications:
+        """What the model's classification head says of each text, or pair of texts. Raises as `embed`."""
+        desk, wanted = self.core.vectors("classify"), RequestOptions.of_vectors(options)
+        call = desk.classification(texts, truncate, wanted)
+        await desk.work.run(call)
+        return desk.classified(call)
+
+    # ---------------------------------------------------------------- text
 
     def _stream(
         self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None

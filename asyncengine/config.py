@@ -40,6 +40,13 @@ class EngineConfig:
     that the program sets later, stands. None: it is left alone."""
     quantization: Literal["int8", "int4"] | None = None
     """Keep weights in 8 or 4 bits, on a CPU: faster and smaller, less accurate. None: in the model's type."""
+    task: Literal["auto", "generate", "embed", "rerank", "classify"] = "auto"
+    """What the model is for; "auto": what its files say. "rerank" makes a reranker of a text generator that says "yes"
+    and "no" (Qwen3-Reranker)."""
+    pooling: str | None = None
+    """How an embedder makes one vector of its hidden states, in the place of what its files say: "cls", "mean", "max",
+    "mean_sqrt_len_tokens", "weightedmean", "last", or several joined by "+". It makes an embedder of a text generator.
+    """
     load_format: str = "auto"
     """"auto": weights are read from safetensors files; "dummy": made up at random from config.json alone, to measure
     speed without a checkpoint."""
@@ -229,7 +236,7 @@ class EngineConfig:
 _OPTIONAL = {
     "num_threads", "switch_interval", "long_prefill_token_threshold", "max_model_len", "max_queued_requests",
     "max_queued_tokens", "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout",
-    "request_timeout", "inter_token_timeout", "quantization", "revision",
+    "request_timeout", "inter_token_timeout", "quantization", "revision", "pooling",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
@@ -238,7 +245,7 @@ _SECONDS = (
 _SWITCHES = (
     "fuse", "cuda_graphs", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward",
 )  # fmt: skip
-_NAMES = ("device", "revision")
+_NAMES = ("device", "revision", "pooling")
 _MINIMUM = {
     "num_threads": 1, "page_size": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "long_prefill_token_threshold": 1,
     "max_model_len": 2, "max_passes": 1, "admission_lookahead": 0, "max_steps_in_flight": 1, "max_queued_requests": 0,
@@ -256,6 +263,7 @@ _MAXIMUM = {
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention_backend": ("auto", "torch", "compiled", "flashinfer"),
+    "task": ("auto", "generate", "embed", "rerank", "classify"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int4"),
     "speculation": ("auto", "lookup", "off"),

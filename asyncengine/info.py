@@ -14,12 +14,23 @@ class ModelInfo:
     name: str
     vocab_size: int
     max_model_len: int
-    """Prompt plus output tokens of one request, at most."""
+    """Prompt plus output tokens of one request, at most; of a model that gives vectors or scores, where texts are cut.
+    """
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
     num_pages: int
     page_size: int
+    task: str = "generate"
+    """Or "embed", "rerank", "classify": which calls this model serves."""
+    dimensions: int = 0
+    """Of the vectors of an embedder."""
+    pooling: str = ""
+    """How they are made, in words ("mean, normalized")."""
+    prompts: tuple[str, ...] = ()
+    """Names of an embedder's prompts."""
+    labels: tuple[str, ...] = ()
+    """Of a classifier."""
     has_tokenizer: bool = True
     has_chat_template: bool = False
     tool_format: str | None = None

@@ -26,6 +26,16 @@ class RequestKeywords(TypedDict, total=False):
     speculation: bool | None
 
 
+class VectorKeywords(TypedDict, total=False):
+    """Keywords of `embed`, `rerank` and `classify`; see `RequestOptions`."""
+
+    adapter: str | None
+    request_id: str | None
+    priority: int
+    timeout: float | None
+    cache_salt: str | None
+
+
 class ChatKeywords(RequestKeywords, total=False):
     """Keywords of `chat` and `stream_chat`; see `RequestOptions` and `ChatRequest`."""
 
@@ -60,6 +70,16 @@ class RequestOptions:
         """Raises `InvalidParameter` for an unknown keyword, with the nearest known one."""
         check_known(keywords, [field.name for field in fields(cls)])
         return cls(**keywords)
+
+    @classmethod
+    def of_vectors(cls, keywords: Mapping[str, Any]) -> Self:
+        """The same of `VectorKeywords`."""
+        check_known(keywords, list(VectorKeywords.__annotations__))
+        return cls(**keywords).checked()
+
+    def labelled(self, request_id: str) -> Self:
+        """The same with a label."""
+        return replace(self, request_id=request_id)
 
     def checked(self) -> Self:
         """The options, their numbers in plain types. Raises `InvalidParameter` naming the field.

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from asyncengine.step import TokenLogprob
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "timeout", "error", "engine_dead"]
 """The closed set. Every stream ends exactly once with one of these; only its last chunk carries it."""
@@ -149,3 +153,56 @@ class Completion:
     reasoning: str = ""
     schema_error: str | None = None
     broken_calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """Vectors of texts, in the order of the texts."""
+
+    vectors: NDArray[np.float32]
+    """[texts, dimensions]"""
+    usage: Usage
+    truncated: tuple[int, ...] = ()
+    """Indices of the texts that were longer than the model takes, and were cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A document in its place."""
+
+    index: int
+    """In the list that was given."""
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Documents by how well they answer a query."""
+
+    results: list[Ranked]
+    """Best first; equal ones in the order they were given in."""
+    usage: Usage
+    truncated: tuple[int, ...] = ()
+    """Indices of documents that were cut, with the query, to the length the model takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """What a classifier says of one text."""
+
+    label: str
+    """The likeliest."""
+    score: float
+    scores: dict[str, float]
+    """Of all labels, in the model's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classifications:
+    """What a classifier says of texts, in their order."""
+
+    results: list[Classification]
+    usage: Usage
+    truncated: tuple[int, ...] = ()
+    """Indices of texts that were cut."""

@@ -8,6 +8,20 @@ from asyncengine.options import RequestOptions
 from asyncengine.sampling_params import SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """What a request says that is asked for a vector of its hidden states, and for no token."""
+
+    whole: bool = False
+    """Its tokens see those behind them, too: all are computed in one step, and no keys and values are kept."""
+    every: bool = False
+    """The vector is made of all hidden states, not only of the last one: none may come from the prefix cache."""
+    skip: int = 0
+    """First positions that are no part of it (a prompt, where the model leaves it out)."""
+    second: int = 0
+    """Where the second text of a pair begins, for models with token types; 0: there is none."""
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RequestSpec:
     """A request's specification: made once, when the request is checked, and never changed or copied again.
@@ -51,6 +65,14 @@ class RequestSpec:
     """Seconds between two of its tokens, at most."""
     resumed: tuple[int, ...] = ()
     """Output it already has, from an engine that was lost: it goes on behind that, like one that was preempted."""
+
+    pooled: Pooled | None = None
+    """Asked for a vector: `max_total` is the length of the prompt."""
+
+    @property
+    def whole(self) -> bool:
+        """All of it in one step, and nothing kept of it."""
+        return self.pooled is not None and self.pooled.whole
 
     @property
     def prompt_len(self) -> int:

@@ -85,7 +85,8 @@ class Row(NamedTuple):
     pages: list[int]
     """Page table: position p lives in page pages[p // page_size] at offset p % page_size."""
     samples: bool
-    """True: sample one token after the last position. False: an inner chunk of a prompt."""
+    """True: sample one token after the last position, or, of a request that is asked for a vector, pool it. False: an
+    inner chunk of a prompt."""
     adapter_slot: int = 0
     """0 = no adapter."""
     grammar: GrammarMatcher | None = None
@@ -95,6 +96,11 @@ class Row(NamedTuple):
     """Guesses of the tokens after `tokens`: inputs of the row's last positions. A token is sampled at the position
     before them and at each of them, from what would be the prefix there; those behind the first wrong guess say
     nothing. Such a row has no token in flight, and none of its request is launched behind it."""
+
+    @property
+    def pools(self) -> bool:
+        """True: it ends the prompt of a request that is asked for a vector."""
+        return self.samples and self.spec.pooled is not None
 
     @property
     def moves_state(self) -> bool:
@@ -172,6 +178,8 @@ class StepResult:
     """Row -> of each of its tokens."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Row -> log-probabilities of prompt tokens at positions start+1 .. start+num_scheduled, inside the prompt."""
+    vectors: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    """Row -> what was pooled of its request, of rows that end one which is asked for a vector (`Row.pools`)."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row -> why this one request failed. The others in the batch are unaffected."""
     lost: list[int] = field(default_factory=list)

@@ -21,9 +21,10 @@ from asyncengine.options import (
     RequestKeywords,
     RequestOptions,
     ToolSpecs,
+    VectorKeywords,
     split_chat,
 )
-from asyncengine.outputs import Completion
+from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.stats import EngineStats
 from asyncengine.stream import SyncTokenStream
@@ -122,6 +123,56 @@ class Engine:
         finally:
             for stream in streams:
                 stream.close()
+
+    # ---------------------------------------------------------------- vectors
+
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = True,
+        show_progress: bool | None = None,
+        **options: Unpack[VectorKeywords],
+    ) -> Embeddings:
+        """As `AsyncEngine.embed`."""
+        self._check_thread()
+        desk, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
+        call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
+        desk.work.run_blocking(call)
+        return desk.embeddings(call, dimensions, normalize)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = True,
+        **options: Unpack[VectorKeywords],
+    ) -> Ranking:
+        """As `AsyncEngine.rerank`."""
+        self._check_thread()
+        desk, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
+        desk.work.run_blocking(call)
+        return desk.ranked(call, listed, top_n)
+
+    def classify(
+        self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
+    ) -> Classifications:
+        """As `AsyncEngine.classify`."""
+        self._check_thread()
+        desk, wanted = self.aengine.core.vectors("classify"), RequestOptions.of_vectors(options)
+        call = desk.classification(texts, truncate, wanted)
+        desk.work.run_blocking(call)
+        return desk.classified(call)
+
+    # ---------------------------------------------------------------- text
 
     def _check_thread(self) -> None:
         if self.aengine.host.drives_this_thread():

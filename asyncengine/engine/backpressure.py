@@ -54,7 +54,7 @@ class QueueLimit:
         return self._requests
 
     def enter(self, samples: int, tokens: int) -> None:
-        """Take `samples` places, of `tokens` prompt tokens each. Raises `QueueFull`."""
+        """Take `samples` places, of `tokens` prompt tokens in all. Raises `QueueFull`."""
         with self._lock:
             self._check_open()
             full = self._full(samples, tokens) or self._behind_others()
@@ -158,7 +158,7 @@ class QueueLimit:
         with self._lock:
             if place.granted:
                 self._requests -= place.samples
-                self._tokens -= place.samples * place.tokens
+                self._tokens -= place.tokens
             elif place in self._line:
                 self._line.remove(place)
             woken = self._grant()
@@ -176,7 +176,7 @@ class QueueLimit:
 
     def _take(self, samples: int, tokens: int) -> None:
         self._requests += samples
-        self._tokens += samples * tokens
+        self._tokens += tokens
 
     def _check_open(self) -> None:
         if self._closed:
@@ -192,14 +192,14 @@ class QueueLimit:
         return ("max_queued_requests", self._max_requests or 0) if self._line else None
 
     def _never_fits(self, samples: int, tokens: int) -> bool:
-        limits = ((self._max_requests, samples), (self._max_tokens, samples * tokens))
+        limits = ((self._max_requests, samples), (self._max_tokens, tokens))
         return any(limit is not None and 0 < limit < size for limit, size in limits)
 
     def _full(self, samples: int, tokens: int) -> tuple[str, int] | None:
         """The setting that `samples` more would break, with its value."""
         if _over(self._requests, samples, self._max_requests):
             return "max_queued_requests", self._max_requests or 0
-        if _over(self._tokens, samples * tokens, self._max_tokens):
+        if _over(self._tokens, tokens, self._max_tokens):
             return "max_queued_tokens", self._max_tokens or 0
         return None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
+from asyncengine.engine.vector_window import VectorWindow
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
@@ -65,6 +66,8 @@ class Delivery:
         self.streams: dict[int, OutputStream] = {}
         self.expected: dict[int, OutputStream] = {}
         """Those posted and not opened yet. Posters add to it, from any thread."""
+        self.windows: dict[int, VectorWindow] = {}
+        """Of requests for vectors, from before they are posted until they end. Posters add to it, from any thread."""
         self._clock = clock
         self._meter = meter
         self._post = post
@@ -72,6 +75,8 @@ class Delivery:
 
     def open(self, ticket: int) -> None:
         """The engine takes up the request: from here on it has outputs."""
+        if ticket in self.windows:
+            return
         self.streams[ticket] = self.expected[ticket]
         del self.expected[ticket]
 
@@ -86,6 +91,9 @@ class Delivery:
         for output in outputs:
             stream = streams.get(output.ticket)
             if stream is None:
+                waiter = self._put_vector(output, now)
+                if waiter is not None:
+                    waiters.append(waiter)
                 continue
             try:
                 if output.plain and stream.num_tokens and stream.stops is None:  # nearly every output; the rest is rare
@@ -109,6 +117,16 @@ class Delivery:
         self._meter.inter_token.extend(gaps)
         if waiters:
             wake_all(waiters)
+
+    def _put_vector(self, output: Output, now: float) -> Waiter | None:
+        """A request for a vector has ended; None as well for one that nobody waits for any more."""
+        window = self.windows.pop(output.ticket, None)
+        if window is None:
+            return None
+        if output.vector is not None:
+            self._meter.first_token.append(now - window.spec.arrival)
+        self._meter.count_end(output.reason or "error")
+        return window.put(output)
 
     def _chunk(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Chunk | None:
         """The chunk for any kind of output; None if it has nothing for the stream yet."""
@@ -181,11 +199,15 @@ class Delivery:
 
         `failure` makes the error that each consumer raises.
         """
+        windows = list(self.windows.values())
+        unopened = [ticket for ticket in unopened if ticket not in self.windows]
         streams = [*self.streams.values(), *(self.expected[ticket] for ticket in unopened)]
-        self.streams.clear()
-        self.expected.clear()
+        for known in (self.windows, self.streams, self.expected):
+            known.clear()
         error = str(failure())
-        waiters: list[Waiter] = []
+        waiters = [waiter for window in dict.fromkeys(windows) if (waiter := window.fail(failure)) is not None]
+        for _ in windows:
+            self._meter.count_end("engine_dead")
         for stream in streams:
             stream.mailbox.failure = failure
             self._meter.count_end("engine_dead")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
@@ -16,6 +16,8 @@ from asyncengine.engine.loop import EngineLoop
 from asyncengine.engine.request_ids import RequestIds
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
+from asyncengine.engine.vector_desk import VectorDesk, wrong_task
+from asyncengine.engine.vector_window import VectorWindow
 from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
@@ -29,6 +31,7 @@ from asyncengine.options import (
     template_variables,
 )
 from asyncengine.outputs import Chunk
+from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams, as_params
 from asyncengine.scheduler.messages import Abort, Drain
 from asyncengine.stats import EngineStats, ThreadStats
@@ -70,6 +73,8 @@ class Frontend:
         self._adapter_folder = adapter_folder
         self.started_at = loop.clock.now()
         self.closing = False
+        self.desk: VectorDesk | None = None
+        """Serves calls for vectors and scores, where the model gives any."""
         self._request_ids = RequestIds(loop.delivery)
         self._born = PROCESS.generation
 
@@ -113,7 +118,7 @@ class Frontend:
 
         Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
         """
-        self.check_open()
+        self._check_writes("generate")
         arrival = self.loop.clock.now() if arrival is None else arrival
         return self.validator.prepare(self.encode(prompt), params, options, arrival)
 
@@ -121,7 +126,7 @@ class Frontend:
         self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
     ) -> PreparedRequest:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
-        self.check_open()
+        self._check_writes("chat")
         arrival = self.loop.clock.now() if arrival is None else arrival
         tokenizer = self._tokenizer("messages")
         if options.prediction is not None and chat.tools and chat.tool_choice not in (None, "auto", "none"):
@@ -151,26 +156,26 @@ class Frontend:
             response_format=wanted,
         )
 
-    async def enter(self, prepared: PreparedRequest) -> bool:
+    async def enter(self, prepared: PreparedRequest | VectorWindow, *, begun: bool = False) -> bool:
         """Take places in the queue: at once, or as soon as there are some if so configured. False: a deadline came
-        first.
+        first. `begun`: more of what is being computed; it waits in any case.
 
         Raises `QueueFull`, `EngineClosed`, `EngineDead`.
         """
-        queue_limit, samples, length = self.loop.queue_limit, len(prepared.streams), prepared.spec.prompt_len
+        queue_limit, samples, tokens = self.loop.queue_limit, prepared.samples, prepared.num_tokens
         with self._closed_or_dead():
-            if self.config.when_full == "wait":
-                return await queue_limit.enter_when_free(samples, length, prepared.time_left(self.loop.clock.now))
-            queue_limit.enter(samples, length)
+            if begun or self.config.when_full == "wait":
+                return await queue_limit.enter_when_free(samples, tokens, prepared.time_left(self.loop.clock.now))
+            queue_limit.enter(samples, tokens)
         return True
 
-    def enter_blocking(self, prepared: PreparedRequest) -> bool:
+    def enter_blocking(self, prepared: PreparedRequest | VectorWindow, *, begun: bool = False) -> bool:
         """`enter` for a plain thread."""
-        queue_limit, samples, length = self.loop.queue_limit, len(prepared.streams), prepared.spec.prompt_len
+        queue_limit, samples, tokens = self.loop.queue_limit, prepared.samples, prepared.num_tokens
         with self._closed_or_dead():
-            if self.config.when_full == "wait":
-                return queue_limit.enter_blocking(samples, length, prepared.time_left(self.loop.clock.now))
-            queue_limit.enter(samples, length)
+            if begun or self.config.when_full == "wait":
+                return queue_limit.enter_blocking(samples, tokens, prepared.time_left(self.loop.clock.now))
+            queue_limit.enter(samples, tokens)
         return True
 
     @contextmanager
@@ -195,16 +200,26 @@ class Frontend:
         """
         self._claim_adapter(prepared)
         self._request_ids.remember(prepared.spec.request_id, prepared.streams)
-        if not self.loop.inbox.post(*(stream.spec for stream in prepared.streams)):
-            for ticket in prepared.tickets:
-                self.loop.delivery.expected.pop(ticket, None)
-                if self.adapters is not None:
-                    self.adapters.cancel(ticket)
-            self.check_open()
-            raise EngineClosed("the engine is closed")
+        self._post([stream.spec for stream in prepared.streams], self.loop.delivery.expected)
         return Assembler(prepared, self.loop.clock.now)
 
-    def _claim_adapter(self, prepared: PreparedRequest) -> None:
+    def post_window(self, window: VectorWindow) -> None:
+        """`post` of texts whose vectors are waited for together."""
+        self._claim_adapter(window)
+        self._request_ids.remember_window(window.spec.request_id, window)
+        self._post(window.specs, self.loop.delivery.windows)
+
+    def _post(self, specs: Sequence[RequestSpec], expected: dict[int, Any]) -> None:
+        if self.loop.inbox.post(*specs):
+            return
+        for spec in specs:
+            expected.pop(spec.ticket, None)
+            if self.adapters is not None:
+                self.adapters.cancel(spec.ticket)
+        self.check_open()
+        raise EngineClosed("the engine is closed")
+
+    def _claim_adapter(self, prepared: PreparedRequest | VectorWindow) -> None:
         """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
         name = prepared.spec.options.adapter
         if name is None or self.adapters is None:
@@ -215,8 +230,7 @@ class Frontend:
         except EngineClosed:
             raise
         except BaseException:
-            samples = len(prepared.streams)
-            self.loop.queue_limit.leave(samples, samples * prepared.spec.prompt_len)
+            self.loop.queue_limit.leave(prepared.samples, prepared.num_tokens)
             raise
 
     def abort_tickets(self, tickets: list[int]) -> None:
@@ -229,6 +243,19 @@ class Frontend:
         tickets = self._request_ids.unfinished(request_id)
         self.abort_tickets(tickets)
         return bool(tickets)
+
+    def _check_writes(self, asked: str) -> None:
+        """Raises `InvalidParameter` where the model gives vectors or scores, and as `check_open`."""
+        self.check_open()
+        if self.info.task != "generate":
+            raise wrong_task(self.info.name, self.info.task, asked)
+
+    def vectors(self, asked: str) -> VectorDesk:
+        """Who serves `asked`. Raises `InvalidParameter` where the model writes text, and as `check_open`."""
+        self.check_open()
+        if self.desk is None:
+            raise wrong_task(self.info.name, self.info.task, asked)
+        return self.desk
 
     def check_open(self) -> None:
         """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""

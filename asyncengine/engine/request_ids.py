@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.vector_window import VectorWindow
 
 
 class RequestIds:
@@ -21,13 +22,26 @@ class RequestIds:
 
     def remember(self, request_id: str, streams: Sequence[OutputStream]) -> None:
         """Of a request that is about to be posted: `delivery` will open these."""
-        delivery = self._delivery
         expected = {stream.spec.ticket: stream for stream in streams}
         with self._lock:
-            if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
-                self._forget_ended()
-            delivery.expected.update(expected)
-            self._tickets.setdefault(request_id, []).extend(expected)
+            self._note(request_id, list(expected))
+            self._delivery.expected.update(expected)
+
+    def remember_window(self, request_id: str, window: VectorWindow) -> None:
+        """The same of texts whose vectors are waited for together."""
+        tickets = window.tickets
+        with self._lock:
+            self._note(request_id, tickets)
+            self._delivery.windows.update(dict.fromkeys(tickets, window))
+
+    def _note(self, request_id: str, tickets: list[int]) -> None:
+        delivery = self._delivery
+        if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected) + len(delivery.windows)):
+            self._forget_ended()
+        known = self._tickets.setdefault(request_id, [])
+        if len(known) > 64 + 2 * len(tickets):  # many windows of one call
+            known[:] = [ticket for ticket in known if self._alive(ticket)]
+        known += tickets
 
     def unfinished(self, request_id: str) -> list[int]:
         """Tickets of its requests that have not ended."""
@@ -44,4 +58,5 @@ class RequestIds:
                 del self._tickets[request_id]
 
     def _alive(self, ticket: int) -> bool:
-        return ticket in self._delivery.expected or ticket in self._delivery.streams
+        delivery = self._delivery
+        return ticket in delivery.expected or ticket in delivery.streams or ticket in delivery.windows

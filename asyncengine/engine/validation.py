@@ -52,6 +52,15 @@ class PreparedRequest:
     def tickets(self) -> list[int]:
         return [stream.spec.ticket for stream in self.streams]
 
+    @property
+    def samples(self) -> int:
+        return len(self.streams)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompts of all samples."""
+        return len(self.streams) * self.spec.prompt_len
+
     def time_left(self, now: Callable[[], float]) -> Callable[[], float]:
         """Seconds until it ends with reason "timeout" if it has not started by then; infinity: never."""
         spec = self.spec
@@ -79,6 +88,10 @@ class RequestValidator:
         self.adapters = adapters
         self._tickets = itertools.count(1)  # next() is atomic under the GIL; tickets are never reused
 
+    def next_ticket(self) -> int:
+        """A new request's number."""
+        return next(self._tickets)
+
     def prepare(
         self,
         prompt: Sequence[int],
@@ -98,7 +111,7 @@ class RequestValidator:
         params = self._resolve(params if plan is None else plan.applied(params))
         tokens = self._check_prompt(prompt)
         self._check_limits(params)
-        self._check_adapter(options.adapter)
+        self.check_adapter(options.adapter)
         options = options.checked()
         max_total = self._check_length(len(tokens), params)
         if params.grammar is not None:
@@ -287,7 +300,8 @@ class RequestValidator:
             raise GrammarError("grammar", "this engine takes no grammars: its grammar_backend is none, or no tokenizer")
         return self.grammars.check(params.grammar, budget, params.on_budget)
 
-    def _check_adapter(self, name: str | None) -> None:
+    def check_adapter(self, name: str | None) -> None:
+        """Raises `AdapterNotFound`."""
         if name is None:
             return
         if self.adapters is None:

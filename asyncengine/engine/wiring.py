@@ -21,6 +21,15 @@ from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vector_desk import VectorDesk, VectorModel
+from asyncengine.engine.vector_wiring import (
+    described,
+    encoder_pooler,
+    pooled_decoder,
+    pooling_of,
+    settings_of,
+    tokenizer_folder,
+)
 from asyncengine.errors import AdapterError, InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
@@ -35,15 +44,22 @@ from asyncengine.text import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
+    from asyncengine.device.cores import Cores
     from asyncengine.grammar.service import GrammarService
+    from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
+    from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loading import LoadedModel
+    from asyncengine.models.progress import LoadProgress
+    from asyncengine.pooling.spec import PoolingSpec
+    from asyncengine.runner.encoder_runner import EncoderRunner
     from asyncengine.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("asyncengine")
 
+_SMALLER = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
 DEMO = "demo"
 """Name of the bundled model, wherever a model's folder or hub id is expected."""
 
@@ -85,7 +101,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
 
     def load() -> Frontend:
-        checkpoint = open_checkpoint(path, config)
+        checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
             import_module("transformers")  # whole, before any module of ours asks it for a name
             frontend = _load_frontend(path, checkpoint, config, device, trying)
@@ -110,21 +126,28 @@ def _load_frontend(
     from asyncengine.device.memory import in_words
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
+    from asyncengine.models.encoder_loading import is_encoder
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
 
-    smaller = 'Take a smaller model, dtype="bfloat16", or a device with more memory.'
     progress = LoadProgress(config.show_progress, attempt.check)
+    pooling = pooling_of(checkpoint, config)
+    config = settings_of(pooling, config)
     with ExitStack() as undo:
         ahead = CompileAhead(threads_for(config.num_threads, device))
         undo.callback(ahead.close)
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
-        load = partial(load_model, path, config, progress, checkpoint, ahead)
+        if pooling is not None and is_encoder(checkpoint.config):
+            frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
+            undo.pop_all()
+            return frontend
+        headless = pooling is not None and not pooling.scores_tokens
+        load = partial(load_model, path, config, progress, checkpoint, ahead, headless=headless)
         with cores.loading():
-            loaded = in_words(load, device, "the model", smaller)
+            loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
         tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
@@ -132,6 +155,9 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
+        pooler, vectors = None, None
+        if pooling is not None:
+            pooler, vectors = pooled_decoder(loaded, pooling, tokenizer, checkpoint)
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
@@ -142,15 +168,38 @@ def _load_frontend(
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
-        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress)
+        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler)
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()
         return frontend
 
 
+def _load_encoder_frontend(
+    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, pooling: PoolingSpec,
+    progress: LoadProgress, ahead: CompileAhead, cores: Cores,
+) -> Frontend:  # fmt: skip
+    """The same of a model that computes a text in one step."""
+    from asyncengine.device.memory import in_words
+    from asyncengine.models.encoder_loading import load_encoder
+    from asyncengine.runner.encoder_runner import build_encoder_runner
+
+    with cores.loading():
+        load = partial(load_encoder, path, config, progress, checkpoint, ahead)
+        loaded = in_words(load, device, "the model", _SMALLER)
+    config = _resolve_overlap(config, loaded.device.type)
+    tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
+    pooler, vectors = encoder_pooler(loaded, pooling, config)
+    with progress:
+        progress.stage("compiling kernels")
+        ahead.finish(progress.compiled)
+    runner = build_encoder_runner(loaded, config, pooler, cores, progress)
+    progress.say_compiled()
+    return _assemble(path, loaded, tokenizer, runner, None, config, vectors)
+
+
 def _load_tokenizer(
-    path: str, checkpoint: CheckpointSource, loaded: LoadedModel, config: EngineConfig
+    path: str, checkpoint: CheckpointSource, loaded: LoadedModel | LoadedEncoder, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
     from asyncengine.models.plain_config import PlainConfig
@@ -159,7 +208,11 @@ def _load_tokenizer(
     if not checkpoint.metadata:
         known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
         return load_tokenizer(
-            path, config, max_chat_chars=config.max_chat_chars, model_config=known, beside=loaded.folder
+            tokenizer_folder(path, checkpoint),
+            config,
+            max_chat_chars=config.max_chat_chars,
+            model_config=known,
+            beside=loaded.folder,
         )
     from asyncengine.text.gguf import load_gguf_tokenizer
 
@@ -223,24 +276,25 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
 
 def _assemble(
     path: str,
-    loaded: LoadedModel,
+    loaded: LoadedModel | LoadedEncoder,
     tokenizer: TextTokenizer | None,
-    runner: ModelRunner,
-    adapters: AdapterRegistry,
+    runner: ModelRunner | EncoderRunner,
+    adapters: AdapterRegistry | None,
     config: EngineConfig,
+    vectors: VectorModel | None = None,
 ) -> Frontend:
     info = ModelInfo(
         name=DEMO if path == str(MODEL_PATH) else loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
-        eos_token_ids=tuple(loaded.eos_token_ids),
+        eos_token_ids=tuple(getattr(loaded, "eos_token_ids", ())),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         num_pages=runner.num_pages,
         page_size=runner.page_size,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        generation_defaults=loaded.generation_defaults,
+        generation_defaults=getattr(loaded, "generation_defaults", {}),
         weight_bytes=runner.weights_bytes,
         kv_cache_bytes=runner.kv_bytes,
         state_bytes=runner.state_bytes,
@@ -248,12 +302,14 @@ def _assemble(
         stored=runner.stored,
         fused=tuple(runner.fused),
         no_speculation=runner.no_speculation,
-        left_out=loaded.left_out,
-        placeholders=loaded.placeholders,
+        left_out=getattr(loaded, "left_out", ()),
+        placeholders=getattr(loaded, "placeholders", {}),
     )
+    if vectors is not None:
+        info = described(info, vectors, tokenizer)
     config = config.replace(speculation_costs=runner.step_costs if runner.no_speculation is None else None)
     grammars = make_grammars(tokenizer, info, config)
-    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters)
+    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
 
 
 def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
@@ -299,8 +355,9 @@ def wire(
     grammars: GrammarCompiler | None = None,
     adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
+    vectors: VectorModel | None = None,
 ) -> Frontend:
-    """Put an engine together around any executor (tests use a fake one)."""
+    """Put an engine together around any executor (tests use a fake one). `vectors`: of a model that gives them."""
     clock = clock or MonotonicClock()
     kv = KVCache(
         executor.num_pages,
@@ -309,7 +366,8 @@ def wire(
         eviction=config.eviction,
         num_states=executor.num_states,
     )
-    info = _fit_context(info, config, kv.pool.capacity * executor.page_size)
+    whole = vectors is not None and vectors.whole  # nothing is kept of a text
+    info = _fit_context(info, config, info.max_model_len if whole else kv.pool.capacity * executor.page_size)
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
@@ -331,7 +389,9 @@ def wire(
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
-    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder)
+    frontend.desk = None if vectors is None else VectorDesk(frontend, vectors)
+    return frontend
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -126,17 +126,25 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
     if (gguf := _open_gguf(path_or_id, config)) is not None:
         return gguf
     folder = _find_folder(path_or_id, config)
-    if writes:
-        check_files(folder)
+    check_files(folder, writes=writes)
+    folder = folder if writes else _transformer_of(folder)
     raw = read_json(folder / "config.json", path_or_id)
-    if writes:
-        check_architectures(folder, raw)
+    check_architectures(folder, raw, writes=writes)
     files = () if config.load_format == "dummy" else _weight_files(folder, path_or_id)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors.update(read_header(file))
     check_sizes(raw, len(tensors) if files else None)
     return _with_matrices(Checkpoint(folder, raw, files, tensors))
+
+
+def _transformer_of(folder: Path) -> Path:
+    """Of an embedder: an old one has its transformer in a folder of its own (0_Transformer)."""
+    if not (folder / "modules.json").is_file():
+        return folder
+    from asyncengine.pooling.spec import transformer_folder
+
+    return transformer_folder(folder)
 
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:

@@ -8,12 +8,11 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 
-_EMBEDDER = "is an embedding model: it gives vectors and writes no text. Run it with sentence-transformers"
-_FILES = {
-    "modules.json": _EMBEDDER,
-    "config_sentence_transformers.json": _EMBEDDER,
-    "model_index.json": "is an image generator. Run it with diffusers",
-}
+_EMBEDDER = "is an embedding model: it gives vectors and writes no text"
+_VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
+_FILES = {"model_index.json": "is an image generator. Run it with diffusers", **dict.fromkeys(_VECTOR_FILES, _EMBEDDER)}
+_WITHOUT_HEAD = ("ForSequenceClassification", "ForMaskedLM")
+"""Those that give scores, or vectors: what is in the way of the hidden states is left out."""
 _ENDINGS = {
     "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
     "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
@@ -29,19 +28,20 @@ _ENDINGS = {
 _GENERATOR = "Pass a model for text generation"
 
 
-def check_files(folder: Path) -> None:
-    """Refuse what a file beside config.json gives away. Raises `UnsupportedModel`."""
+def check_files(folder: Path, writes: bool = True) -> None:
+    """Refuse what a file beside config.json gives away. `writes`: a text generator is wanted, else one that gives
+    vectors or scores would do. Raises `UnsupportedModel`."""
     if not (folder / "config.json").exists() and (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
             f"{folder} is a LoRA adapter: load its base model, and it with adapters={{'NAME': PATH}}"
         )
     for name, what in _FILES.items():
-        if (folder / name).is_file():
+        if (writes or name not in _VECTOR_FILES) and (folder / name).is_file():
             raise UnsupportedModel(f"{folder} {what}. {_GENERATOR}")
 
 
-def check_architectures(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what config.json says was trained for something else. Raises `UnsupportedModel`.
+def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = True) -> None:
+    """Refuse what config.json says was trained for something else. `writes` as above. Raises `UnsupportedModel`.
 
     A family's configuration is the same for its text generator and for a classifier made of it, and transformers loads
     either as either, with the missing parts made up at random.
@@ -49,7 +49,7 @@ def check_architectures(folder: Path, config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         for ending, what in _ENDINGS.items():
-            if isinstance(name, str) and name.endswith(ending):
+            if isinstance(name, str) and name.endswith(ending) and (writes or ending not in _WITHOUT_HEAD):
                 raise UnsupportedModel(f"{folder} ({name}) {what}. {_GENERATOR}")
 
 

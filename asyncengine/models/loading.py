@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
-from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
@@ -87,9 +88,11 @@ def load_model(
     progress: LoadProgress | None = None,
     checkpoint: CheckpointSource | None = None,
     ahead: CompileAhead | None = None,
+    *,
+    headless: bool = False,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
-    kernels that the model needs (None: they are compiled when they are called).
+    kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -99,6 +102,7 @@ def load_model(
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         with typed(checkpoint.folder):
             hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
+            described = _without_head(hf_config, described) if headless else described
             if described is not None and hf_config.model_type in MULTIMODAL:
                 checkpoint = text_part(checkpoint, described)
             check_config(hf_config, checkpoint, described)
@@ -138,6 +142,16 @@ def load_model(
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(hf_config),
     )
+
+
+def _without_head(hf_config: Any, described: DecoderConfig | None) -> DecoderConfig:
+    """An output layer takes no memory where it is the embedding, and is not missed where the files have none."""
+    if described is None:
+        raise UnsupportedModel(
+            f"family {hf_config.model_type!r} runs through transformers' modules here, which give no vectors"
+        )
+    heads = (*described.ignored, rf"(.*\.)?{re.escape(described.head)}\..*", r"score\..*")
+    return replace(described, tied=True, head_bias=False, ignored=heads)
 
 
 def read_config(

@@ -19,7 +19,8 @@ from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
-from asyncengine.request_spec import RequestSpec
+from asyncengine.pooling.pool import Pooler
+from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.state_memory import num_states_for, state_bytes
@@ -46,6 +47,7 @@ def build_runner(
     lora: LoraLayers | None = None,
     cores: Cores | None = None,
     progress: LoadProgress | None = None,
+    pooler: Pooler | None = None,
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -53,23 +55,24 @@ def build_runner(
 
     What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
 
-    `cores`: the threads of the engine; None: as `config` says.
+    `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
-        work = partial(_build, model, config, lora, cores or Cores(config.num_threads, model.device), bar)
+        work = partial(_build, model, config, lora, cores or Cores(config.num_threads, model.device), bar, pooler)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
-    model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress
-) -> ModelRunner:
+    model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
+    pooler: Pooler | None,
+) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
     num_states = num_states_for(model.states, config, model.dtype, device, free_bytes(device))
     taken = num_states * state_bytes(model.states, model.dtype)
     if device.type == "cuda" and config.kv_cache_memory is None:
-        taken += _working_bytes(model, config, num_states)
+        taken += _working_bytes(model, config, num_states, pooler)
     free = free_bytes(device) - taken
     pages = num_pages_for(model.layers, config, model.max_model_len, model.dtype, device, free)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
@@ -82,8 +85,11 @@ def _build(
         lora=lora,
         cores=cores,
         num_states=num_states,
+        pooler=pooler,
     )
-    runner.no_speculation = _no_speculation(model, backend.name, config)
+    runner.no_speculation = (
+        "texts are given and none is written" if pooler else _no_speculation(model, backend.name, config)
+    )
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
         _compile_kernels(runner, config, most, progress, model.weights_bytes)
@@ -91,7 +97,7 @@ def _build(
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
     # a graph's kernels have their places by heart, and which states a step moves differs from step to step
-    if device.type == "cuda" and config.cuda_graphs and backend.graphs and not model.states:
+    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and not model.states:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
 
@@ -114,13 +120,18 @@ def _compile_kernels(
     long = MOST_TOKENS + 1 if model_bytes > _NARROW else _LONG_PROMPT
     for count in sorted({1, min(2, most), min(long, most)}):
         pages = list(range(1, 1 + -(-count // config.page_size)))
-        spec = RequestSpec(0, (0,) * count, greedy, count + 1)
+        spec = RequestSpec(0, (0,) * count, greedy, count + 1, pooled=wanted_of(runner.pooler))
         row = Row(spec, 0, 0, count, [0] * count, False, pages, True, state=first_state(runner.num_states, 0))
         runner.profile_run(Batch(0, (row,)))
     runner.cores.forget()  # compiling is in what they took
 
 
-def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int) -> int:
+def wanted_of(pooler: Pooler | None) -> Pooled | None:
+    """What requests of a model with a pooler ask for."""
+    return None if pooler is None else Pooled(every=pooler.every)
+
+
+def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int, pooler: Pooler | None = None) -> int:
     """Bytes that a step of `max_num_seqs` rows and `max_num_batched_tokens` tokens takes beside weights, KV memory and
     memory of states, the attention backend's own included.
 
@@ -128,11 +139,11 @@ def _working_bytes(model: LoadedModel, config: EngineConfig, num_states: int) ->
     done; what they took outside of torch is no longer free afterwards. Raises torch's error if not even that fits.
     """
     device = model.device
-    batch, pages = largest_step(config, model.max_model_len, num_states)
+    batch, pages = largest_step(config, model.max_model_len, num_states, wanted_of(pooler))
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
-    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs, num_states=num_states)
+    runner = ModelRunner(model, backend, config.page_size, config.max_num_seqs, num_states=num_states, pooler=pooler)
     try:
         runner.profile_run(batch)
         pools = runner.kv_bytes + num_states * state_bytes(model.states, model.dtype)
@@ -174,7 +185,9 @@ def first_state(num_states: int, slot: int) -> StateUse | None:
     return StateUse(slot + 1, 0) if num_states else None
 
 
-def largest_step(config: EngineConfig, max_model_len: int, num_states: int = 0) -> tuple[Batch, int]:
+def largest_step(
+    config: EngineConfig, max_model_len: int, num_states: int = 0, pooled: Pooled | None = None
+) -> tuple[Batch, int]:
     """The largest step there can be, and the pages of a pool that holds it, page 0 included."""
     budget = config.max_num_batched_tokens
     count = min(config.max_num_seqs, budget)
@@ -189,7 +202,7 @@ def largest_step(config: EngineConfig, max_model_len: int, num_states: int = 0) 
         budget -= length
         pages = list(range(page, page + -(-length // size)))
         page += len(pages)
-        spec = RequestSpec(slot + 1, (0,) * length, _SAMPLED, length + 1, seed=slot, stop_ids=(0,))
+        spec = RequestSpec(slot + 1, (0,) * length, _SAMPLED, length + 1, seed=slot, stop_ids=(0,), pooled=pooled)
         state = first_state(num_states, slot)
         rows.append(Row(spec, slot, 0, length, [0] * length, False, pages, True, state=state))
     return Batch(0, tuple(rows)), page

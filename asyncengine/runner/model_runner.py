@@ -18,6 +18,7 @@ from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
+from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.pending import PartialStep, PendingStep, SplitStep
 from asyncengine.runner.state_memory import state_bytes
@@ -51,8 +52,10 @@ class ModelRunner:
         lora: LoraLayers | None = None,
         cores: Cores | None = None,
         num_states: int = 0,
+        pooler: Pooler | None = None,
     ) -> None:
-        """`num_states`: slots for recurrent states, slot 0 included."""
+        """`num_states`: slots for recurrent states, slot 0 included. `pooler`: of a model that is asked for vectors,
+        and whose logits are hidden states."""
         self.num_pages = backend.num_pages
         self.num_states = num_states
         self.page_size = page_size
@@ -65,6 +68,7 @@ class ModelRunner:
         self.no_speculation: str | None = "it was not asked for"
         self.step_costs: tuple[float, ...] | None = None
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
+        self.pooler = pooler
         self._model: CausalLM | None = model.model
         self._backend = backend
         self._device = model.device
@@ -132,6 +136,8 @@ class ModelRunner:
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
+            if self.pooler is not None:
+                pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
             sampled = self._sample(pending, step, logits, masks) if step.sampling else None
             for index, first, last in step.prompt_spans:
                 self._score_prompt(pending, index, logits[first:last])

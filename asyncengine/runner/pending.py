@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from asyncengine.device.transfer import Readback
+from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled
 from asyncengine.step import Batch, ConstrainedToken, Row, StepHandle, StepResult, TokenLogprob
 
-BY_ROW = ("further", "accepted", "constrained", "logprobs", "prompt_logprobs", "errors")
+BY_ROW = ("further", "accepted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
 """Of a result, what is kept by row."""
 
 
@@ -40,6 +41,8 @@ class PendingStep:
     """
     prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
+    pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
+    """Of requests for vectors: who pools which hidden states."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
     began: float = field(default_factory=time.perf_counter)
@@ -73,6 +76,9 @@ class PendingStep:
                 result.errors[index] = NON_FINITE
             else:
                 result.prompt_logprobs[index] = scored.entries()
+        if self.pooling is not None:
+            pooler, spans, hidden = self.pooling
+            pooler.read(self.batch.rows, spans, hidden, result)
         result.seconds = time.perf_counter() - self.began
         return result
 

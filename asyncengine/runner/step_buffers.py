@@ -16,6 +16,7 @@ from asyncengine.attention.base import StepView
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.layers.states import StateSegments
+from asyncengine.pooling.pool import Span
 from asyncengine.step import Batch, Row
 
 
@@ -36,6 +37,8 @@ class Step:
     """[S] which row of the logits each of them samples from."""
     prompt_spans: list[tuple[int, int, int]]
     """(batch index, first, last): rows [first, last) of the logits predict this row's prompt tokens from start + 1."""
+    pool_spans: list[Span]
+    """Rows of the logits, which are hidden states then, that are pooled."""
     segments: StateSegments | None = None
     """What is done with the rows' states; None: they have none."""
 
@@ -72,7 +75,7 @@ class StepBuffers:
         positions = np.arange(indptr[-1]) + (starts - indptr[:-1])[row_of_token]
         pages = self._tables[slots[row_of_token], positions // self._page_size].astype(np.int64)
         kv_slots = pages * self._page_size + positions % self._page_size
-        logit_rows, sampling, sample_logits, prompt_spans = _wanted_logits(rows, indptr)
+        logit_rows, sampling, sample_logits, prompt_spans, pooled = _wanted_logits(rows, indptr)
         width = int(-(-(starts + counts).max() // self._page_size))
 
         packed = np.concatenate((np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows))
@@ -85,7 +88,7 @@ class StepBuffers:
             input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
         view = StepView(starts, counts, indptr, self._tables[slots, :width], targets)
         segments = _segments(rows, indptr)
-        return Step(view, input_ids, where, keep, sampling, sample_logits, prompt_spans, segments)
+        return Step(view, input_ids, where, keep, sampling, sample_logits, prompt_spans, pooled, segments)
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled
@@ -137,14 +140,21 @@ def _segments(rows: tuple[Row, ...], indptr: Int64Array) -> StateSegments | None
 
 def _wanted_logits(
     rows: tuple[Row, ...], indptr: Int64Array
-) -> tuple[Int64Array, list[int], Int64Array, list[tuple[int, int, int]]]:
-    """Which tokens' logits are wanted, and for what."""
+) -> tuple[Int64Array, list[int], Int64Array, list[tuple[int, int, int]], list[Span]]:
+    """Which tokens' logits are wanted, and for what; of requests for vectors, which hidden states."""
     wanted: list[int] = []
     sampling: list[int] = []
     sample_logits: list[int] = []
     spans: list[tuple[int, int, int]] = []
+    pooled: list[Span] = []
     for index, row in enumerate(rows):
         begin, end = int(indptr[index]), int(indptr[index + 1])
+        if row.spec.pooled is not None:
+            first = begin if row.spec.pooled.every else end - 1
+            if row.samples or row.spec.pooled.every:
+                pooled.append(Span(index, len(wanted), len(wanted) + end - first))
+                wanted += range(first, end)
+            continue
         if row.spec.params.prompt_logprobs:
             predicting = min(row.start + row.num_scheduled, row.spec.prompt_len - 1) - row.start
             if predicting > 0:
@@ -156,4 +166,4 @@ def _wanted_logits(
                     wanted.append(last)
                 sampling.append(index)
                 sample_logits.append(len(wanted) - 1)
-    return np.array(wanted, dtype=np.int64), sampling, np.array(sample_logits, dtype=np.int64), spans
+    return np.array(wanted, dtype=np.int64), sampling, np.array(sample_logits, dtype=np.int64), spans, pooled

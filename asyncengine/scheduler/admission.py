@@ -67,6 +67,8 @@ class Admission:
                 break
             if request.adapter_digest in blocked:
                 continue
+            if not budget.grant(len(request.tokens), request.spec.whole):
+                break  # it goes first in the next step
             verdict = self._try(request, running, requests, ahead)
             if verdict is Verdict.ADMITTED:
                 waiting.remove(request)
@@ -115,7 +117,10 @@ class Admission:
         return Verdict.ADMITTED
 
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
-        if not request.overdue and ahead.awaits(request, table):
+        if request.spec.whole:
+            self._slots.acquire(request, running.values())
+            return Verdict.ADMITTED
+        if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
         needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
         if needed > self._kv.num_available - self._promised(running):
@@ -134,6 +139,8 @@ class Admission:
         """
         promised = 0
         for request in running.values():
+            if request.spec.whole:
+                continue
             assert request.table is not None
             promised += max(1, self._kv.pages_for(len(request.tokens)) - len(request.table.pages))
         return promised
@@ -150,6 +157,8 @@ class Admission:
         """The last token is always computed: its logits are what the next one is sampled from."""
         if request.spec.params.prompt_logprobs and not request.num_output:
             return 0  # every position's logits are asked for
+        if request.spec.pooled is not None and (request.spec.pooled.every or request.spec.whole):
+            return 0  # every position's hidden state is asked for
         return len(request.tokens) - 1
 
     def _awaits_first_sample(self, request: Request, requests: dict[int, Request]) -> bool:

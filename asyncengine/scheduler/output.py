@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.scheduler.messages import EndReason
+from asyncengine.scheduler.request import Request
 from asyncengine.step import TokenLogprob
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Output(NamedTuple):
@@ -28,6 +33,21 @@ class Output(NamedTuple):
     """On the last output: tokens of the caller's guess that were right, and that were computed and wrong."""
     error: Exception | str | None = None
     """An exception is for the caller to be raised as it is."""
+    vector: NDArray[np.float32] | None = None
+    """On the last output of a request that was asked for one, and got it."""
+
+
+def with_counts(request: Request, token: int = -1, reason: EndReason | None = None, **news: Any) -> Output:
+    """The first or last output of `request`, which carry its counts."""
+    return Output(
+        request.ticket,
+        token,
+        reason=reason,
+        cached_tokens=request.cached_tokens,
+        started_at=request.first_step_at,
+        predicted=request.predicted,
+        **news,
+    )
 
 
 @dataclass(slots=True)

@@ -23,17 +23,20 @@ class TokenBudget:
 
     A prompt gets at most `threshold` of them, so that one long prompt cannot make everybody else's step slow (vLLM's
     `long_prefill_token_threshold`). Whether it shares its step with others is known when nobody else is admitted: then
-    `rest` gives it all.
+    `rest` gives it all. Who needs all its positions in one step (`whole`) gets all or none, and all if the step is its
+    own: a text longer than the budget goes alone.
     """
 
-    __slots__ = ("left", "threshold")
+    __slots__ = ("left", "threshold", "total")
 
     def __init__(self, total: int, threshold: int | None) -> None:
-        self.left = total
+        self.total = self.left = total
         self.threshold = threshold
 
-    def grant(self, wanted: int) -> int:
+    def grant(self, wanted: int, whole: bool = False) -> int:
         """How many of `wanted` positions this request may compute now (0 if the step is full). Takes nothing."""
+        if whole:
+            return wanted if wanted <= self.left or self.left == self.total else 0
         if wanted > 1 and self.threshold is not None:
             wanted = min(wanted, self.threshold)
         return min(wanted, self.left)
@@ -43,7 +46,7 @@ class TokenBudget:
         return min(wanted, self.left)
 
     def take(self, count: int) -> None:
-        self.left -= count
+        self.left = max(0, self.left - count)
 
     def give_back(self, count: int) -> None:
         self.left += count

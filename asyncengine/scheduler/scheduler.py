@@ -15,6 +15,7 @@ readings, same results: same batches. That is what makes a recorded run replayab
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
@@ -32,7 +33,7 @@ from asyncengine.scheduler.messages import (
     Message,
     StopText,
 )
-from asyncengine.scheduler.output import Counters, Output
+from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.policy import choose_victim, scheduling_policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
@@ -242,9 +243,9 @@ class Scheduler:
                 self._count_left_queue(request)
                 self.counters.prompt_tokens += request.spec.prompt_len
                 self.counters.cached_tokens += request.cached_tokens
-            count = budget.grant(len(request.tokens) - request.num_launched)
+            count = budget.grant(len(request.tokens) - request.num_launched, request.spec.whole)
             assert request.table is not None
-            if not self.kv.grow(request.table, request.num_launched + count):
+            if not request.spec.whole and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
             rows[request.ticket] = next_row(request, count)
             budget.take(count)
@@ -301,8 +302,9 @@ class Scheduler:
                 self._outputs.append(Output(request.ticket, prompt_logprobs=entries))
             if row.samples:
                 request.num_pending -= 1
-                if row.spec.max_total == len(row.spec.prompt):  # it is asked for no token, only for its prompt's scores
-                    self._end(request, "length")
+                if row.spec.max_total == len(row.spec.prompt):  # asked for no token: for a vector, or a prompt's scores
+                    pooled = row.spec.pooled is not None
+                    self._end(request, "stop" if pooled else "length", vector=result.vectors[index] if pooled else None)
                     continue
                 scored = logprobs.get(index) if logprobs else None
                 if request.matcher is None and not row.drafts:
@@ -354,17 +356,7 @@ class Scheduler:
             return
         if reason is not None:
             self._retire_request(request)
-        output = Output(
-            request.ticket,
-            token,
-            reason=reason,
-            logprob=logprob,
-            cached_tokens=request.cached_tokens,
-            started_at=request.first_step_at,
-            predicted=request.predicted,
-            error=error,
-        )
-        self._outputs.append(output)
+        self._outputs.append(with_counts(request, token, reason, logprob=logprob, error=error))
 
     def _accept_several(
         self,
@@ -403,18 +395,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- endings
 
-    def _end(self, request: Request, reason: EndReason, error: Exception | str | None = None) -> None:
+    def _end(self, request: Request, reason: EndReason, error: Exception | str | None = None, **news: Any) -> None:
         self._retire_request(request)
-        self._outputs.append(
-            Output(
-                request.ticket,
-                reason=reason,
-                cached_tokens=request.cached_tokens,
-                started_at=request.first_step_at,
-                predicted=request.predicted,
-                error=error,
-            )
-        )
+        self._outputs.append(with_counts(request, reason=reason, error=error, **news))
 
     def _retire_request(self, request: Request) -> None:
         """Forget the request; its pages, slot and adapter return when the last step that names them has retired."""
@@ -445,7 +428,7 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Let others start from this request's full pages."""
-        if not self.kv.prefix_caching and request.spec.group is None:
+        if request.spec.whole or (not self.kv.prefix_caching and request.spec.group is None):
             return
         table = request.table
         assert table is not None

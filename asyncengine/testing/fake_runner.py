@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
 from asyncengine.testing.fake_states import FakeStates
+from asyncengine.testing.fake_vectors import FakePooling
 
 EMPTY = -1
 
@@ -56,8 +57,11 @@ class FakeExecutor:
     """
 
     def __init__(
-        self, num_pages: int = 64, page_size: int = 16, model: FakeModel | None = None, num_states: int = 0
-    ) -> None:
+        self, num_pages: int = 64, page_size: int = 16, model: FakeModel | None = None, num_states: int = 0,
+        width: int = 1,
+    ) -> None:  # fmt: skip
+        """`width`: numbers of a vector, for requests that ask for one."""
+        self.pooling = FakePooling(width)
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_states = num_states
@@ -94,6 +98,9 @@ class FakeExecutor:
                 result.errors[index] = self.fail_tickets[row.spec.ticket]
                 self.last_token.setdefault(row.slot, 0)  # what a step that is launched already goes on with: anything
                 self.confirmed[row.slot] = False
+            elif row.spec.pooled is not None:
+                vector = self.pooling.pool(row, self.context)
+                result.vectors.update({} if vector is None else {index: vector})
             elif row.samples:
                 self._sample(index, row, result)
         return result
@@ -104,6 +111,8 @@ class FakeExecutor:
         for row in batch.rows:
             if row.num_scheduled < 1:
                 raise AssertionError(f"row {row.spec.ticket} computes nothing: a model has no logits to sample from")
+            if row.spec.whole:
+                continue
             for position in range(row.start, row.start + row.num_scheduled):
                 page = row.pages[position // self.page_size]
                 offset = position % self.page_size

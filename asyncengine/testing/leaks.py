@@ -17,6 +17,7 @@ def assert_nothing_held(core: Frontend) -> None:
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "streams": len(core.loop.delivery.streams),
+        "vectors": len(core.loop.delivery.windows),
         "places in the queue": core.loop.queue_limit.waiting,
         "steps in flight": len(core.loop.in_flight),
     }

@@ -19,7 +19,7 @@ from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.options import RequestOptions
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, AdapterReady, Drain, GrammarReady, Message, StopText
@@ -147,6 +147,8 @@ def _message_from_json(value: list[Any]) -> Message:
         fields["stop_ids"] = tuple(fields["stop_ids"])
         fields["prediction"] = tuple(fields.get("prediction", ()))
         fields["resumed"] = tuple(fields.get("resumed", ()))
+        if fields.get("pooled") is not None:
+            fields["pooled"] = Pooled(**fields["pooled"])
     message: Message = _MESSAGES[name](**fields)
     return message
 

@@ -91,6 +91,11 @@ class TextTokenizer:
         return self._hf
 
     @property
+    def backend(self) -> Any | None:
+        """The Rust tokenizer, where using it directly gives the same ids. Do not change its settings."""
+        return self._backend
+
+    @property
     def table(self) -> TokenTable:
         """The shared token table. The first use builds it (about a second for a large vocabulary)."""
         if self._table is None:

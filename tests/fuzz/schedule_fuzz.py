@@ -11,12 +11,13 @@ from pathlib import Path
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
 from asyncengine.options import RequestOptions
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, StopText
 from asyncengine.step import Batch, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
+from asyncengine.testing.fake_vectors import fake_vector
 
 EOS = 1
 MAX_TURNS = 20_000
@@ -38,9 +39,10 @@ class Tally:
 class Life:
     """One seed: a random configuration, random traffic, and the books of what must come out."""
 
-    def __init__(self, seed: int, depth: int | None = None, *, states: bool = False) -> None:
-        """`states`: of a model that keeps recurrent states."""
+    def __init__(self, seed: int, depth: int | None = None, *, states: bool = False, vectors: float = 0.0) -> None:
+        """`states`: of a model that keeps recurrent states. `vectors`: the share of requests for vectors."""
         self.seed = seed
+        self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
         self.config = EngineConfig(
@@ -84,6 +86,8 @@ class Life:
         self.expected: dict[int, list[int]] = {}
         self.received: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
+        self.expected_vectors: dict[int, list[float]] = {}
+        self.vectors: dict[int, list[float]] = {}
         self.outputs: list[Output] = []
 
     def run(self) -> None:
@@ -112,6 +116,9 @@ class Life:
 
     def _arrive(self) -> None:
         rng = self.rng
+        if self.share_of_vectors and rng.random() < self.share_of_vectors:
+            self._arrive_for_a_vector()
+            return
         prompt = rng.choice(self.prefixes) + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 30))]
         prompt = prompt[: self.capacity - 2]
         samples, first = rng.choice([1, 1, 1, 3]), self.last_ticket + 1
@@ -137,6 +144,23 @@ class Life:
             self.expected[ticket] = self.executor.model.oracle(prompt, max_total - len(prompt), spec.seed, (EOS,))
             self.received[ticket] = []
             self._apply(spec)
+
+    def _arrive_for_a_vector(self) -> None:
+        """A text to pool: whole, of all positions, or of the last one."""
+        rng = self.rng
+        pooled = rng.choice([Pooled(whole=True, every=True), Pooled(every=True, skip=rng.randrange(3)), Pooled()])
+        text = rng.choice(self.prefixes) + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 30))]
+        text = text if pooled.whole else text[: self.capacity]
+        self.last_ticket = ticket = self.last_ticket + 1
+        options = RequestOptions(priority=rng.randrange(3), cache_salt=rng.choice([None, None, "tenant"]))
+        deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
+        spec = RequestSpec(
+            ticket, tuple(text), SamplingParams(), len(text), options, arrival=self.now, deadline=deadline,
+            pooled=pooled,
+        )  # fmt: skip
+        self.expected_vectors[ticket] = fake_vector(text, pooled).tolist()
+        self.expected[ticket], self.received[ticket] = [], []
+        self._apply(spec)
 
     def _someone_leaves(self) -> None:
         if self.scheduler.requests and self.rng.random() < 0.05:
@@ -196,6 +220,9 @@ class Life:
             assert output.ticket not in self.ended, f"output after the end: {output}"
             if output.token >= 0:
                 self.received[output.ticket].append(output.token)
+            if output.vector is not None:
+                assert output.reason == "stop"
+                self.vectors[output.ticket] = output.vector.tolist()
             if output.reason is not None:
                 self.ended[output.ticket] = output.reason
 
@@ -203,6 +230,10 @@ class Life:
         for ticket, expected in self.expected.items():
             reason, received = self.ended.get(ticket), self.received[ticket]
             assert reason is not None, f"ticket {ticket} was lost"
+            if ticket in self.expected_vectors:
+                got = self.vectors.get(ticket)
+                assert got == self.expected_vectors[ticket] if got else reason in ("abort", "timeout", "stop"), ticket
+                continue
             if reason == "length" or (reason == "stop" and received[-1:] == [EOS]):
                 assert received == expected, f"ticket {ticket}: wrong tokens"
             else:

@@ -112,7 +112,7 @@ class Replica:
             self._check_adapter(first, order.digest)
             specs = [_rebased(spec, core.loop.clock.now(), order.sent_at) for spec in order.specs]
             streams = tuple(core.validator.reopen(spec, slot) for spec in specs)
-            core.loop.queue_limit.enter(len(specs), first.prompt_len)
+            core.loop.queue_limit.enter(len(specs), len(specs) * first.prompt_len)
             core.post(PreparedRequest(streams, slot))
         except Exception as error:
             known = error if isinstance(error, EngineError) else FleetError(f"the replica took no order: {error!r}")

@@ -1,0 +1,129 @@
+"""What wiring does for models that give vectors or scores: what their files say, and who pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncengine.config import EngineConfig
+from asyncengine.engine.vector_desk import VectorModel
+from asyncengine.errors import InvalidParameter, UnsupportedModel
+from asyncengine.info import ModelInfo
+from asyncengine.models.formats import CheckpointSource
+from asyncengine.pooling.spec import PoolingSpec, read_pooling, root_folder
+from asyncengine.pooling.templates import qwen_template
+from asyncengine.text import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncengine.models.encoder_loading import LoadedEncoder
+    from asyncengine.models.loading import LoadedModel
+    from asyncengine.pooling.pool import Pooler
+
+
+def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpec | None:
+    """What the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`."""
+    from asyncengine.models.kinds import check_architectures, check_files
+
+    if checkpoint.metadata and config.task == "auto" and config.pooling is None:
+        return None  # a GGUF file; what it says of pooling is not read
+    from asyncengine.models.encoder_loading import is_encoder
+
+    named = checkpoint.config.get("architectures")
+    writes = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+    found = read_pooling(
+        root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
+        encoder=not writes and is_encoder(checkpoint.config),
+    )  # fmt: skip
+    if found is None:
+        check_files(checkpoint.folder)
+        check_architectures(checkpoint.folder, checkpoint.config)
+    return found
+
+
+def settings_of(spec: PoolingSpec | None, config: EngineConfig) -> EngineConfig:
+    """Nothing is guessed or constrained where no text is written."""
+    return config if spec is None else config.replace(speculation="off", grammar_backend="none", cuda_graphs=False)
+
+
+def pooled_decoder(
+    loaded: LoadedModel, spec: PoolingSpec, tokenizer: TextTokenizer | None, checkpoint: CheckpointSource
+) -> tuple[Pooler, VectorModel]:
+    """Make `loaded` give hidden states, and who pools them. Raises `UnsupportedModel`, `ModelNotFound`."""
+    from asyncengine.models.decoder import Decoder
+    from asyncengine.models.pooled import PooledDecoder
+    from asyncengine.pooling.pool import Pooler
+
+    if not isinstance(loaded.model, Decoder):
+        raise UnsupportedModel(f"{loaded.name} runs through transformers' modules here, which give no vectors")
+    template, head = None, None
+    if spec.scores_tokens:
+        tokens = spec.tokens or _yes_and_no(tokenizer, loaded.name)
+        spec = replace(spec, tokens=tokens)
+        if tokenizer is not None and loaded.hf_config.model_type.startswith("qwen3"):
+            template = qwen_template(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    elif not spec.modes:
+        spec, head = replace(spec, modes=("lasttoken",)), _head(checkpoint, len(spec.labels))
+    model = PooledDecoder(loaded.model, spec.tokens)
+    loaded.model = model
+    pooler = Pooler(spec, model.width, head)
+    return pooler, VectorModel(spec, pooler.dimensions, whole=False, template=template)
+
+
+def _yes_and_no(tokenizer: TextTokenizer | None, name: str) -> tuple[int, int]:
+    ids = [] if tokenizer is None else [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
+    if [len(each) for each in ids] != [1, 1]:
+        raise UnsupportedModel(f"{name} has no single tokens for yes and no, which its score would be made of")
+    return ids[0][0], ids[1][0]
+
+
+def _head(checkpoint: CheckpointSource, labels: int) -> torch.Tensor:
+    """Of a classifier made of a text generator: a matrix on the last position's hidden state."""
+    from torch import Tensor
+
+    name = next((name for name in ("score.weight", "model.score.weight") if name in checkpoint.tensors), None)
+    head = None if name is None else checkpoint.read(name)
+    if not isinstance(head, Tensor) or head.shape[0] != labels:
+        raise UnsupportedModel(f"{checkpoint.folder} has no head for {labels} labels (score.weight)")
+    return head
+
+
+def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | None) -> ModelInfo:
+    """`info` with what is to be known of vectors, and of the length at which texts are cut."""
+    spec = model.spec
+    own: Any = None if tokenizer is None else tokenizer.hf.model_max_length
+    limits = [info.max_model_len, spec.max_length or (own if isinstance(own, int) and own > 0 else info.max_model_len)]
+    return replace(
+        info,
+        task=spec.task,
+        dimensions=model.width if spec.task == "embed" else 0,
+        pooling=spec.in_words(),
+        prompts=tuple(spec.prompts),
+        labels=spec.labels if spec.task == "classify" else (),
+        max_model_len=min(limits),
+    )
+
+
+def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler | None, VectorModel]:
+    """Who pools, None where a head does; and what is known of the model. Raises `UnsupportedModel`, `ModelNotFound`,
+    and `InvalidParameter` for adapters, which encoders do not take."""
+    from asyncengine.pooling.pool import Pooler
+
+    if config.adapters or config.adapter_root is not None:
+        raise InvalidParameter("adapters", "are not read for encoders")
+    if spec.scores_tokens:
+        raise UnsupportedModel(f"{loaded.name} is an encoder without a classification head: it gives no scores")
+    if not spec.modes:
+        labels = loaded.model.num_labels
+        if labels != len(spec.labels):
+            raise UnsupportedModel(f"{loaded.name} has a head of {labels} labels, and names {len(spec.labels)}")
+        return None, VectorModel(spec, labels, whole=True)
+    pooler = Pooler(spec, loaded.model.hidden_size, whole=True)
+    return pooler, VectorModel(spec, pooler.dimensions, whole=True)
+
+
+def tokenizer_folder(path: str, checkpoint: CheckpointSource) -> str:
+    """Where the tokenizer is: beside config.json in an old embedder's folder of its transformer."""
+    return str(checkpoint.folder) if root_folder(checkpoint.folder) != Path(checkpoint.folder) else path

@@ -1,0 +1,54 @@
+"""A decoder whose hidden states are wanted, or the logits of a few tokens, in the place of all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from asyncengine.attention.base import LayerSpec
+from asyncengine.layers.places import Place
+from asyncengine.layers.states import StateSpec
+from asyncengine.layers.step import StepContext
+from asyncengine.models.decoder import Decoder
+
+
+class PooledDecoder:
+    """A `CausalLM` whose `forward` gives, of the wanted rows, what is pooled: hidden states [N, width], or, of a model
+    whose score is a logit, [N, 1]: that of the first of `tokens`, less that of the second if there is one."""
+
+    def __init__(self, decoder: Decoder, tokens: Sequence[int] = ()) -> None:
+        self.decoder = decoder
+        self.input_vocab_size, self.vocab_size = decoder.input_vocab_size, decoder.vocab_size
+        self.dtype, self.device = decoder.dtype, decoder.device
+        self.width = 1 if tokens else decoder.config.embedding_width or decoder.config.width
+        self._tokens = list(tokens)
+
+    @property
+    def specs(self) -> Sequence[LayerSpec]:
+        return self.decoder.specs
+
+    @property
+    def states(self) -> Sequence[StateSpec]:
+        return self.decoder.states
+
+    @property
+    def unsteady(self) -> str | None:
+        return self.decoder.unsteady
+
+    @property
+    def compiled(self) -> bool:
+        return self.decoder.compiled
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        """[N, width] of `rows` (int64 [N], ascending) of ids [T]; there may be none."""
+        if not self._tokens:
+            return self.decoder.hidden_states(ids, step, None if len(rows) == len(ids) else rows)
+        logits = self.decoder.forward(ids, step, rows)[:, self._tokens].float()
+        return logits[:, :1] - logits[:, 1:] if len(self._tokens) == 2 else logits
+
+    def places(self) -> list[Place]:
+        return self.decoder.places()
+
+    def unbind(self) -> None:
+        self.decoder.unbind()

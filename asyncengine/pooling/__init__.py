@@ -1,0 +1,1 @@
+"""From hidden states to what is asked for in place of text: vectors, scores, labels."""

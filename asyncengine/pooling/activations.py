@@ -1,0 +1,47 @@
+"""What scores and vectors go through at the end: activations, cut dimensions, length one. Row by row, in float32."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+_LEAST_NORM = np.float32(1e-12)
+
+
+def activate(name: str, x: Floats) -> Floats:
+    """An activation of x [rows, numbers], as torch's module of that name with its defaults."""
+    with np.errstate(over="ignore"):
+        match name:
+            case "sigmoid":
+                return _sigmoid(x)
+            case "tanh":
+                return np.tanh(x)
+            case "softmax":
+                raised = np.exp(x - x.max(axis=1, keepdims=True))
+                return raised / raised.sum(axis=1, keepdims=True)
+            case "relu":
+                return np.maximum(x, np.float32(0))
+            case "silu":
+                return x * _sigmoid(x)
+            case "gelu":
+                erf = np.vectorize(math.erf, otypes=[np.float32])
+                return np.float32(0.5) * x * (1 + erf(x / math.sqrt(2.0)))
+    return x
+
+
+def _sigmoid(x: Floats) -> Floats:
+    result: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return result
+
+
+def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:
+    """The first `dimensions` of vectors [rows, width] (Matryoshka, Kusupati et al. 2022), then of length one."""
+    if dimensions is not None and dimensions < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, :dimensions])
+    if normalize and len(vectors):
+        norms = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
+        vectors = vectors / np.maximum(norms, _LEAST_NORM)
+    return vectors

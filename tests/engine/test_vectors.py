@@ -161,14 +161,18 @@ async def test_the_end_of_the_engine() -> None:
         await until(executor_of(engine).entered.is_set)
         executor_of(engine).failure = RuntimeError("planted")
         executor_of(engine).release()
-        assert all(isinstance(each, EngineDead) for each in await gather_all(calls))
+        assert [type(each) for each in await gather_all(calls)] == [EngineDead] * 3
         with pytest.raises(EngineDead):
             await engine.embed([[2]])
     engine = embedder()
     await engine.start()
+    executor_of(engine).hold()
     call = asyncio.create_task(engine.embed(some_texts(20)))
-    await until(lambda: bool(engine.core.loop.delivery.windows))
-    await engine.aclose(drain=True)
+    await until(executor_of(engine).entered.is_set)
+    closing = asyncio.create_task(engine.aclose(drain=True))
+    await until(lambda: not engine.alive)
+    executor_of(engine).release()
+    await closing
     assert_right(await call, some_texts(20))
     with pytest.raises(EngineClosed):
         await engine.embed([[2]])

@@ -18,56 +18,11 @@ TEXTS = (
     " ".join(f"{word} mat" for word in ("cat", "dog", "one", "two") * 40),
 )  # fmt: skip
 """Short, empty, blank, in capitals, and one that is too long."""
-_WORDS = tuple(
-    [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "mat",
-        "dog",
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-        "six",
-        "seven",
-        "eight",
-        "nine",
-        "ten",
-        "query",
-        "where",
-        "is",
-        "passage",
-        "document",
-        "instruct",
-        "yes",
-        "no",
-        "a",
-        "e",
-        "i",
-        "o",
-        "u",
-        "r",
-        "t",
-        "##s",
-        "##t",
-        "##e",
-        "##r",
-        "##a",
-        "##o",
-        "##n",
-        "##g",
-        "##d",
-        ":",
-        "!",
-        ",",
-        ".",
-        "<",
-        ">",
-    ]
-)
+_SPELT = """
+the cat sat on mat dog one two three four five six seven eight nine ten query where is passage document instruct yes no
+a e i o u r t ##s ##t ##e ##r ##a ##o ##n ##g ##d : ! , . < >
+"""
+_WORDS = _SPELT.split()
 
 
 def make_tokenizer(folder: Path, *, like: str = "bert", lower: bool = True, length: int | None = 96) -> None:

@@ -16,15 +16,16 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.formats.gguf import gpt_oss, names
-from asyncengine.models.formats.gguf.architectures import Architecture
+from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.metadata import Metadata, broken
-from asyncengine.models.formats.gguf.names import IGNORED
+from asyncengine.models.formats.gguf.names import IGNORED, split_name
 from asyncengine.models.formats.gguf.parts import MAX_PARTS, parts_of
 from asyncengine.models.formats.gguf.splits import open_files
+from asyncengine.models.formats.gguf.undo import Undo
 from asyncengine.models.sizes import check_sizes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -40,6 +41,13 @@ class _Entry(NamedTuple):
     heads: int = 0
     """Its rows are those of so many heads, neighbours rotating together; 0: they lie as transformers has them."""
     added: float = 0.0
+    undo: Undo | None = None
+    """What else."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In transformers."""
+        return self.place.shape if self.undo is None else self.undo.shape_of(self.place.shape)
 
 
 class GgufModel:
@@ -66,7 +74,7 @@ class GgufModel:
     def _stored_tensors(self) -> dict[str, StoredTensor]:
         inside = {part for each in self._experts.values() for part in each.parts}
         found = {
-            name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
+            name: StoredTensor(entry.place.kind.name, entry.shape, entry.file.path)
             for name, entry in self._entries.items()
             if name not in inside
         }
@@ -103,6 +111,8 @@ class GgufModel:
         tensor = _plain(entry)
         if entry.heads:
             tensor = tensor.index_select(0, torch.from_numpy(_source(entry)))
+        if entry.undo is not None:
+            tensor = entry.undo.of(tensor)
         return tensor - entry.added if entry.added else tensor
 
     def _read_experts(self, parts: list[_Entry]) -> torch.Tensor | StoredMatrix:
@@ -156,7 +166,10 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     for name, (file, place) in places.items():
         if re.fullmatch(IGNORED, name):
             continue
-        parts = parts_of(header, name, known.layer)
+        own = split_name(name)
+        if own is not None and own.layer is not None and header.layers <= own.layer < header.whole("block_count"):
+            continue  # predicts further tokens
+        parts = parts_of(header, name, known.layer, known.outer)
         if not parts:
             raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
         if not place.kind.readable:
@@ -165,7 +178,9 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
         for part in parts:
-            found[part.name] = _Entry(file, part.place, _heads(part.stem, known, header), _added(name, known))
+            undo = None if own is None else known.undo(header, own)
+            heads, added = _heads(part.stem, known, header), _added(part.stem, known)
+            found[part.name] = _Entry(file, part.place, heads, added, undo)
             if len(found) > MAX_PARTS:
                 raise broken(path, f"it has more than {MAX_PARTS} tensors")
     for name, entry in found.items():
@@ -207,14 +222,20 @@ def _heads(stem: str, known: Architecture, header: Header) -> int:
     return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads)
 
 
-def _added(name: str, known: Architecture) -> float:
-    return known.norm_offset if name.endswith("norm.weight") else 0.0
+def _added(stem: str, known: Architecture) -> float:
+    return known.norm_offset if stem.endswith("norm") and stem != "ssm_norm" else 0.0
 
 
 def _check_entry(path: Path, name: str, entry: _Entry) -> None:
     rows = entry.place.shape[0]
     if entry.heads and rows % (2 * entry.heads):
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {rows} rows for {entry.heads} heads")
+    try:
+        _ = entry.shape
+    except ValueError as error:
+        raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {error}") from None
+    if entry.undo is not None and entry.place.kind.form is not None and (entry.undo.decay or entry.undo.shape):
+        raise UnsupportedModel(f"{path} has the tensor {name} as {entry.place.kind.name}, which is not read of it")
     whole = 3 if name.endswith(gpt_oss.MATRICES) else 2
     if entry.place.kind.form is not None and len(entry.place.shape) != whole:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
@@ -230,7 +251,10 @@ def _matrix(entry: _Entry) -> BlockMatrix:
     place, form = entry.place, entry.place.kind.form
     assert form is not None
     shape = (place.shape[0], place.shape[1])
-    return BlockMatrix(place.kind.name, shape, form, entry.file, place, _source(entry) if entry.heads else None)
+    source = _source(entry) if entry.heads else entry.undo.rows if entry.undo else None
+    return BlockMatrix(
+        place.kind.name, shape, form, entry.file, place, source, entry.undo.columns if entry.undo else None
+    )
 
 
 def _plain(entry: _Entry) -> torch.Tensor:

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     place: TensorPlace
 
 
-def parts_of(header: Header, name: str, layer: Mapping[str, str]) -> list[Part]:
+def parts_of(header: Header, name: str, layer: Mapping[str, str], outer: Mapping[str, str]) -> list[Part]:
     """What one tensor of the file is in transformers; nothing if its architecture has no such tensor.
 
     Raises `ModelNotFound` for a shape that cannot be taken apart.
@@ -32,7 +32,7 @@ def parts_of(header: Header, name: str, layer: Mapping[str, str]) -> list[Part]:
     known, place = split_name(name), header.tensors[name]
     if known is None:
         return []
-    there = hugging_face_name(known, layer)
+    there = hugging_face_name(known, layer, outer)
     if there is not None:
         return [Part(own, known.stem, part) for own, part in _single(header, there, place)]
     if known.layer is None or known.stem not in FUSED:

@@ -8,10 +8,11 @@ from typing import Any
 
 import gguf
 import torch
-from support.gguf_files import _single, _stored
+from support.gguf_files import _halved, _paired, _single, _stored
 
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
 _EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 Kinds = Callable[[str, torch.Tensor], str]
@@ -26,20 +27,23 @@ def write_hybrid(
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     _common(writer, config)
-    (_lfm if architecture.startswith("lfm") else _qwen)(writer, config)
+    {"lfm": _lfm, "qwe": _qwen, "gra": _granite}[architecture[:3]](writer, config)
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     written = {}
-    for name, tensor in _single(weights).items():
+    granite = architecture == "granitehybrid"
+    for name, tensor in (_gates_apart(weights) if granite else _single(weights)).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         moved, back = _moved(config, name, tensor.float())
-        there = _name(table, name)
+        there = _granite_name(config, name) or _name(table, name)
         plain = moved.ndim == 1 or there.endswith(("_norm.weight", ".bias", "conv1d.weight", "shortconv.conv.weight"))
         kind = "F32" if plain else kind_of(there, moved)
         stored, meant = _stored(moved.contiguous().numpy(), kind)
         writer.add_tensor(there, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-        written |= _apart(config, name, back(meant))
+        written |= {name: back(meant)} if granite else _apart(config, name, back(meant))
+    if granite:
+        written = _gates_together(written)
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -77,6 +81,8 @@ def _moved(config: Any, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, 
         return tensor.squeeze(0), lambda found: found.unsqueeze(0)
     if config.model_type.startswith("lfm"):
         return tensor, lambda found: found
+    if config.model_type == "granitemoehybrid":
+        return _granite_moved(config, name, tensor)
     if name.endswith("norm.weight") and "linear_attn.norm" not in name:
         return tensor + 1, lambda found: found - 1
     if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
@@ -146,3 +152,75 @@ def _lfm(writer: Any, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     if config.model_type == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
+
+
+def _gates_apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Granite's gates, and what they multiply, under names of their own; experts as older checkpoints call them."""
+    found = {}
+    for there, tensor in weights.items():
+        name = there.replace("experts.gate_up_proj", "input_linear.weight")
+        name = name.replace("experts.down_proj", "output_linear.weight").replace("router.weight", "router.layer.weight")
+        if name.endswith("input_linear.weight"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True):
+                found[name.replace("input_linear", f"{part}_linear")] = half.contiguous()
+        else:
+            found[name] = tensor
+    return found
+
+
+def _gates_together(written: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, tensor in written.items():
+        if ".gate_linear." in name:
+            other = written[name.replace("gate_linear", "up_linear")]
+            found[name.replace("gate_linear", "input_linear")] = torch.cat((tensor, other), dim=-2)
+        elif ".up_linear." not in name:
+            found[name] = tensor
+    return found
+
+
+def _granite_name(config: Any, name: str) -> str | None:
+    """What gguf's table does not have: the converter names these by itself."""
+    layer, _, inner = name.removeprefix("model.layers.").partition(".")
+    kind = "" if not config.num_local_experts else "_shexp" if "shared_mlp" in inner else "_exps"
+    for part, there in (("gate_linear", "ffn_gate"), ("up_linear", "ffn_up"), ("output_linear", "ffn_down")):
+        if f"{part}.weight" in inner:
+            return f"blk.{layer}.{there}{kind}.weight"
+    return f"blk.{layer}.ssm_d" if inner == "mamba.D" else None
+
+
+def _granite_moved(
+    config: Any, name: str, tensor: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    if name.endswith("conv1d.weight"):
+        return tensor.squeeze(1), lambda found: found.unsqueeze(1)
+    if name.endswith("A_log"):
+        return -tensor.exp().unsqueeze(-1), lambda found: (-found.squeeze(-1)).log()
+    if name.endswith("mamba.D"):
+        return tensor.unsqueeze(-1), lambda found: found.squeeze(-1)
+    if name.endswith("mamba.norm.weight"):
+        return tensor.reshape(config.mamba_n_groups, -1), lambda found: found.flatten()
+    if "q_proj" in name or "k_proj" in name:
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return _paired(tensor, heads), lambda found: _halved(found, heads)
+    return tensor, lambda found: found
+
+
+def _granite(writer: Any, config: Any) -> None:
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    if config.num_local_experts:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)

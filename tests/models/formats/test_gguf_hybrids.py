@@ -28,6 +28,8 @@ CASES: dict[str, Any] = {
     "qwen3.5 of equal heads": changed("qwen3.5", linear_num_key_heads=4, linear_num_value_heads=4),
     "qwen3.5moe": changed("qwen3.5moe"),
     "lfm2": changed("lfm2", **LFM),
+    "granite4": changed("granite4"),
+    "granite4, dense and rotated": changed("granite4", num_local_experts=0, position_embedding_type="rope"),
     "lfm2moe": changed("lfm2moe", **LFM, routed_scaling_factor=1.0),
 }
 
@@ -36,6 +38,12 @@ def put(reference: Any, written: dict[str, torch.Tensor]) -> None:
     """Into a model of transformers', whose experts are joined."""
     own = dict(written)
     for path, parameter in reference.named_parameters():
+        if ".block_sparse_moe." in path:
+            old = path.replace("experts.gate_up_proj", "input_linear.weight").replace(
+                "router.weight", "router.layer.weight"
+            )
+            own[path] = own.pop(old.replace("experts.down_proj", "output_linear.weight"))
+            continue
         stem, _, part = path.rpartition(".")
         if not stem.endswith(".experts"):
             continue

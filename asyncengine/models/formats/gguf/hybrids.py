@@ -1,7 +1,7 @@
 """llama.cpp's architectures with layers that keep a state beside attention.
 
-Source: llama.cpp's conversion/qwen.py and lfm2.py (what was done), src/models/qwen35.cpp and lfm2.cpp (what a header
-leaves to the reader).
+Source: llama.cpp's conversion/qwen.py, lfm2.py and granite.py (what was done), src/models/qwen35.cpp, lfm2.cpp and
+granite-hybrid.cpp (what a header leaves to the reader).
 """
 
 from __future__ import annotations
@@ -56,6 +56,24 @@ _LFM_MOE = {
     "ffn_up_exps": "feed_forward.experts.{}.w3",
     "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
+_GRANITE = {
+    **names.LLAMA,
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.gate_linear",
+    "ffn_up_exps": "block_sparse_moe.up_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+    **{f"ffn_gate{suffix}": "shared_mlp.gate_linear" for suffix in ("", "_shexp")},
+    **{f"ffn_up{suffix}": "shared_mlp.up_linear" for suffix in ("", "_shexp")},
+    **{f"ffn_down{suffix}": "shared_mlp.output_linear" for suffix in ("", "_shexp")},
+}
+"""`joins` puts gates and what they multiply together, as transformers has them."""
 _LFM_OUTER = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 _LFM_OUTER["output_norm"] = "model.embedding_norm"  # Ollama's converter calls it so
 _MOST = 2**20
@@ -174,6 +192,55 @@ def _undo_lfm(header: Header, name: TensorName) -> Undo | None:
     return Undo(shape="taps") if (name.stem, name.suffix) == ("shortconv.conv", "weight") else None
 
 
+def _granite(header: Header) -> Fields:
+    heads, inner = header.whole("ssm.time_step_rank"), header.whole("ssm.inner_size")
+    marks = _of_layers(header, "attention.head_count_kv")
+    if not heads or inner % heads or not marks:
+        raise ModelNotFound(
+            f"{header.path}: {header.architecture} has states of {heads} heads in {inner} numbers, and must say by "
+            "attention.head_count_kv which layers attend"
+        )
+    gate = next(
+        (header.tensors[n] for n in ("blk.0.ffn_gate_shexp.weight", "blk.0.ffn_gate.weight") if header.has(n)), None
+    )
+    rotates = header.flag("rope.scaling.finetuned", True)  # llama.cpp's switch for this family
+    return {
+        "layer_types": ["full_attention" if each else "linear_attention" for each in marks],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_d_state": header.whole("ssm.state_size"),
+        "mamba_n_groups": header.whole("ssm.group_count"),
+        "mamba_d_conv": header.whole("ssm.conv_kernel"),
+        "mamba_expand": inner // max(header.whole("embedding_length"), 1),
+        "mamba_conv_bias": _any(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _any(header, "ssm_in.bias"),
+        "num_local_experts": header.whole("expert_count", 0),
+        "num_experts_per_tok": header.whole("expert_used_count", 0),
+        "shared_intermediate_size": 0 if gate is None else gate.shape[0],
+        "position_embedding_type": "rope" if rotates else None,
+        "attention_bias": _any(header, "attn_q.bias"),
+        "attention_multiplier": header.real("attention.scale"),
+        "embedding_multiplier": header.real("embedding_scale"),
+        "residual_multiplier": header.real("residual_scale"),
+        "logits_scaling": header.real("logit_scale"),
+    }
+
+
+def _any(header: Header, end: str) -> bool:
+    return any(name.endswith(f".{end}") for name in header.tensors)
+
+
+def _undo_granite(header: Header, name: TensorName) -> Undo | None:
+    match name.stem, name.suffix:
+        case "ssm_conv1d", "weight":
+            return Undo(shape="taps")
+        case "ssm_a", _:
+            return Undo(decay=True, shape="flat")
+        case (("ssm_d" | "ssm_norm"), _):
+            return Undo(shape="flat")
+    return None
+
+
 HYBRIDS: Mapping[str, Architecture] = {
     "qwen35": Architecture(
         "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN, norm_offset=1.0, partial=True, hybrid=True, undo=_undo_qwen35,
@@ -189,6 +256,10 @@ HYBRIDS: Mapping[str, Architecture] = {
     "lfm2moe": Architecture(
         "lfm2_moe", "Lfm2MoeForCausalLM", _LFM_MOE, "norm_eps", outer=_LFM_OUTER, hybrid=True, undo=_undo_lfm,
         more=_lfm_moe,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM", _GRANITE, paired=True, hybrid=True, undo=_undo_granite,
+        more=_granite,
     ),
 }  # fmt: skip
 """By `general.architecture`."""

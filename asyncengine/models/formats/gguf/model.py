@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
-from asyncengine.models.formats.gguf import gpt_oss, names
+from asyncengine.models.formats.gguf import joins, names
 from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
@@ -67,18 +68,18 @@ class GgufModel:
         self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         self._entries = _entries(path, header, places)
         self._values = _values(header)
-        self._experts = _joined(path, self._entries) if self.config["model_type"] == "gpt_oss" else {}
+        self._joins = _joined(path, self.config["model_type"], self._entries)
         """Tensors of transformers' that are several here, or lie otherwise."""
         self.tensors = self._stored_tensors()
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
-        inside = {part for each in self._experts.values() for part in each.parts}
+        inside = {part for each in self._joins.values() for part in each.parts}
         found = {
             name: StoredTensor(entry.place.kind.name, entry.shape, entry.file.path)
             for name, entry in self._entries.items()
             if name not in inside
         }
-        for name, each in self._experts.items():
+        for name, each in self._joins.items():
             first = self._entries[each.parts[0]]
             found[name] = StoredTensor(first.place.kind.name, each.shape, first.file.path)
         values = self._values.items()
@@ -103,8 +104,8 @@ class GgufModel:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
         if name in self._values:
             return self._values[name].clone()
-        if (experts := self._experts.get(name)) is not None:
-            return self._read_experts([self._entries[part] for part in experts.parts])
+        if (join := self._joins.get(name)) is not None:
+            return self._read_joined(join)
         entry = self._entries[name]
         if entry.place.kind.form is not None:
             return _matrix(entry)
@@ -115,12 +116,12 @@ class GgufModel:
             tensor = entry.undo.of(tensor)
         return tensor - entry.added if entry.added else tensor
 
-    def _read_experts(self, parts: list[_Entry]) -> torch.Tensor | StoredMatrix:
+    def _read_joined(self, join: joins.Join) -> torch.Tensor | StoredMatrix:
         """Quantized ones lie one below the other, [outputs, inputs] each."""
+        parts = [self._entries[part] for part in join.parts]
         if parts[0].place.kind.form is None:
-            return gpt_oss.interleaved([_plain(entry) for entry in parts])
-        matrices = [_matrix(_flat(entry)) for entry in parts]
-        return matrices[0] if len(matrices) == 1 else gpt_oss.TakingTurns(*matrices)
+            return joins.plain(join, [_plain(entry) for entry in parts])
+        return joins.stored(join, [_matrix(_flat(entry)) for entry in parts])
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """What `read` gave will not be read again. Of a copy, nothing happens."""
@@ -197,9 +198,9 @@ def _values(header: Header) -> dict[str, torch.Tensor]:
     }
 
 
-def _joined(path: Path, entries: dict[str, _Entry]) -> dict[str, gpt_oss.ExpertTensors]:
+def _joined(path: Path, family: str, entries: dict[str, _Entry]) -> dict[str, joins.Join]:
     try:
-        found = gpt_oss.joined({name: entry.place.shape for name, entry in entries.items()})
+        found = joins.joined(family, {name: entry.place.shape for name, entry in entries.items()})
     except ValueError as error:
         raise ModelNotFound(f"{path} has experts of other shapes: {error}") from None
     for each in found.values():
@@ -211,15 +212,15 @@ def _joined(path: Path, entries: dict[str, _Entry]) -> dict[str, gpt_oss.ExpertT
 
 def _flat(entry: _Entry) -> _Entry:
     """Of all experts' matrices, one below the other."""
-    experts, outputs, inputs = entry.place.shape
-    return entry._replace(place=entry.place._replace(shape=(experts * outputs, inputs)))
+    *outputs, inputs = entry.place.shape
+    return entry._replace(place=entry.place._replace(shape=(math.prod(outputs), inputs)))
 
 
 def _heads(stem: str, known: Architecture, header: Header) -> int:
     if not known.paired or stem not in ("attn_q", "attn_k"):
         return 0
     heads = header.whole("attention.head_count")
-    return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads)
+    return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads, zeros=known.hybrid)
 
 
 def _added(stem: str, known: Architecture) -> float:
@@ -236,7 +237,7 @@ def _check_entry(path: Path, name: str, entry: _Entry) -> None:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {error}") from None
     if entry.undo is not None and entry.place.kind.form is not None and (entry.undo.decay or entry.undo.shape):
         raise UnsupportedModel(f"{path} has the tensor {name} as {entry.place.kind.name}, which is not read of it")
-    whole = 3 if name.endswith(gpt_oss.MATRICES) else 2
+    whole = 3 if name.endswith(joins.MATRICES) else 2
     if entry.place.kind.form is not None and len(entry.place.shape) != whole:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
 

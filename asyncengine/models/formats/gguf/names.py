@@ -100,7 +100,10 @@ OLLAMA_GPT_OSS = {
     "ffn_gate_up_exps": gpt_oss.GATE_UP,
 }
 """As Ollama's own converter calls it: rows of gate and up taking turns in one tensor at first, apart since."""
-WITHOUT_SUFFIX = ("self_attn.sinks", "linear_attn.dt_bias", "linear_attn.A_log", "feed_forward.expert_bias")
+WITHOUT_SUFFIX = (
+    "self_attn.sinks", "linear_attn.dt_bias", "linear_attn.A_log", "feed_forward.expert_bias", "mamba.dt_bias",
+    "mamba.A_log", "mamba.D",
+)  # fmt: skip
 """Parameters of a module itself: transformers adds no ".weight"; files have it, or ".bias", or nothing."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {

@@ -67,7 +67,7 @@ def _unfused(header: Header, name: TensorName, place: TensorPlace) -> list[list[
     if name.stem == "attn_qkv":
         heads = header.whole("attention.head_count")
         dim = header.whole("attention.key_length", header.whole("embedding_length") // max(heads, 1))
-        others = header.whole("attention.head_count_kv", heads) * dim
+        others = header.whole("attention.head_count_kv", heads, zeros=True) * dim
         return [[part] for part in _rows(header, name, place, (heads * dim, others, others))]
     half = place.shape[1] // 2 if len(place.shape) > 1 else 0
     pairs = [_rows(header, name, part, (half, half)) for part in _along_first(header, name.whole, place)]

@@ -33,8 +33,9 @@ def decoder_of(model: GgufModel) -> Decoder:
 
 
 def values(model: GgufModel, name: str) -> torch.Tensor:
+    """Experts' matrices, quantized, lie one below the other."""
     found = model.read(name)
-    return (found if isinstance(found, torch.Tensor) else dense(found)).float()
+    return found.float() if isinstance(found, torch.Tensor) else dense(found).view(model.tensors[name].shape)
 
 
 def check_tensors(model: GgufModel, written: dict[str, torch.Tensor]) -> None:

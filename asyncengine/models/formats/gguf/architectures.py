@@ -6,43 +6,13 @@ Source: llama.cpp's convert_hf_to_gguf.py (what was done), llama-model.cpp (what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.models.formats.gguf import names
+from asyncengine.models.formats.gguf.architecture import Architecture, Fields
 from asyncengine.models.formats.gguf.header import Header
-
-Fields = Mapping[str, Any]
-"""Of a configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One of llama.cpp's architectures."""
-
-    model_type: str
-    """transformers' name of the family."""
-    causal: str
-    """transformers' class."""
-    layer: Mapping[str, str] = field(default_factory=lambda: names.LLAMA)
-    norm: str = "rms_norm_eps"
-    """Where the configuration has the norms' epsilon."""
-    layer_norm: bool = False
-    """Its epsilon is that of layer norms, not of RMS norms."""
-    epsilon: float | None = None
-    """Where a header says none; None: it must."""
-    paired: bool = False
-    """Rows of queries and keys lie so that neighbours rotate together; transformers has the halves of a head."""
-    norm_offset: float = 0.0
-    """Was added to the weights of norms."""
-    partial: bool = False
-    """Heads may be rotated in part."""
-    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Of the header, that are tensors of every layer in transformers: (name, shape)."""
-    more: Callable[[Header], Fields] = lambda header: {}
-    """What else the configuration says."""
+from asyncengine.models.formats.gguf.hybrids import HYBRIDS
 
 
 def _bias(header: Header) -> bool:
@@ -287,6 +257,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", names.HUNYUAN, more=_attention_bias
     ),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", names.SEED, more=_seed),
+    **HYBRIDS,
 }  # fmt: skip
 """By `general.architecture`."""
 

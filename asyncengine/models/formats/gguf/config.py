@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.formats.gguf.architectures import ARCHITECTURES, MIXTRAL, OTHER_KINDS, Architecture
+from asyncengine.models.formats.gguf.architecture import Architecture
+from asyncengine.models.formats.gguf.architectures import ARCHITECTURES, MIXTRAL, OTHER_KINDS
 from asyncengine.models.formats.gguf.container import TensorPlace
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.metadata import Metadata
@@ -45,7 +46,7 @@ def architecture_of(header: Header) -> Architecture:
 def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
     """What config.json would say. Raises `ModelNotFound` for a value that is missing or of a wrong type."""
     known = architecture_of(header)
-    heads, width = header.whole("attention.head_count"), header.whole("embedding_length")
+    heads, width = header.whole("attention.head_count", zeros=known.hybrid), header.whole("embedding_length")
     if not heads or not width:
         raise ModelNotFound(
             f"{header.path}: {header.architecture}.attention.head_count and .embedding_length must not be 0"
@@ -68,9 +69,9 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
         "vocab_size": _vocabulary(header),
         "hidden_size": width,
         "intermediate_size": header.whole("feed_forward_length", 0),
-        "num_hidden_layers": header.whole("block_count"),
+        "num_hidden_layers": header.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": header.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": header.whole("attention.head_count_kv", heads, zeros=known.hybrid),
         "head_dim": head_dim,
         "max_position_embeddings": header.whole("context_length"),
         "tie_word_embeddings": not header.has("output.weight"),

@@ -27,10 +27,17 @@ class Header:
             raise ModelNotFound(f"{self.path}: {name} has {self.metadata.length(name)} values, at most {MAX_LAYERS}")
         return self.metadata.get(name)
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number, or an array of equal ones (a value for each layer)."""
+    @property
+    def layers(self) -> int:
+        """Without those that only predict further tokens, which are not read."""
+        return max(self.whole("block_count") - self.whole("nextn_predict_layers", 0), 0)
+
+    def whole(self, key: str, default: int | None = None, *, zeros: bool = False) -> int:
+        """A whole number, or an array of equal ones (a value for each layer); with `zeros`, some may be 0."""
         found = self.value(key)
         if isinstance(found, list):
+            if zeros:
+                found = [each for each in found if each != 0] or found[:1]
             if len(set(map(str, found))) != 1:
                 raise UnsupportedModel(
                     f"{self.path}: {self.architecture}.{key} differs from layer to layer, which is not read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,16 +16,17 @@ from numpy.typing import NDArray
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.models.checkpoint import StoredTensor
-from asyncengine.models.formats.gguf import gpt_oss, names
-from asyncengine.models.formats.gguf.architectures import Architecture
+from asyncengine.models.formats.gguf import joins, names
+from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.metadata import Metadata, broken
-from asyncengine.models.formats.gguf.names import IGNORED
+from asyncengine.models.formats.gguf.names import IGNORED, split_name
 from asyncengine.models.formats.gguf.parts import MAX_PARTS, parts_of
 from asyncengine.models.formats.gguf.splits import open_files
+from asyncengine.models.formats.gguf.undo import Undo
 from asyncengine.models.sizes import check_sizes
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -40,6 +42,13 @@ class _Entry(NamedTuple):
     heads: int = 0
     """Its rows are those of so many heads, neighbours rotating together; 0: they lie as transformers has them."""
     added: float = 0.0
+    undo: Undo | None = None
+    """What else."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In transformers."""
+        return self.place.shape if self.undo is None else self.undo.shape_of(self.place.shape)
 
 
 class GgufModel:
@@ -59,18 +68,18 @@ class GgufModel:
         self._defaults: dict[str, Any] = {**_sampling(self.metadata), **defaults}
         self._entries = _entries(path, header, places)
         self._values = _values(header)
-        self._experts = _joined(path, self._entries) if self.config["model_type"] == "gpt_oss" else {}
+        self._joins = _joined(path, self.config["model_type"], self._entries)
         """Tensors of transformers' that are several here, or lie otherwise."""
         self.tensors = self._stored_tensors()
 
     def _stored_tensors(self) -> dict[str, StoredTensor]:
-        inside = {part for each in self._experts.values() for part in each.parts}
+        inside = {part for each in self._joins.values() for part in each.parts}
         found = {
-            name: StoredTensor(entry.place.kind.name, entry.place.shape, entry.file.path)
+            name: StoredTensor(entry.place.kind.name, entry.shape, entry.file.path)
             for name, entry in self._entries.items()
             if name not in inside
         }
-        for name, each in self._experts.items():
+        for name, each in self._joins.items():
             first = self._entries[each.parts[0]]
             found[name] = StoredTensor(first.place.kind.name, each.shape, first.file.path)
         values = self._values.items()
@@ -95,22 +104,24 @@ class GgufModel:
         """A tensor under its name in transformers: mapped if nothing was done to it, or as it is stored."""
         if name in self._values:
             return self._values[name].clone()
-        if (experts := self._experts.get(name)) is not None:
-            return self._read_experts([self._entries[part] for part in experts.parts])
+        if (join := self._joins.get(name)) is not None:
+            return self._read_joined(join)
         entry = self._entries[name]
         if entry.place.kind.form is not None:
             return _matrix(entry)
         tensor = _plain(entry)
         if entry.heads:
             tensor = tensor.index_select(0, torch.from_numpy(_source(entry)))
+        if entry.undo is not None:
+            tensor = entry.undo.of(tensor)
         return tensor - entry.added if entry.added else tensor
 
-    def _read_experts(self, parts: list[_Entry]) -> torch.Tensor | StoredMatrix:
+    def _read_joined(self, join: joins.Join) -> torch.Tensor | StoredMatrix:
         """Quantized ones lie one below the other, [outputs, inputs] each."""
+        parts = [self._entries[part] for part in join.parts]
         if parts[0].place.kind.form is None:
-            return gpt_oss.interleaved([_plain(entry) for entry in parts])
-        matrices = [_matrix(_flat(entry)) for entry in parts]
-        return matrices[0] if len(matrices) == 1 else gpt_oss.TakingTurns(*matrices)
+            return joins.plain(join, [_plain(entry) for entry in parts])
+        return joins.stored(join, [_matrix(_flat(entry)) for entry in parts])
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
         """What `read` gave will not be read again. Of a copy, nothing happens."""
@@ -156,7 +167,10 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
     for name, (file, place) in places.items():
         if re.fullmatch(IGNORED, name):
             continue
-        parts = parts_of(header, name, known.layer)
+        own = split_name(name)
+        if own is not None and own.layer is not None and header.layers <= own.layer < header.whole("block_count"):
+            continue  # predicts further tokens
+        parts = parts_of(header, name, known.layer, known.outer)
         if not parts:
             raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
         if not place.kind.readable:
@@ -165,7 +179,9 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
         for part in parts:
-            found[part.name] = _Entry(file, part.place, _heads(part.stem, known, header), _added(name, known))
+            undo = None if own is None else known.undo(header, own)
+            heads, added = _heads(part.stem, known, header), _added(part.stem, known)
+            found[part.name] = _Entry(file, part.place, heads, added, undo)
             if len(found) > MAX_PARTS:
                 raise broken(path, f"it has more than {MAX_PARTS} tensors")
     for name, entry in found.items():
@@ -182,9 +198,9 @@ def _values(header: Header) -> dict[str, torch.Tensor]:
     }
 
 
-def _joined(path: Path, entries: dict[str, _Entry]) -> dict[str, gpt_oss.ExpertTensors]:
+def _joined(path: Path, family: str, entries: dict[str, _Entry]) -> dict[str, joins.Join]:
     try:
-        found = gpt_oss.joined({name: entry.place.shape for name, entry in entries.items()})
+        found = joins.joined(family, {name: entry.place.shape for name, entry in entries.items()})
     except ValueError as error:
         raise ModelNotFound(f"{path} has experts of other shapes: {error}") from None
     for each in found.values():
@@ -196,26 +212,32 @@ def _joined(path: Path, entries: dict[str, _Entry]) -> dict[str, gpt_oss.ExpertT
 
 def _flat(entry: _Entry) -> _Entry:
     """Of all experts' matrices, one below the other."""
-    experts, outputs, inputs = entry.place.shape
-    return entry._replace(place=entry.place._replace(shape=(experts * outputs, inputs)))
+    *outputs, inputs = entry.place.shape
+    return entry._replace(place=entry.place._replace(shape=(math.prod(outputs), inputs)))
 
 
 def _heads(stem: str, known: Architecture, header: Header) -> int:
     if not known.paired or stem not in ("attn_q", "attn_k"):
         return 0
     heads = header.whole("attention.head_count")
-    return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads)
+    return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads, zeros=known.hybrid)
 
 
-def _added(name: str, known: Architecture) -> float:
-    return known.norm_offset if name.endswith("norm.weight") else 0.0
+def _added(stem: str, known: Architecture) -> float:
+    return known.norm_offset if stem.endswith("norm") and stem != "ssm_norm" else 0.0
 
 
 def _check_entry(path: Path, name: str, entry: _Entry) -> None:
     rows = entry.place.shape[0]
     if entry.heads and rows % (2 * entry.heads):
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {rows} rows for {entry.heads} heads")
-    whole = 3 if name.endswith(gpt_oss.MATRICES) else 2
+    try:
+        _ = entry.shape
+    except ValueError as error:
+        raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {error}") from None
+    if entry.undo is not None and entry.place.kind.form is not None and (entry.undo.decay or entry.undo.shape):
+        raise UnsupportedModel(f"{path} has the tensor {name} as {entry.place.kind.name}, which is not read of it")
+    whole = 3 if name.endswith(joins.MATRICES) else 2
     if entry.place.kind.form is not None and len(entry.place.shape) != whole:
         raise ModelNotFound(f"{path} has a wrong shape for the tensor {name}: {list(entry.place.shape)}")
 
@@ -230,7 +252,10 @@ def _matrix(entry: _Entry) -> BlockMatrix:
     place, form = entry.place, entry.place.kind.form
     assert form is not None
     shape = (place.shape[0], place.shape[1])
-    return BlockMatrix(place.kind.name, shape, form, entry.file, place, _source(entry) if entry.heads else None)
+    source = _source(entry) if entry.heads else entry.undo.rows if entry.undo else None
+    return BlockMatrix(
+        place.kind.name, shape, form, entry.file, place, source, entry.undo.columns if entry.undo else None
+    )
 
 
 def _plain(entry: _Entry) -> torch.Tensor:

@@ -100,8 +100,11 @@ OLLAMA_GPT_OSS = {
     "ffn_gate_up_exps": gpt_oss.GATE_UP,
 }
 """As Ollama's own converter calls it: rows of gate and up taking turns in one tensor at first, apart since."""
-WITHOUT_SUFFIX = ("self_attn.sinks",)
-"""Parameters of a module itself: transformers adds no ".weight", nor does Ollama's converter."""
+WITHOUT_SUFFIX = (
+    "self_attn.sinks", "linear_attn.dt_bias", "linear_attn.A_log", "feed_forward.expert_bias", "mamba.dt_bias",
+    "mamba.A_log", "mamba.D",
+)  # fmt: skip
+"""Parameters of a module itself: transformers adds no ".weight"; files have it, or ".bias", or nothing."""
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
@@ -111,9 +114,10 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 it is told so (`--fuse-qkv`, `--fuse-gate-up-exps`)."""
 
 IGNORED = (
-    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm)\..*"
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm|mtp)\..*"
 )
-"""Tensors that became part of the configuration, and the image part that Ollama keeps in the same file."""
+"""Tensors that became part of the configuration, and parts that Ollama keeps in the same file: of images, and what
+predicts further tokens."""
 
 
 class TensorName(NamedTuple):
@@ -145,9 +149,9 @@ def split_name(name: str) -> TensorName | None:
     return TensorName(int(number), inner, suffix)
 
 
-def hugging_face_name(name: TensorName, layer: Mapping[str, str]) -> str | None:
+def hugging_face_name(name: TensorName, layer: Mapping[str, str], outer: Mapping[str, str] = OUTER) -> str | None:
     """The name in a checkpoint of transformers, with "{}" where a tensor is several; None: unknown."""
-    there = (OUTER if name.layer is None else layer).get(name.stem)
+    there = (outer if name.layer is None else layer).get(name.stem)
     if there is None:
         return None
     prefix = "" if name.layer is None else LAYER.format(name.layer)

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     place: TensorPlace
 
 
-def parts_of(header: Header, name: str, layer: Mapping[str, str]) -> list[Part]:
+def parts_of(header: Header, name: str, layer: Mapping[str, str], outer: Mapping[str, str]) -> list[Part]:
     """What one tensor of the file is in transformers; nothing if its architecture has no such tensor.
 
     Raises `ModelNotFound` for a shape that cannot be taken apart.
@@ -32,7 +32,7 @@ def parts_of(header: Header, name: str, layer: Mapping[str, str]) -> list[Part]:
     known, place = split_name(name), header.tensors[name]
     if known is None:
         return []
-    there = hugging_face_name(known, layer)
+    there = hugging_face_name(known, layer, outer)
     if there is not None:
         return [Part(own, known.stem, part) for own, part in _single(header, there, place)]
     if known.layer is None or known.stem not in FUSED:
@@ -67,7 +67,7 @@ def _unfused(header: Header, name: TensorName, place: TensorPlace) -> list[list[
     if name.stem == "attn_qkv":
         heads = header.whole("attention.head_count")
         dim = header.whole("attention.key_length", header.whole("embedding_length") // max(heads, 1))
-        others = header.whole("attention.head_count_kv", heads) * dim
+        others = header.whole("attention.head_count_kv", heads, zeros=True) * dim
         return [[part] for part in _rows(header, name, place, (heads * dim, others, others))]
     half = place.shape[1] // 2 if len(place.shape) > 1 else 0
     pairs = [_rows(header, name, part, (half, half)) for part in _along_first(header, name.whole, place)]

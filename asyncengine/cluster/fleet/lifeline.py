@@ -5,7 +5,7 @@ lives, and the caller then waits a second for the reason. A socket is closed by 
 process ends. Where the whole machine is gone nobody closes anything: the kernel here asks the kernel there (TCP
 keepalive), which answers whatever the process does, and gives up after two seconds.
 
-A connection can break alone. Only if no new one comes about is the process gone; whoever comes back within half a
+A connection can break alone. Only if no new one comes about is the process gone; whoever comes back within a quarter of a
 second has not been lost.
 """
 
@@ -19,7 +19,7 @@ import sys
 
 logger = logging.getLogger("asyncengine")
 
-RETRY_SECONDS = 0.5
+RETRY_SECONDS = 0.25
 """Until a new connection must be there."""
 FIRST_SECONDS = 5.0
 """The same for the first one: a firewall that says nothing."""

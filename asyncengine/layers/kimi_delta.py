@@ -161,7 +161,8 @@ class KimiDelta:
         def load(tensor: Any) -> None:
             self.rate.copy_(tensor.float().exp().view(-1))
 
-        for part in (*self.linears(), self.norm):
+        parts: list[Linear | Norm] = [*self.linears(), self.norm]
+        for part in parts:
             yield from part.slots()
         for place, name in enumerate("qkv"):
             yield f"{self._prefix}{name}_conv1d.weight", self.conv.part(place * self.config.size, self.config.size)

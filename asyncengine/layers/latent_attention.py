@@ -92,5 +92,6 @@ class LatentAttention:
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
-        for part in (*self.linears(), self.norm):
+        parts: list[Linear | Norm] = [*self.linears(), self.norm]
+        for part in parts:
             yield from part.slots()

@@ -78,12 +78,17 @@ class CausalConv:
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
 
-        def load(tensor: Any) -> None:
-            self.weight.copy_(tensor[:, 0].T)
-
-        yield f"{self.path}.weight", TensorSlot((self.channels, 1, self.taps), load)
+        yield f"{self.path}.weight", self.part(0, self.channels)
         if self.bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
+
+    def part(self, first: int, channels: int) -> TensorSlot:
+        """Of the weight of some channels, where a checkpoint has them apart."""
+
+        def load(tensor: Any) -> None:
+            self.weight[:, first : first + channels].copy_(tensor[:, 0].T)
+
+        return TensorSlot((channels, 1, self.taps), load)
 
     @property
     def nbytes(self) -> int:

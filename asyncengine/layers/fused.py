@@ -35,7 +35,7 @@ class LayerParts(Protocol):
     """What is looked at in a decoder layer."""
 
     config: Any
-    attention: Attention | None
+    attention: Any
     state: Any
     mlp: Any
     before_attention: Norm | None

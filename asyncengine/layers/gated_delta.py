@@ -150,7 +150,7 @@ class GatedDelta:
         keys = config.key_heads * config.key_dim
         query, key, value = torch.split(qkv.float(), [keys, keys, len(qkv) - 2 * keys])
         heads = (config.key_heads, config.key_dim)
-        query, key = (_unit(part.view(heads)) for part in (query, key))
+        query, key = (unit(part.view(heads)) for part in (query, key))
         group = config.value_heads // config.key_heads
         query, key = (part.repeat_interleave(group, 0) for part in (query * config.key_dim**-0.5, key))
         decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
@@ -191,7 +191,8 @@ class GatedDelta:
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Vectors [..., dim] of length one."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,8 @@ class MLPConfig:
     transposed: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
     """What the gate is multiplied by before its activation, and the result (Falcon-H1)."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(a matrix's name, another one) that checkpoints may have instead (Kimi Linear, as transformers saves it)."""
 
 
 class MLP:
@@ -41,7 +43,7 @@ class MLP:
     def __init__(self, options: LayerOptions, config: MLPConfig, prefix: str, width: int) -> None:
         outputs = config.width * (2 if config.gated else 1) // len(config.up)
         parts = [Part(prefix + name, outputs) for name in config.up]
-        self.config = config
+        self.config, self._prefix = config, prefix
         self.up = Linear(options, parts, width, bias=config.bias, transposed=config.transposed)
         self.down = Linear(
             options, [Part(prefix + config.down, width)], config.width, transposed=config.transposed,
@@ -77,3 +79,10 @@ class MLP:
             yield from linear.slots()
         if self.xielu is not None:
             yield from self.xielu.slots()
+
+    def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """Other names of the same; each slot says which it stands for."""
+        own = dict(self.slots()) if self.config.aliases else {}
+        for name, other in self.config.aliases:
+            here, there = (f"{self._prefix}{path}.weight" for path in (name, other))
+            yield there, replace(own[here], replaces=(here,))

@@ -19,6 +19,7 @@ from asyncengine.layers.attention import Attention, AttentionConfig
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.experts import MoEConfig, SparseMLP
 from asyncengine.layers.fused import FusedLayers, fused_layers
+from asyncengine.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from asyncengine.layers.layer_inputs import LayerInput, LayerInputConfig, LayerInputs
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
@@ -36,7 +37,7 @@ from asyncengine.layers.step import StepContext
 class LayerConfig:
     """One decoder layer. A norm that is not named is not there."""
 
-    attention: AttentionConfig | None
+    attention: AttentionConfig | LatentAttentionConfig | None
     mlp: MLPConfig | MoEConfig | None
     """None: the layer mixes tokens and nothing else (Mamba-2, Nemotron-H)."""
     state: StateConfig | None = None
@@ -121,7 +122,7 @@ class DecoderLayer:
         self.before_attention, self.after_attention = named(config.before_attention), named(config.after_attention)
         self.before_mlp, self.after_mlp = named(config.before_mlp), named(config.after_mlp)
         own = config.attention
-        self.attention = None if own is None else Attention(options, own, prefix, width, pool)
+        self.attention = None if own is None else _attention(options, own, prefix, width, pool)
         self.state = None if config.state is None else config.state.build(options, norm, prefix, width, state)
         self.mlp = None if config.mlp is None else _feed_forward(options, config.mlp, prefix, width)
         self.side = None if config.side is None else SideExperts(options, config.side, norm, prefix, width)
@@ -327,8 +328,9 @@ class Decoder:
     def other_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """Places of tensors that a checkpoint may hold instead of some of those."""
         for layer in self.layers:
-            for mixture in layer.mixtures():
-                yield from mixture.other_slots()
+            parts = [*layer.mixtures(), *([layer.mlp] if isinstance(layer.mlp, MLP) else [])]
+            for part in parts:
+                yield from part.other_slots()
 
     @property
     def nbytes(self) -> int:
@@ -397,6 +399,14 @@ def _state_places(layers: Sequence[LayerConfig]) -> list[int]:
     """For each layer, the place of its states among the pools."""
     keeps = [layer.state is not None for layer in layers]
     return [sum(keeps[:index]) for index in range(len(keeps))]
+
+
+def _attention(
+    options: LayerOptions, config: AttentionConfig | LatentAttentionConfig, prefix: str, width: int, pool: int
+) -> Attention | LatentAttention:
+    if isinstance(config, LatentAttentionConfig):
+        return LatentAttention(options, config, prefix, width, pool)
+    return Attention(options, config, prefix, width, pool)
 
 
 def _feed_forward(options: LayerOptions, config: MLPConfig | MoEConfig, prefix: str, width: int) -> MLP | SparseMLP:

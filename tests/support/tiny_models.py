@@ -396,6 +396,27 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             routed_scaling_factor=1.5,
         )
     ),
+    "kimi-linear": lambda: hf.KimiLinearConfig(
+        **_common(
+            num_hidden_layers=4,
+            num_key_value_heads=4,
+            layer_types=HYBRID,
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            linear_head_dim=16,
+            linear_num_heads=3,
+            kv_lora_rank=24,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            moe_intermediate_size=32,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            n_shared_experts=2,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+        )
+    ),
     "cohere": lambda: hf.CohereConfig(**_common(logit_scale=0.5)),
     "cohere2": lambda: hf.Cohere2Config(**_common(logit_scale=0.5, sliding_window=WINDOW, layer_types=_alternating())),
     "apertus": lambda: hf.ApertusConfig(**_common()),

@@ -6,6 +6,9 @@ lanes, so every sum is made in one order, whatever the columns beside it and wha
 
 While a column learns from one token, what it knows under the next token's key is summed up as well: the state passes
 through registers once for each token.
+
+A state may forget as a whole, or each dimension of the key by itself (Kimi Delta Attention). Then what it will know
+under the next key is summed up under that key *faded*: multiplied by what the dimensions will have kept by then.
 """
 
 from __future__ import annotations
@@ -56,15 +59,43 @@ def delta_rule(
              value_dim * 4)  # fmt: skip
         column += LANES
     if column < value_dim:
-        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column)
+        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, keys, keys, False)
+
+
+@serial_in_order
+def delta_rule_by_channel(
+    source: int, target: int, keys: int, queries: int, values: int, gates: int, out: int, tokens: int, key_dim: int,
+    value_dim: int, faded: int, kept: int,
+) -> None:  # fmt: skip
+    """The same with `kept` [tokens, key dim]: what each dimension of the key is multiplied by, in the place of the
+    first of the gates. `faded` alike: keys times these."""
+    column = 0
+    if tokens <= _FEW:
+        while column + _ROW * LANES <= value_dim:
+            move = column * 4
+            _eight_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens,
+                              key_dim, value_dim * 4, faded, kept)  # fmt: skip
+            column += _ROW * LANES
+    while column + _TILE * LANES <= value_dim:
+        move = column * 4
+        _two_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
+                        value_dim * 4, faded, kept)  # fmt: skip
+        column += _TILE * LANES
+    while column + LANES <= value_dim:
+        move = column * 4
+        _one_by_channel(source + move, target + move, keys, queries, values + move, gates, out + move, tokens, key_dim,
+                        value_dim * 4, faded, kept)  # fmt: skip
+        column += LANES
+    if column < value_dim:
+        _rest(source, target, keys, queries, values, gates, out, tokens, key_dim, value_dim, column, faded, kept, True)
 
 
 @serial_in_order
 def _rest(
     source: int, target: int, keys: int, queries: int, values: int, gates: int, out: int, tokens: int, key_dim: int,
-    value_dim: int, first: int,
+    value_dim: int, first: int, faded: int, kept: int, by_channel: bool,
 ) -> None:  # fmt: skip
-    """Columns that fill no vector."""
+    """Columns that fill no vector. `faded` is the keys where the state forgets as a whole."""
     before = array(pointer(source, _SINGLE), (key_dim, value_dim))
     state = array(pointer(target, _SINGLE), (key_dim, value_dim))
     key, query = array(pointer(keys, _SINGLE), (tokens, key_dim)), array(pointer(queries, _SINGLE), (tokens, key_dim))
@@ -73,48 +104,59 @@ def _rest(
         array(pointer(out, _SINGLE), (tokens, value_dim)),
     )
     gate = array(pointer(gates, _SINGLE), (tokens, 2))
+    within = array(pointer(faded, _SINGLE), (tokens, key_dim))
+    keeps = array(pointer(kept, _SINGLE), (tokens, key_dim))
     for token in range(tokens):
         held = before if token == 0 else state
-        decay, rate = gate[token, 0], gate[token, 1]
+        decay, rate = np.float32(1) if by_channel else gate[token, 0], gate[token, 1]
         for column in range(first, value_dim):
             known, found = np.float32(0), np.float32(0)
             for index in range(key_dim):
-                known += held[index, column] * key[token, index]
+                known += held[index, column] * within[token, index]
             delta = (value[token, column] - decay * known) * rate
             for index in range(key_dim):
-                number = held[index, column] * decay + key[token, index] * delta
+                factor = keeps[token, index] if by_channel else decay
+                number = held[index, column] * factor + key[token, index] * delta
                 state[index, column] = number
                 found += number * query[token, index]
             read[token, column] = found
 
 
-def _tile(columns: int) -> Any:
-    """The intrinsic for `columns` vectors of columns: as `delta_rule`, with the bytes of a row as the last argument."""
+def _tile(columns: int, by_channel: bool = False) -> Any:
+    """The intrinsic for `columns` vectors of columns: as `delta_rule`, with the bytes of a row for the last size."""
 
-    def typed(
+    def whole(
         _: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
         key_dim: Any, row: Any,
     ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_tile(builder, columns, *arguments)
-            return context.get_dummy_value()
-
         return numba.types.void(*[numba.types.int64] * 10), generate
 
-    return intrinsic(typed)
+    def channels(
+        _: Any, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any, tokens: Any,
+        key_dim: Any, row: Any, faded: Any, kept: Any,
+    ) -> Any:  # fmt: skip
+        return numba.types.void(*[numba.types.int64] * 12), generate
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _write_tile(builder, columns, *arguments)
+        return context.get_dummy_value()
+
+    return intrinsic(channels if by_channel else whole)
 
 
 _eight, _two, _one = (_tile(columns) for columns in (_ROW, _TILE, 1))
+_eight_by_channel, _two_by_channel, _one_by_channel = (_tile(columns, True) for columns in (_ROW, _TILE, 1))
 
 
 def _write_tile(
     builder: Any, columns: int, source: Any, target: Any, keys: Any, queries: Any, values: Any, gates: Any, out: Any,
-    tokens: Any, key_dim: Any, row: Any,
+    tokens: Any, key_dim: Any, row: Any, faded: Any = None, kept: Any = None,
 ) -> None:  # fmt: skip
     zero = vectors.constant(FLOATS, 0.0)
     known = [cgutils.alloca_once_value(builder, zero) for _ in range(columns)]
     found = [cgutils.alloca_once_value(builder, zero) for _ in range(columns)]
     length = builder.mul(key_dim, LONG(4))
+    under = keys if faded is None else faded
 
     def places(base: Any) -> list[Any]:
         return [builder.add(base, LONG(64 * column)) for column in range(columns)]
@@ -123,36 +165,39 @@ def _write_tile(
         return vectors.splat(builder, load(builder, builder.add(base, builder.mul(index, LONG(4))), FLOAT))
 
     with cgutils.for_range(builder, key_dim) as loop:  # what is known under the first token's key
-        key = number(keys, loop.index)
+        key = number(under, loop.index)
         for place, total in zip(places(builder.add(source, builder.mul(loop.index, row))), known, strict=True):
             builder.store(multiply_add(builder, load(builder, place, FLOATS), key, builder.load(total)), total)
     with cgutils.for_range(builder, tokens) as turn:
         token = turn.index
+        move = builder.mul(token, length)
         first = builder.icmp_unsigned("==", token, LONG(0))
         last = builder.icmp_unsigned("==", builder.add(token, LONG(1)), tokens)
         held = builder.select(first, source, target)
-        own = builder.add(keys, builder.mul(token, length))
-        following = builder.select(last, own, builder.add(own, length))  # behind the last: not used
-        asked = builder.add(queries, builder.mul(token, length))
+        own, asked = builder.add(keys, move), builder.add(queries, move)
+        keeps = None if kept is None else builder.add(kept, move)
+        here = builder.add(under, move)
+        following = builder.select(last, here, builder.add(here, length))  # behind the last: not used
         gate = builder.add(gates, builder.mul(token, LONG(8)))
         decay, rate = number(gate, LONG(0)), number(gate, LONG(1))
         deltas = []
         for place, total in zip(places(builder.add(values, builder.mul(token, row))), known, strict=True):
-            kept = builder.fmul(decay, builder.load(total))
-            deltas.append(builder.fmul(builder.fsub(load(builder, place, FLOATS), kept), rate))
+            sum_known = builder.load(total) if keeps is not None else builder.fmul(decay, builder.load(total))
+            deltas.append(builder.fmul(builder.fsub(load(builder, place, FLOATS), sum_known), rate))
             builder.store(zero, total)
         for total in found:
             builder.store(zero, total)
         with cgutils.for_range(builder, key_dim) as loop:
             key, after, query = (number(base, loop.index) for base in (own, following, asked))
+            factor = decay if keeps is None else number(keeps, loop.index)
             move = builder.mul(loop.index, row)
             before, to = places(builder.add(held, move)), places(builder.add(target, move))
             for column in range(columns):
-                numbers = builder.fmul(load(builder, before[column], FLOATS), decay)
+                numbers = builder.fmul(load(builder, before[column], FLOATS), factor)
                 numbers = multiply_add(builder, key, deltas[column], numbers)
                 store(builder, numbers, to[column])
-                for totals, factor in ((found, query), (known, after)):
+                for totals, other in ((found, query), (known, after)):
                     total = totals[column]
-                    builder.store(multiply_add(builder, numbers, factor, builder.load(total)), total)
+                    builder.store(multiply_add(builder, numbers, other, builder.load(total)), total)
         for place, total in zip(places(builder.add(out, builder.mul(token, row))), found, strict=True):
             store(builder, builder.load(total), place)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.delta_rule import delta_rule
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.delta_rule import delta_rule, delta_rule_by_channel
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -36,7 +36,10 @@ Q, Q_STEP, K, K_STEP, V, V_STEP, Z, Z_STEP, B, B_STEP, A, A_STEP = range(12)
 # ... then sizes (GROUP: value heads of a key head; WIDTH: numbers of a row of projections), and addresses: the
 # convolution's weight, rates of forgetting, biases of dt, the norm's weight and its epsilon.
 HEADS, GROUP, KEY_DIM, VALUE_DIM, TAPS, WIDTH, CONV, RATE, DT_BIAS, NORM, EPSILON = range(12, 23)
-FIELDS = 23
+# 1: each dimension of the key forgets by itself (A: as many columns for each head, DT_BIAS too), and what is read is
+# multiplied by the sigmoid of z, not by silu(z): Kimi Delta Attention, whose value heads are the key heads
+BY_CHANNEL = 23
+FIELDS = 24
 
 
 class GatedDeltaKernel:
@@ -44,16 +47,16 @@ class GatedDeltaKernel:
 
     def __init__(
         self, columns: Sequence[int], sizes: Sequence[int], conv: torch.Tensor, rate: torch.Tensor,
-        dt_bias: torch.Tensor, norm: torch.Tensor, epsilon: float,
+        dt_bias: torch.Tensor, norm: torch.Tensor, epsilon: float, by_channel: bool = False,
     ) -> None:  # fmt: skip
         """`columns`: Q .. A_STEP; `sizes`: HEADS .. WIDTH. `conv` [taps, channels], `rate` is exp(A_log), `norm` the
-        weight of the norm with that `epsilon`."""
+        weight of the norm with that `epsilon`. `by_channel`: Kimi Delta Attention."""
         self._epsilon = np.array([epsilon], dtype=np.float32)
         self._held = (conv, rate, dt_bias, norm)  # an address keeps nothing where it is
         heads, group, _, value_dim, *_ = sizes
         self.outputs = heads * group * value_dim
         where = [part.data_ptr() for part in self._held]
-        self.record = np.array([*columns, *sizes, *where, self._epsilon.ctypes.data], dtype=np.int64)
+        self.record = np.array([*columns, *sizes, *where, self._epsilon.ctypes.data, by_channel], dtype=np.int64)
         self.address: int = self.record.ctypes.data
 
     def code(self, dtype: torch.dtype) -> str:
@@ -105,9 +108,11 @@ def _advance_part(
     heads, size = spec[HEADS], size_of(kind)
     state, window = heads * _state_bytes(spec), _channels(spec) * (spec[TAPS] - 1) * size
     numbers = 2 * spec[KEY_DIM] + spec[GROUP] * spec[VALUE_DIM]
-    # of some tokens: inputs as the convolution leaves them; keys, queries, values, what is read; gates
+    # of some tokens: inputs as the convolution leaves them; keys, queries, values, what is read; gates (and, by
+    # channel, what dimensions keep, and keys times that)
     mixed = np.empty(_TOKENS * numbers * size, dtype=np.uint8)
-    wide = np.empty(_TOKENS * (2 * spec[KEY_DIM] + 2 * spec[VALUE_DIM] + 2), dtype=np.float32)
+    vectors = 4 if spec[BY_CHANNEL] else 2
+    wide = np.empty(_TOKENS * (vectors * spec[KEY_DIM] + 2 * spec[VALUE_DIM] + 2), dtype=np.float32)
     sums = np.empty(CHANNELS, dtype=np.float32)
     for unit in range(rows * heads * piece // pieces, rows * heads * (piece + 1) // pieces):
         head = unit % heads
@@ -182,6 +187,8 @@ def _advance(
     values = queries + _TOKENS * dim * 4
     read = values + _TOKENS * value_dim * 4
     gates = read + _TOKENS * value_dim * 4
+    kept = gates + _TOKENS * 2 * 4
+    faded = kept + _TOKENS * dim * 4
     row = (2 * dim + group * value_dim) * size
     for token in range(tokens):
         own = mixed + token * row
@@ -196,7 +203,14 @@ def _advance(
                 wider[index] = widen(inputs[index])
         _gates(spec, projected, first, tokens, head, member, gates, kind)
         place = number * dim * value_dim * 4
-        call(delta_rule, (source + place, target + place, keys, queries, values, gates, read, tokens, dim, value_dim))
+        if spec[BY_CHANNEL]:
+            _fade(spec, projected, first, tokens, head, keys, kept, faded, kind)
+            call(delta_rule_by_channel, (source + place, target + place, keys, queries, values, gates, read, tokens,
+                                         dim, value_dim, faded, kept))  # fmt: skip
+        else:
+            call(
+                delta_rule, (source + place, target + place, keys, queries, values, gates, read, tokens, dim, value_dim)
+            )
         for token in range(tokens):
             column = spec[Z] + head * spec[Z_STEP] + member * value_dim
             z = projected + ((first + token) * spec[WIDTH] + column) * size
@@ -217,7 +231,8 @@ def _unit(source: int, out: int, dim: int, length: np.float32, kind: np.generic)
 def _gates(
     spec: Spec, projected: int, first: int, tokens: int, head: int, member: int, out: int, kind: np.generic
 ) -> None:
-    """[tokens, 2] of one value head: what its state is multiplied by, and the rate of learning."""
+    """[tokens, 2] of one value head: what its state is multiplied by, and the rate of learning. By channel, only the
+    second says something."""
     number = head * spec[GROUP] + member
     rate = array(pointer(spec[RATE], _SINGLE), (number + 1,))[number]
     bias = array(pointer(spec[DT_BIAS], _SINGLE), (number + 1,))[number]
@@ -225,10 +240,34 @@ def _gates(
     for token in range(tokens):
         row = array(pointer(projected + (first + token) * spec[WIDTH] * size_of(kind), kind), (spec[WIDTH],))
         x = widen(row[spec[A] + head * spec[A_STEP] + member]) + bias
-        soft = x if x > np.float32(20) else np.float32(np.log1p(exponential(x)))
-        results[token, 0] = exponential(-rate * soft)
+        results[token, 0] = _kept(x, rate)
         learn = widen(row[spec[B] + head * spec[B_STEP] + member])
         results[token, 1] = np.float32(1) / (np.float32(1) + exponential(-learn))
+
+
+@inline
+def _kept(x: np.float32, rate: np.float32) -> np.float32:
+    """exp(-rate softplus(x))."""
+    soft = x if x > np.float32(20) else np.float32(np.log1p(exponential(x)))
+    return exponential(-rate * soft)
+
+
+@serial_in_order
+def _fade(
+    spec: Spec, projected: int, first: int, tokens: int, head: int, keys: int, kept: int, faded: int, kind: np.generic
+) -> None:  # fmt: skip
+    """[tokens, key dim] of one head: what its dimensions keep with each token, and keys times that."""
+    dim = spec[KEY_DIM]
+    rate = array(pointer(spec[RATE], _SINGLE), (head + 1,))[head]
+    bias = array(pointer(spec[DT_BIAS] + head * dim * 4, _SINGLE), (dim,))
+    key, keeps = array(pointer(keys, _SINGLE), (tokens, dim)), array(pointer(kept, _SINGLE), (tokens, dim))
+    within = array(pointer(faded, _SINGLE), (tokens, dim))
+    for token in range(tokens):
+        column = (first + token) * spec[WIDTH] + spec[A] + head * spec[A_STEP]
+        row = array(pointer(projected + column * size_of(kind), kind), (dim,))
+        for index in range(dim):
+            keeps[token, index] = _kept(widen(row[index]) + bias[index], rate)
+            within[token, index] = key[token, index] * keeps[token, index]
 
 
 @serial_in_order
@@ -241,5 +280,5 @@ def _norm_and_gate(read: int, z: int, out: int, spec: Spec, kind: np.generic) ->
     scale = np.float32(1) / np.sqrt(square_sum(read, dim, _SINGLE) / np.float32(dim) + epsilon)
     for index in range(dim):
         gate = widen(gates[index])
-        gate = gate / (np.float32(1) + exponential(-gate))
+        gate = (np.float32(1) if spec[BY_CHANNEL] else gate) / (np.float32(1) + exponential(-gate))
         results[index] = narrow(values[index] * scale * weights[index] * gate, kind)

@@ -73,6 +73,7 @@ NATIVE: Mapping[str, str] = {
     "glm4v_moe_text": "glm_moe",
     "dots1": "glm_moe",
     "ernie4_5_moe": "glm_moe",
+    "kimi_linear": "kimi_linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",
     "mamba2": "mamba",

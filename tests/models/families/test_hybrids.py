@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.checkpoints import Checkpoint
 from support.drive import Driver, Job, prompts
 from support.tiny_models import FAMILIES, VOCAB, make_model
@@ -21,7 +24,7 @@ from asyncengine.sampling_params import SamplingParams
 WANT = 48
 LENGTHS = [40, 9, 70]
 SCORED = SamplingParams(temperature=0.0, ignore_eos=True, prompt_logprobs=True)
-OWN = ("qwen3next", "qwen3.5", "qwen3.5moe")
+OWN = ("qwen3next", "qwen3.5", "qwen3.5moe", "kimi-linear")
 
 
 def changed(name: str, **fields: Any) -> Callable[[], Any]:
@@ -172,3 +175,38 @@ def test_one_answer_to_the_bit(name: str, dtype: str, checkpoint: Checkpoint) ->
         beside = [row for logits in recording.logits for row in logits if torch.equal(row, alone[0])]
         assert len(beside) == 1, f"chunk {chunk}"
     runner.close()
+
+
+def test_kimi_linear_as_its_makers_save_it(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Layer types in `linear_attn_config`, counted from one, and the dense layer's own name for its matrices; and as
+    transformers holds it."""
+    saved = checkpoint("kimi-linear", seed=0, heavy=True, dtype=torch.float32)
+    tensors = load_file(saved / "model.safetensors")
+    config = json.loads((saved / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del config[name]
+    config |= {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 16, "num_heads": 3,
+                               "short_conv_kernel_size": 4},
+    }  # fmt: skip
+    spellings = {
+        "makers": lambda name: name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."),
+        "held": lambda name: name if ".experts." in name else name.replace(".block_sparse_moe.", ".mlp."),
+    }
+    text, found = prompts([30], VOCAB)[0], {}
+    folders = {"saved": saved}
+    for spelling, rename in spellings.items():
+        folders[spelling] = tmp_path / spelling
+        folders[spelling].mkdir()
+        (folders[spelling] / "config.json").write_text(json.dumps(config))
+        named = {rename(name): tensor for name, tensor in tensors.items()}
+        save_file(named, folders[spelling] / "model.safetensors", {"format": "pt"})
+    for spelling, folder in folders.items():
+        settings = EngineConfig(kv_cache_memory="4MiB", dtype="float32", show_progress=False, num_threads=1)
+        loaded = load_model(str(folder), settings)
+        assert isinstance(loaded.model, Decoder)
+        runner = build_runner(loaded, settings)
+        (found[spelling],) = Driver(runner).run([Driver(runner).job(text, 12)])
+        runner.close()
+    assert found["makers"] == found["held"] == found["saved"]

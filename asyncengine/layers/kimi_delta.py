@@ -1,0 +1,175 @@
+"""Kimi Delta Attention (Kimi team 2025, "Kimi Linear"): the gated delta rule whose state forgets each dimension apart.
+
+As in `layers.gated_delta`, but each dimension of a key has a gate of its own, made of the input by two small matrices,
+and so has each number that is read:
+
+    S = diag(exp(g)) S;  S = S + k (beta (v - S^T k))^T;  o = norm(S^T q) * sigmoid(z)
+
+with g = -exp(A_log) softplus(f + dt_bias), one A_log for a head. There is one value head for each key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from asyncengine.layers.causal_conv import CausalConv
+from asyncengine.layers.gated_delta import Columns, unit
+from asyncengine.layers.linear import Linear, Part
+from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.states import StateSpec, StateStep, advance_segments
+from asyncengine.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaConfig:
+    """One such layer, with the checkpoint's names for its tensors. A `StateConfig`."""
+
+    heads: int
+    head_dim: int
+    taps: int
+    """Inputs that the convolutions see."""
+    epsilon: float
+    """Of the norm of what is read."""
+    prefix: str = "self_attn."
+
+    @property
+    def size(self) -> int:
+        """Of all heads' queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """(name, outputs) of those of the input: "f_a" and "g_a" are read again, by "f_b" and "g_b"."""
+        return {"q": self.size, "k": self.size, "v": self.size, "b": self.heads, "f_a": self.head_dim,
+                "g_a": self.head_dim}  # fmt: skip
+
+    @property
+    def columns(self) -> dict[str, Columns]:
+        """Of "q", "k", "v", "z", "b", "a" in all projections side by side; "z" is what "g_b" gives, "a" what "f_b"."""
+        dim, behind = self.head_dim, sum(self.projections.values())
+        firsts = {"q": 0, "k": self.size, "v": 2 * self.size, "z": behind, "b": 3 * self.size, "a": behind + self.size}
+        return {kind: Columns(first, 1 if kind == "b" else dim) for kind, first in firsts.items()}
+
+    def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> KimiDelta:
+        return KimiDelta(options, self, prefix + self.prefix, width, index)
+
+
+class KimiDelta:
+    """x [T, width] -> [T, width]; a `StateLayer`."""
+
+    def __init__(self, options: LayerOptions, config: KimiDeltaConfig, prefix: str, width: int, index: int) -> None:
+        self.config, self.index, self._prefix = config, index, prefix
+        parts = [Part(f"{prefix}{name}_proj", size) for name, size in config.projections.items()]
+        self.inputs = Linear(options, parts, width)
+        self.gate, self.forget = (
+            Linear(options, [Part(f"{prefix}{name}_b_proj", config.size)], config.head_dim) for name in "gf"
+        )
+        self.conv = CausalConv(options, f"{prefix}conv1d", 3 * config.size, config.taps, activation="silu")
+        self.norm = Norm(options, NormConfig(epsilon=config.epsilon), f"{prefix}o_norm", config.head_dim)
+        self.out = Linear(options, [Part(f"{prefix}o_proj", width)], config.size)
+        self.rate = options.zeros(config.heads, dtype=torch.float32)
+        """exp(A_log)."""
+        self.dt_bias = options.zeros(config.size, dtype=torch.float32)
+        self.spec = StateSpec((config.heads, config.head_dim, config.head_dim), self.conv.window)
+        self.kernel: Any = None
+        if options.compiled:
+            from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
+
+            columns = [number for own in config.columns.values() for number in own]
+            width = sum(config.projections.values()) + 2 * config.size
+            sizes = [config.heads, 1, config.head_dim, config.head_dim, config.taps, width]
+            vectors = (self.conv.weight, self.rate, self.dt_bias, self.norm.weight)
+            self.kernel = GatedDeltaKernel(columns, sizes, *vectors, config.epsilon, by_channel=True)
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        assert step.states is not None
+        return self.out(self.mix(self.projected(x, step), step.states), step.adapters)
+
+    def projected(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """All projections of x side by side, [T, all]."""
+        first = self.inputs(x, step.adapters)
+        dim, end = self.config.head_dim, sum(self.config.projections.values())
+        forget = self.forget(first[:, end - 2 * dim : end - dim].contiguous(), step.adapters)
+        gate = self.gate(first[:, end - dim : end].contiguous(), step.adapters)
+        return torch.cat((first[:, :end], gate, forget), dim=1)
+
+    def mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """[T, heads * head dim] of `projected`."""
+        if self.kernel is None:
+            return self._mix(projected, step)
+        pools = step.pools
+        made: torch.Tensor = self.kernel(
+            projected, pools.recurrent[self.index], pools.windows[self.index], step.segments
+        )
+        return made
+
+    def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """The same by torch's operations."""
+        config, columns = self.config, self.config.columns
+        inputs = projected[:, : 3 * config.size]
+        rates, gates, forgets = (
+            projected[:, columns[kind].first :][:, : columns[kind].step * config.heads] for kind in ("b", "z", "a")
+        )
+        out = inputs.new_empty((len(inputs), config.size))
+
+        def advance(
+            begin: int, end: int, state: torch.Tensor | None, window: torch.Tensor | None
+        ) -> tuple[torch.Tensor | None, ...]:
+            assert state is not None
+            assert window is not None
+            qkv, window = self.conv.advance(inputs[begin:end], window)
+            for token in range(begin, end):
+                read, state = self._token(qkv[token - begin], rates[token], forgets[token], state)
+                normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon) * self.norm.weight.float()
+                gate = gates[token].float().sigmoid().view_as(normed)
+                out[token] = (normed * gate).flatten().to(out.dtype)
+            return state, window
+
+        advance_segments(step, self.index, advance)
+        return out
+
+    def _token(
+        self, qkv: torch.Tensor, rate: torch.Tensor, forget: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is read [heads, head dim], the state after) of one token, all float32."""
+        config = self.config
+        query, key, value = qkv.float().view(3, config.heads, config.head_dim)
+        query, key = unit(query) * config.head_dim**-0.5, unit(key)
+        soft = functional.softplus(forget.float() + self.dt_bias).view(config.heads, config.head_dim)
+        state = state * torch.exp(-self.rate[:, None] * soft)[:, :, None]
+        known = (state * key[:, :, None]).sum(1)
+        delta = (value - known) * rate.float().sigmoid()[:, None]
+        state = state + key[:, :, None] * delta[:, None, :]
+        return (state * query[:, :, None]).sum(1), state
+
+    def linears(self) -> list[Linear]:
+        return [self.inputs, self.gate, self.forget, self.out]
+
+    def norms(self) -> list[Norm]:
+        return [self.norm]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+
+        def load(tensor: Any) -> None:
+            self.rate.copy_(tensor.float().exp().view(-1))
+
+        parts: list[Linear | Norm] = [*self.linears(), self.norm]
+        for part in parts:
+            yield from part.slots()
+        for place, name in enumerate("qkv"):
+            yield f"{self._prefix}{name}_conv1d.weight", self.conv.part(place * self.config.size, self.config.size)
+        yield f"{self._prefix}A_log", TensorSlot((1, 1, self.config.heads, 1), load, 0.0)
+        yield f"{self._prefix}dt_bias", TensorSlot.into(self.dt_bias, initial=1.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is in no linear and no norm."""
+        return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes

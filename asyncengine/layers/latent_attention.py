@@ -1,0 +1,97 @@
+"""Attention whose keys and values come of a latent vector (DeepSeek-AI 2024, "DeepSeek-V2"), without rotation.
+
+Keys and values are made of the latent vector before they are written, so that the pages hold them as those of any other
+attention: the memory that the latent vector would save is not saved. Each head's key is its own part and one that all
+heads share; values are shorter than keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from asyncengine.attention.base import LayerSpec, MergedHeads
+from asyncengine.layers.linear import Linear, Part
+from asyncengine.layers.norm import Norm, NormConfig
+from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.rotary import Angles, RotaryConfig
+from asyncengine.layers.slots import TensorSlot
+from asyncengine.layers.step import StepContext
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionConfig:
+    """One layer's attention, with the checkpoint's names for its matrices."""
+
+    num_heads: int
+    rank: int
+    """Numbers of the latent vector."""
+    own_dim: int
+    """Of a head's key, what is its own ..."""
+    shared_dim: int
+    """... and what all heads share."""
+    value_dim: int
+    scale: float
+    norm: NormConfig
+    """Of the latent vector."""
+    prefix: str = "self_attn."
+    rotary: int | None = None
+    """It rotates nothing."""
+    keys_of: int | None = None
+    """Nor are its keys another layer's."""
+    window: int | None = None
+    chunk: int | None = None
+
+
+class LatentAttention:
+    """x [T, width] -> [T, width]. `index` is the place of its keys and values in the attention backend."""
+
+    gate = None
+    makes_values = True
+
+    def __init__(
+        self, options: LayerOptions, config: LatentAttentionConfig, prefix: str, width: int, index: int
+    ) -> None:
+        self.config, self.index = config, index
+        heads, path = config.num_heads, prefix + config.prefix
+        key_dim = config.own_dim + config.shared_dim
+        self._sizes = [heads * key_dim, config.rank, config.shared_dim]
+        latent = Part(f"{path}kv_a_proj_with_mqa", config.rank + config.shared_dim)
+        self.qkv = Linear(options, [Part(f"{path}q_proj", heads * key_dim), latent], width)
+        self.norm = Norm(options, config.norm, f"{path}kv_a_layernorm", config.rank)
+        self.norms = (self.norm,)
+        self.expand = Linear(options, [Part(f"{path}kv_b_proj", heads * (config.own_dim + config.value_dim))],
+                             config.rank)  # fmt: skip
+        self.out = Linear(options, [Part(f"{path}o_proj", width)], heads * config.value_dim)
+        self.spec = LayerSpec(
+            index=index, num_heads=heads, num_kv_heads=heads, key_dim=key_dim, value_dim=config.value_dim,
+            scale=config.scale,
+        )  # fmt: skip
+
+    def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
+        """Its projections are not merged as compiled attention would have them."""
+        return None
+
+    def __call__(self, x: torch.Tensor, step: StepContext, angles: Angles, merged: MergedHeads | None) -> torch.Tensor:
+        config, tokens = self.config, len(x)
+        projected = self.qkv(x, step.adapters)[:, : sum(self._sizes)]
+        query, latent, shared = torch.split(projected, self._sizes, dim=-1)
+        expanded = self.expand(self.norm(latent.contiguous()), step.adapters)[:, : self.expand.parts[0].outputs]
+        own, value = torch.split(
+            expanded.view(tokens, config.num_heads, -1), [config.own_dim, config.value_dim], dim=-1
+        )
+        key = torch.cat((own, shared[:, None].expand(-1, config.num_heads, -1)), dim=-1)
+        step.backend.write(self.index, key, value)
+        query = query.reshape(tokens, config.num_heads, -1)
+        return self.out(step.backend.attend(self.index, query).flatten(1), step.adapters)
+
+    def linears(self) -> list[Linear]:
+        return [self.qkv, self.expand, self.out]
+
+    def slots(self) -> Iterator[tuple[str, TensorSlot]]:
+        """What it takes from a checkpoint, by name."""
+        parts: list[Linear | Norm] = [*self.linears(), self.norm]
+        for part in parts:
+            yield from part.slots()

@@ -1,0 +1,118 @@
+"""Kimi Delta Attention: both forms compute it, to the same bits in any chunk, company and team."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.layer_options import CPU, fill, options
+from support.segments import segments_of
+from support.teams import team_of
+from torch.nn import functional
+
+from asyncengine.layers.kimi_delta import KimiDelta, KimiDeltaConfig
+from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.states import StatePools, StateStep
+
+pytest.importorskip("numba")
+CONFIGS = {"large": KimiDeltaConfig(2, 176, 4, 1e-6), "small": KimiDeltaConfig(3, 20, 3, 1e-6)}
+"""Columns of eight vectors, of two and of one; columns that fill none."""
+WIDTH = 32
+
+
+def make_layer(name: str, dtype: torch.dtype, plain: bool = False) -> KimiDelta:
+    generator = torch.Generator().manual_seed(3)
+    layer = CONFIGS[name].build(options(dtype), NormConfig(), "", WIDTH, 0)
+    tensors = {
+        name: torch.randn(slot.shape, generator=generator) / WIDTH**0.5 * (WIDTH if name.endswith("_log") else 4)
+        for name, slot in layer.slots()
+    }
+    fill(layer, tensors)
+    if plain:
+        layer.kernel = None
+    return layer
+
+
+def pools_of(layer: KimiDelta, dtype: torch.dtype) -> StatePools:
+    return StatePools([layer.spec], 8, dtype, CPU)
+
+
+def run(layer: KimiDelta, x: torch.Tensor, rows: Any, pools: StatePools) -> torch.Tensor:
+    with torch.inference_mode():
+        return layer.mix(x, StateStep(pools, segments_of(rows)))
+
+
+def projections(layer: KimiDelta, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    width = sum(layer.config.projections.values()) + 2 * layer.config.size
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+
+
+def exactly(layer: KimiDelta, projected: torch.Tensor) -> torch.Tensor:
+    """In float64, as the paper has it: S = (I - b k k^T) diag(a) S + b k v^T, of one sequence from its beginning."""
+    config, x = layer.config, projected.double()
+    size, heads, dim = config.size, config.heads, config.head_dim
+    inputs = functional.pad(x[:, : 3 * size].T[None], (config.taps - 1, 0))
+    weight = layer.conv.weight.double().T[:, None]
+    mixed = functional.silu(functional.conv1d(inputs, weight, groups=len(weight)))[0].T
+    q, k, v = (part.view(-1, heads, dim) for part in mixed.split(size, 1))
+    q, k = functional.normalize(q, dim=-1) * dim**-0.5, functional.normalize(k, dim=-1)
+    learn = x[:, 3 * size : 3 * size + heads].sigmoid()
+    gate, forget = (part.view(-1, heads, dim) for part in x[:, -2 * size :].split(size, 1))
+    keep = torch.exp(
+        -layer.rate.double()[:, None] * functional.softplus(forget + layer.dt_bias.double().view(heads, dim))
+    )
+    state = torch.zeros(heads, dim, dim, dtype=torch.float64)
+    found = []
+    for token in range(len(q)):
+        rate, key = learn[token][:, None, None], k[token][:, :, None]
+        erase = torch.eye(dim, dtype=torch.float64) - rate * key * key.mT
+        state = erase @ (keep[token][:, :, None] * state) + rate * key * v[token][:, None]
+        read = (state * q[token][:, :, None]).sum(1)
+        normed = functional.rms_norm(read, (dim,), layer.norm.weight.double(), config.epsilon)
+        found.append((normed * gate[token].sigmoid()).flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_computes_the_rule(name: str, plain: bool, dtype: torch.dtype) -> None:
+    layer = make_layer(name, dtype, plain)
+    x = projections(layer, 40, dtype)
+    found, wanted = run(layer, x, [[(40, 0, 1)]], pools_of(layer, dtype)), exactly(layer, x)
+    error = float((found.double() - wanted).abs().max() / wanted.abs().max())
+    assert error < (2e-6 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "plain"), [("large", False), ("small", False), ("small", True)])
+def test_chunks_company_and_teams_change_no_bit(name: str, plain: bool, dtype: torch.dtype) -> None:
+    """Results and states; a snapshot in the middle is the state of a sequence that ends there."""
+    layer = make_layer(name, dtype, plain)
+    x = projections(layer, 71, dtype)
+    whole, early = pools_of(layer, dtype), pools_of(layer, dtype)
+    wanted = run(layer, x, [[(71, 0, 1)]], whole)
+    run(layer, x[:45], [[(45, 0, 1)]], early)
+    (complete,), (first,) = whole.recurrent, early.recurrent
+    assert complete is not None
+    assert first is not None
+    for chunk in (1, 7, 33):
+        pools = pools_of(layer, dtype)
+        made = [
+            run(layer, part, [[(len(part), 0 if place == 0 else 1, 1)]], pools)
+            for place, part in enumerate(x.split(chunk))
+        ]
+        assert torch.equal(torch.cat(made), wanted), f"chunk {chunk}"
+        assert torch.equal(pools.recurrent[0][1], complete[1])  # type: ignore[index]
+    pools = pools_of(layer, dtype)
+    rows = [[(4, 0, 2), (5, 2, 2)], [(45, 0, 5), (0, 5, 6), (26, 6, 3)], [(1, 0, 4)]]
+    with team_of(3):
+        company = run(layer, torch.cat((x[:9], x, x[:1])), rows, pools)
+    assert torch.equal(company, torch.cat((wanted[:9], wanted, wanted[:1])))
+    own = pools.recurrent[0]
+    assert own is not None
+    assert torch.equal(own[3], complete[1])
+    assert torch.equal(own[5], first[1])
+    assert torch.equal(own[6], first[1])
+    assert not own[0].any()

@@ -105,6 +105,10 @@ class EngineConfig:
     anyway; "off": nobody guesses."""
     speculation_tokens: int = 15
     """Guesses of a request in one step, at most."""
+    speculation_with_adapters: bool | None = None
+    """Whether requests with adapters are guessed for, too. What an adapter adds to a prompt is summed as its company
+    asks for, so that a request may get other tokens in other company, with guesses and without. None: in float32, where
+    that is hardly ever seen."""
     speculation_memory: int | str = "16MiB"
     """Bytes of finished outputs kept to guess from, for requests of the same adapter and cache salt."""
     draft_model: str | None = None
@@ -250,7 +254,7 @@ class EngineConfig:
 _OPTIONAL = {
     "num_threads", "switch_interval", "long_prefill_token_threshold", "max_model_len", "max_queued_requests",
     "max_queued_tokens", "jump_forward", "max_steps_in_flight", "preempt_every", "waiting_timeout",
-    "request_timeout", "inter_token_timeout", "quantization", "revision", "pooling",
+    "request_timeout", "inter_token_timeout", "quantization", "revision", "pooling", "speculation_with_adapters",
 }  # fmt: skip
 _SECONDS = (
     "waiting_timeout", "request_timeout", "inter_token_timeout", "step_soft_limit", "step_hard_limit",
@@ -258,6 +262,7 @@ _SECONDS = (
 )  # fmt: skip
 _SWITCHES = (
     "fuse", "cuda_graphs", "trust_remote_code", "show_progress", "prefix_caching", "uvloop", "jump_forward",
+    "speculation_with_adapters",
 )  # fmt: skip
 _NAMES = ("device", "revision", "pooling")
 _MINIMUM = {

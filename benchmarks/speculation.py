@@ -1,12 +1,11 @@
 """Speculation on and off, taking turns: python benchmarks/speculation.py --shape qwen3-0.6b
 
-    [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --demo]
+    [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --demo --layers 90]
 
 One engine with drafts and one without, on the same random weights, in one process. Drafts are planted: a drafter that
 knows the answers and is right with a given chance, one that is always right, and one that is always wrong. Gains on
 random weights by looking back would mean nothing: they loop. Medians of the ratios of times, off over on, of `--rows`
-requests at once. With --demo, the bundled model on texts of its own instead: quotations, extracted fields, edits, with
-what the engine finds by itself, and with `prediction=` of which nine tenths are right.
+requests at once. With --demo, the bundled model on real text instead (`guesses_on_texts`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from execution_vs_transformers import SHAPES
+try:
+    from benchmarks.execution_vs_transformers import SHAPES
+    from benchmarks.guesses_on_texts import on_texts
+except ImportError:  # run as a file
+    from execution_vs_transformers import SHAPES  # type: ignore[no-redef]
+    from guesses_on_texts import on_texts  # type: ignore[no-redef]
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.request_spec import RequestSpec
@@ -107,50 +111,6 @@ async def compare(
     )
 
 
-TEXTS = (
-    "The meeting moves to Tuesday at nine in the small room on the second floor.",
-    "Anna Keller lives in Bern, is 34 years old and works as a baker at the old mill.",
-    "The blue bicycle costs 240 francs, the red one 310, and the green one is sold.",
-)
-TASKS = (
-    "Repeat this text exactly: {}",
-    "Correct the spelling and repeat the text: {}",
-    "Read this: {} What does the text say?",
-)
-
-
-async def on_texts(options: argparse.Namespace) -> None:
-    shared: dict[str, Any] = {"num_threads": options.threads, "show_progress": False}
-    params = SamplingParams(temperature=0.0, max_tokens=options.tokens)
-    chats = [[{"role": "user", "content": task.format(text)}] for task in TASKS for text in TEXTS]
-    async with (
-        await AsyncEngine.from_pretrained("demo", speculation="off", **shared) as off,
-        await AsyncEngine.from_pretrained("demo", **shared) as on,
-    ):
-        answers = [await off.chat(chat, params=params) for chat in chats]
-        generator = random.Random(1)
-        guesses = [
-            [token if generator.random() < 0.9 else token ^ 1 for token in answer.token_ids] for answer in answers
-        ]
-        ratios: dict[str, list[float]] = {"looked up": [], "prediction": []}
-        for _ in range(options.rounds):
-            times = []
-            for engine, predictions in ((off, None), (on, None), (on, guesses)):
-                began = time.perf_counter()
-                for index, chat in enumerate(chats):
-                    prediction = None if predictions is None else predictions[index]
-                    found = await engine.chat(chat, params=params, prediction=prediction)
-                    assert found.token_ids == answers[index].token_ids, "speculation was seen"
-                times.append(time.perf_counter() - began)
-            ratios["looked up"].append(times[0] / times[1])
-            ratios["prediction"].append(times[0] / times[2])
-        stats = on.stats()
-        assert stats.speculation is not None
-        print(f"{sum(len(one.token_ids) for one in answers)} tokens an answer to all; {stats.speculation}")
-        for name, found_ratios in ratios.items():
-            print(f"{name}: {statistics.median(found_ratios):.2f} ({min(found_ratios):.2f} to {max(found_ratios):.2f})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
@@ -160,8 +120,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--layers", type=int, default=90)
     options = parser.parse_args()
-    asyncio.run(on_texts(options) if options.demo else planted(options))
+    if options.demo:
+        with tempfile.TemporaryDirectory() as folder:
+            on_texts(options, Path(folder))
+    else:
+        asyncio.run(planted(options))
 
 
 if __name__ == "__main__":

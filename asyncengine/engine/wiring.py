@@ -350,7 +350,9 @@ def _assemble(
     if vectors is not None:
         info = described(info, vectors, tokenizer)
     costs = runner.step_costs if runner.no_speculation is None else None
-    config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs)
+    adapted = config.speculation_with_adapters
+    adapted = info.dtype == "float32" if adapted is None else adapted
+    config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     grammars = make_grammars(tokenizer, info, config)
     return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.lora.interface import LONG
 from asyncengine.scheduler.request import Request
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import StepCosts
@@ -21,18 +22,21 @@ def add_drafts(
     kv: KVCache,
     budget: int,
     namespace: Callable[[Request], Namespace],
+    adapters: bool,
 ) -> None:
     """Give `rows`, by ticket, the drafts that are worth their time: none where a prompt is computed, at most `budget`
-    of them, and pages that are free and nobody's only."""
+    of them, and pages that are free and nobody's only. `adapters`: also where there is one."""
     tokens = 0
     for row in rows.values():
         tokens += row.num_scheduled
         if row.start < len(row.spec.prompt):
             return
+    if any(row.adapter_slot for row in rows.values()):
+        budget = min(budget, LONG - 1 - tokens)  # a token's sums are those of a step without drafts
     candidates: list[Candidate] = []
     for ticket, row in rows.items():
         request = running[ticket]
-        if _may_guess(row, request):
+        if _may_guess(row, request) and (adapters or not row.adapter_slot):
             most = min(budget, _room(request, row, kv))
             if most > 0:
                 candidates.append(Candidate(ticket, row.spec, request.tokens, namespace(request), most))
@@ -52,8 +56,8 @@ def add_drafts(
 
 
 def _may_guess(row: Row, request: Request) -> bool:
-    """Not behind a token that is on its way. What adapters add is summed as the rows beside them ask for."""
-    if not row.samples or row.in_flight or request.num_pending or row.adapter_slot:
+    """Not behind a token that is on its way."""
+    if not row.samples or row.in_flight or request.num_pending:
         return False
     return row.spec.options.speculation is not False
 

@@ -171,7 +171,8 @@ class Scheduler:
             rows[request.ticket] = widened(rows[request.ticket], request, budget, self.kv)
         if rows:
             if self._drafts is not None:
-                add_drafts(self._drafts, rows, self.running, self.kv, budget.left, self._admission.namespace)
+                adapters = bool(self.config.speculation_with_adapters)
+                add_drafts(self._drafts, rows, self.running, self.kv, budget.left, self._admission.namespace, adapters)
             return self._launch(rows)
         if self.waiting and not self.running and not self._in_flight:
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import small_grammars
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
 from asyncengine.demo import MODEL_PATH
-from asyncengine.errors import ContextLengthExceeded, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.errors import BudgetTooSmall, ContextLengthExceeded, InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
@@ -120,6 +122,89 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
         made = later.drafted - counts.drafted
         assert made == later.drafted_by_model - counts.drafted_by_model > 1000
         assert 0.1 * made < later.accepted - counts.accepted < made
+
+
+SMALL = {name: small_grammars._made(name)[0] for name in small_grammars.NAMES if name != "mark"}
+SHAPES = {**SMALL, **{f"other {name}": grammar for name, grammar in GRAMMARS.items()}}
+
+
+async def least_budget(engine: AsyncEngine, grammar: Grammar) -> int:
+    try:
+        await engine.generate("a", SamplingParams(max_tokens=1, grammar=grammar))
+    except BudgetTooSmall as error:
+        return int(re.findall(r"takes (\d+) tokens", str(error))[0])
+    return 1
+
+
+async def test_fourteen_grammars_with_budgets_from_the_least_one_up() -> None:
+    """By lookup and by the draft model, which knows no grammar."""
+    assert len(SHAPES) == 14
+    least: dict[str, int] = {}
+
+    async def all_answers(engine: AsyncEngine, every: int) -> list[Any]:
+        asked = [
+            SamplingParams(
+                max_tokens=least[name] + more, temperature=0.7, seed=more, grammar=grammar, logprobs=more == 1
+            )
+            for more in (0, 1, 8, 25)
+            for name, grammar in SHAPES.items()
+        ]
+        found: list[Completion] = []
+        for first in range(0, len(asked), every):
+            chat = [{"role": "user", "content": CHATS[first % 3]}]
+            found += await asyncio.gather(*(engine.chat(chat, params=one) for one in asked[first : first + every]))
+        return [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in found]
+
+    async with await AsyncEngine.from_pretrained("demo", speculation="off") as engine:
+        for name, grammar in SHAPES.items():
+            least[name] = await least_budget(engine, grammar)
+        expected = await all_answers(engine, 7)
+    async with await AsyncEngine.from_pretrained("demo", **ALWAYS, draft_model="demo/draft") as engine:
+        assert await all_answers(engine, 7) == expected
+        counts = engine.stats().speculation
+        assert counts is not None
+        assert counts.accepted_by_model > 30
+        assert counts.accepted - counts.accepted_by_model > 0
+        assert counts.drafted - counts.accepted > 300
+
+
+async def test_adapters_in_float32() -> None:
+    """Two adapters and none, alone and together; in bfloat16 nobody with an adapter is guessed for."""
+    adapters = {"pirate": "demo/pirate", "json": "demo/json"}
+    shared: dict[str, Any] = {"adapters": adapters, "kv_cache_memory": "32MiB"}
+
+    async def all_answers(engine: AsyncEngine, every: int) -> list[Any]:
+        asked = [(adapter, params, chat) for adapter in (*adapters, None) for chat in CHATS[:2]
+                 for params in (PARAMS["greedy"], PARAMS["warm"])]  # fmt: skip
+        found: list[Completion] = []
+        for first in range(0, len(asked), every):
+            found += await asyncio.gather(
+                *(
+                    engine.chat(
+                        [{"role": "user", "content": chat}],
+                        params=SamplingParams(max_tokens=30, logprobs=True, **params),
+                        adapter=adapter,
+                    )
+                    for adapter, params, chat in asked[first : first + every]
+                )
+            )
+        return [(one.token_ids, one.finish_reason, one.logprobs) for one in found]
+
+    async with await AsyncEngine.from_pretrained("demo", dtype="float32", speculation="off", **shared) as engine:
+        expected = await all_answers(engine, 1)
+    settings = {**ALWAYS, **shared, "draft_model": "demo/draft"}
+    async with await AsyncEngine.from_pretrained("demo", dtype="float32", **settings) as engine:
+        assert await all_answers(engine, 1) == expected
+        assert [one[0] for one in await all_answers(engine, 6)] == [one[0] for one in expected]
+        counts = engine.stats().speculation
+        assert counts is not None
+        assert counts.drafted > 500
+        assert counts.accepted > 150
+    async with await AsyncEngine.from_pretrained("demo", **settings) as engine:
+        await engine.chat([{"role": "user", "content": CHATS[0]}], adapter="pirate")
+        counts = engine.stats().speculation
+        assert counts is not None
+        assert counts.drafted == 0
 
 
 async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:

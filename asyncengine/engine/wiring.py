@@ -19,6 +19,7 @@ from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.draft_wiring import load_draft, open_draft
 from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.grammar_wiring import make_grammars
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.device.cores import Cores
-    from asyncengine.grammar.service import GrammarService
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
@@ -355,39 +355,6 @@ def _assemble(
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
     grammars = make_grammars(tokenizer, info, config)
     return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
-
-
-def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
-    """What compiles grammars for this model, or None where there is no text to constrain.
-
-    Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
-    """
-    from asyncengine.grammar.llguidance_backend import LlguidanceBackend
-    from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
-    from asyncengine.grammar.service import GrammarService
-    from asyncengine.grammar.vocabulary import Vocabulary
-
-    if tokenizer is None or config.grammar_backend == "none":
-        return None
-    # a checkpoint may name its end of sequence in the tokenizer only
-    ends = info.eos_token_ids or tokenizer.end_token_ids
-    if not ends:
-        return None
-    table = tokenizer.table
-    vocabulary = Vocabulary(
-        [table.token_bytes(token) for token in range(table.size)],
-        ends,
-        table.special_ids,
-        info.vocab_size,
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-    )
-    vocabulary.warm_up()
-
-    def outlines_core() -> OutlinesCoreBackend:
-        v = vocabulary
-        return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
-
-    return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)
 
 
 def wire(

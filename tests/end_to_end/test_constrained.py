@@ -18,7 +18,7 @@ from support.worded_model import VOCAB, Reference, make_worded_model
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.engine.wiring import make_grammars
+from asyncengine.engine.grammar_wiring import make_grammars
 from asyncengine.errors import BudgetTooSmall
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend

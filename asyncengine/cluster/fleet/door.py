@@ -20,8 +20,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.grammar_wiring import make_grammars
 from asyncengine.engine.validation import RequestValidator
-from asyncengine.engine.wiring import bundled_name, make_grammars, resolve_model
+from asyncengine.engine.wiring import bundled_name, resolve_model
 from asyncengine.errors import AdapterError, EngineClosed, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.stats import EngineStats, Summary, ThreadStats

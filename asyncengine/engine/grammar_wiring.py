@@ -1,0 +1,45 @@
+"""What compiles grammars, of a model's tokenizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncengine.config import EngineConfig
+from asyncengine.info import ModelInfo
+from asyncengine.text import TextTokenizer
+
+if TYPE_CHECKING:
+    from asyncengine.grammar.service import GrammarService
+
+
+def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
+    """What compiles grammars for this model, or None where there is no text to constrain.
+
+    Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
+    """
+    from asyncengine.grammar.llguidance_backend import LlguidanceBackend
+    from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
+    from asyncengine.grammar.service import GrammarService
+    from asyncengine.grammar.vocabulary import Vocabulary
+
+    if tokenizer is None or config.grammar_backend == "none":
+        return None
+    # a checkpoint may name its end of sequence in the tokenizer only
+    ends = info.eos_token_ids or tokenizer.end_token_ids
+    if not ends:
+        return None
+    table = tokenizer.table
+    vocabulary = Vocabulary(
+        [table.token_bytes(token) for token in range(table.size)],
+        ends,
+        table.special_ids,
+        info.vocab_size,
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    vocabulary.warm_up()
+
+    def outlines_core() -> OutlinesCoreBackend:
+        v = vocabulary
+        return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
+
+    return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)

@@ -134,5 +134,5 @@ def _load(
         bar.stage("making up weights")
         fill_randomly(model.slots(), dtype, device)
     else:
-        load_weights(checkpoint, by_stored_name(model.slots(), checkpoint.tensors, spelling), ignored, bar)
+        load_weights(checkpoint, by_stored_name(model.slots(), checkpoint.tensors, spelling), names, bar)
     return model

@@ -5,10 +5,11 @@ python examples/llama_index_query_engine.py
 
 import asyncio
 
-from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.asyncengine import AsyncEngineLLM
+
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 
 FACTS = [
     "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants.",

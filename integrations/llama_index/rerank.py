@@ -45,7 +45,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         if not nodes:
             return []
         with self._told(nodes, query) as outcome:
-            outcome += self._kept(nodes, self._rank(query, _texts(nodes), self.top_n))
+            outcome.extend(self._kept(nodes, self._rank(query, _texts(nodes), self.top_n)))
         return outcome
 
     async def _apostprocess_nodes(
@@ -56,7 +56,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         if not nodes:
             return []
         with self._told(nodes, query) as outcome:
-            outcome += self._kept(nodes, await self._arank(query, _texts(nodes), self.top_n))
+            outcome.extend(self._kept(nodes, await self._arank(query, _texts(nodes), self.top_n)))
         return outcome
 
     @contextmanager

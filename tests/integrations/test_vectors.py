@@ -18,12 +18,12 @@ from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
-from tools.demo_embedder.bert import PROMPTS, Served
 
 from asyncengine import DEMO_EMBEDDER, EngineHandle, shared_engine
 from asyncengine.cli.documents import DOCUMENTS, FOR_RETRIEVAL
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings, AsyncEngineReranker
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+from tools.demo_embedder.bert import PROMPTS, Served
 
 from .vector_models import EMBEDDER, make_reranker
 

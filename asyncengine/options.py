@@ -75,11 +75,7 @@ class RequestOptions:
     def of_vectors(cls, keywords: Mapping[str, Any]) -> Self:
         """The same of `VectorKeywords`."""
         check_known(keywords, list(VectorKeywords.__annotations__))
-        return cls(**keywords).checked()
-
-    def labelled(self, request_id: str) -> Self:
-        """The same with a label."""
-        return replace(self, request_id=request_id)
+        return cls(**keywords).checked() if keywords else cls()
 
     def checked(self) -> Self:
         """The options, their numbers in plain types. Raises `InvalidParameter` naming the field.

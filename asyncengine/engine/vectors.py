@@ -57,6 +57,7 @@ class VectorCall:
     name: str
     """What the caller calls them ("texts")."""
     wanted: RequestOptions
+    label: str
     submitted: float
     width: int
     """Numbers of one vector."""
@@ -223,7 +224,7 @@ class VectorWork:
             _UNREAD,
             len(encoded.ids),
             options,
-            options.request_id or "",
+            call.label,
             arrival=call.submitted,
             deadline=None if timeout is None else call.submitted + timeout,
             waiting_deadline=None if waiting is None else call.submitted + waiting,
@@ -233,9 +234,8 @@ class VectorWork:
     def new_call(self, items: Sequence[Item], name: str, options: RequestOptions, width: int) -> VectorCall:
         """A call submitted now, with a label of its own if it has none. Raises `AdapterNotFound`."""
         self._core.validator.check_adapter(options.adapter)
-        if options.request_id is None:
-            options = options.labelled(f"req-{secrets.token_hex(8)}")
-        return VectorCall(items, name, options, self._core.loop.clock.now(), width)
+        label = options.request_id or f"req-{secrets.token_hex(8)}"
+        return VectorCall(items, name, options, label, self._core.loop.clock.now(), width)
 
 
 def _size(item: Item) -> int:

@@ -105,6 +105,9 @@ class Admission:
             return Verdict.NO_SLOT
         if not request.overdue and self._awaits_first_sample(request, requests):
             return Verdict.SKIPPED
+        if request.spec.whole:  # nothing is kept of it: it needs no page
+            self._slots.acquire(request, running.values())
+            return Verdict.ADMITTED
         table = self._kv.open(self.namespace(request), request.tokens, self._match_limit(request))
         verdict = self._fits(request, table, running, ahead)
         if verdict is not Verdict.ADMITTED:
@@ -117,9 +120,6 @@ class Admission:
         return Verdict.ADMITTED
 
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
-        if request.spec.whole:
-            self._slots.acquire(request, running.values())
-            return Verdict.ADMITTED
         if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
         needed = self._kv.pages_for(len(request.tokens)) - table.num_shared
@@ -157,7 +157,7 @@ class Admission:
         """The last token is always computed: its logits are what the next one is sampled from."""
         if request.spec.params.prompt_logprobs and not request.num_output:
             return 0  # every position's logits are asked for
-        if request.spec.pooled is not None and (request.spec.pooled.every or request.spec.whole):
+        if request.spec.pooled is not None and request.spec.pooled.every:
             return 0  # every position's hidden state is asked for
         return len(request.tokens) - 1
 

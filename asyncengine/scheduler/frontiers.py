@@ -51,12 +51,7 @@ class PageFrontiers:
     def add(self, request: Request) -> None:
         """Note the page `request` computes next, if it is a full page of a prompt that will be published."""
         table = request.table
-        if (
-            table is None
-            or not self._kv.prefix_caching
-            or request.spec.whole
-            or request.num_computed >= len(request.tokens) - 1
-        ):
+        if table is None or not self._kv.prefix_caching or request.num_computed >= len(request.tokens) - 1:
             return
         page = self._next_page(table, request)
         if len(page[1]) == self._kv.page_size:

@@ -24,14 +24,17 @@ class WaitingQueue:
         return (0, request.ticket) if request.overdue else (1, self._policy.key(request))
 
     def add(self, request: Request) -> None:
-        if self._policy.dynamic:
-            self._requests.append(request)
+        if self._policy.dynamic or not self._requests or self._key(self._requests[-1]) < self._key(request):
+            self._requests.append(request)  # of a static policy, too: nearly everybody goes to the end
         else:
             insort(self._requests, request, key=self._key)
 
     def remove(self, request: Request) -> None:
         if self._policy.dynamic:
             self._requests.remove(request)
+            return
+        if self._requests and self._requests[0] is request:
+            del self._requests[0]
             return
         index = bisect_left(self._requests, self._key(request), key=self._key)
         if self._requests[index] is not request:

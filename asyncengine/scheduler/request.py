@@ -54,6 +54,7 @@ class Request:
         self.state = _first_state(spec)
 
         self.table: PageTable | None = None
+        """None while it does not run, and of one that keeps nothing (`RequestSpec.whole`)."""
         self.slot = -1
         self.adapter_slot = 0
         self.adapter_digest = ""

@@ -87,7 +87,6 @@ def constrained_end(
 
 def next_row(request: Request, count: int) -> Row:
     """The next `count` positions of `request`."""
-    assert request.table is not None
     start = request.num_launched
     known = len(request.tokens)
     return Row(
@@ -97,7 +96,7 @@ def next_row(request: Request, count: int) -> Row:
         count,
         request.tokens,
         start + count > known,
-        request.table.pages,
+        [] if request.table is None else request.table.pages,
         start + count == known + request.num_pending,
         request.adapter_slot,
         request.matcher,
@@ -106,10 +105,9 @@ def next_row(request: Request, count: int) -> Row:
 
 def widened(row: Row, request: Request, budget: TokenBudget, kv: KVCache) -> Row:
     """The row of a prompt that nobody shares the step with: as much more as budget and memory have for it."""
-    assert request.table is not None
     count = row.num_scheduled
     more = budget.rest(len(request.tokens) - request.num_launched - count)
-    if more <= 0 or not kv.grow(request.table, request.num_launched + count + more):
+    if more <= 0 or request.table is None or not kv.grow(request.table, request.num_launched + count + more):
         return row
     budget.take(more)
     return next_row(request, count + more)

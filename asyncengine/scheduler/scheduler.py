@@ -244,8 +244,7 @@ class Scheduler:
                 self.counters.prompt_tokens += request.spec.prompt_len
                 self.counters.cached_tokens += request.cached_tokens
             count = budget.grant(len(request.tokens) - request.num_launched, request.spec.whole)
-            assert request.table is not None
-            if not request.spec.whole and not self.kv.grow(request.table, request.num_launched + count):
+            if request.table is not None and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
             rows[request.ticket] = next_row(request, count)
             budget.take(count)
@@ -418,20 +417,19 @@ class Scheduler:
 
     def _close(self, request: Request) -> None:
         """Stop running: publish what is computed, give back everything held."""
-        assert request.table is not None
-        self._publish(request)
-        self.kv.close(request.table, request.last_step)
-        request.table = None
+        if request.table is not None:
+            self._publish(request)
+            self.kv.close(request.table, request.last_step)
+            request.table = None
         self._slots.release(request, request.last_step)
         request.epoch += 1
         del self.running[request.ticket]
 
     def _publish(self, request: Request) -> None:
         """Let others start from this request's full pages."""
-        if request.spec.whole or (not self.kv.prefix_caching and request.spec.group is None):
-            return
         table = request.table
-        assert table is not None
+        if table is None or (not self.kv.prefix_caching and request.spec.group is None):
+            return
         if request.num_computed // self.kv.page_size > table.num_shared:
             priority = request.spec.options.priority
             self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)

@@ -20,8 +20,8 @@ def fake_vector(tokens: Sequence[int], pooled: Pooled, width: int = 1) -> NDArra
 
 
 class FakePooling:
-    """Pools rows. Checks what a model would not: that a whole text comes at once and has no pages, and that of one whose
-    every position counts none was taken from the cache. A violation raises."""
+    """Pools rows. Checks what a model would not: that a whole text comes at once and has no pages, and that of one
+    whose every position counts none was taken from the cache. A violation raises."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -35,7 +35,7 @@ class FakePooling:
         if pooled.whole:
             if row.start or row.num_scheduled != row.spec.prompt_len or row.pages:
                 raise AssertionError(
-                    f"row {row.spec.ticket}: a text that is computed whole came in parts, or with pages"
+                    f"row {row.spec.ticket}: a text that is computed whole came in parts or with pages"
                 )
             return fake_vector(row.tokens, pooled, self.width)
         tokens = context(row)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
@@ -212,7 +213,7 @@ def make_core(
     wiring: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Frontend:
-    """An engine's core around a fake executor. `wiring`: clock, tokenizer, grammars, adapters, recorder."""
+    """An engine's core around a fake executor. `wiring`: clock, tokenizer, grammars, adapters, recorder, vectors."""
     settings.setdefault("page_size", 4)
     config = EngineConfig(**settings)
     executor = executor or SteppedExecutor(pages, config.page_size)
@@ -220,6 +221,9 @@ def make_core(
         "fake", executor.model.vocab_size, 10**6, (eos,), "int", "cpu", executor.num_pages, config.page_size,
         has_tokenizer=bool(wiring and wiring.get("tokenizer")),
     )  # fmt: skip
+    vectors = (wiring or {}).get("vectors")
+    if vectors is not None:
+        info = replace(info, task=vectors.spec.task, max_model_len=1000)
     return wire(executor, info, config, **(wiring or {}))
 
 

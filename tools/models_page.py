@@ -1,4 +1,4 @@
-"""docs/models.md: every family that transformers has as a text generator, and what serves it here.
+"""docs/models.md: every family that transformers has as a text generator, what serves it here, and the encoders.
 
     python -m tools.models_page                  all rows, in some minutes: what has no file here is tried
     python -m tools.models_page --only phi,mpt   these again, the others as they are written
@@ -22,6 +22,8 @@ from asyncengine.errors import EngineError, UnsupportedModel
 from asyncengine.models.checking import check_config
 from asyncengine.models.checkpoint import Checkpoint, first_line
 from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of
+from asyncengine.models.families.encoders import ENCODERS
+from asyncengine.models.families.encoders import REFUSED as REFUSED_ENCODERS
 from asyncengine.models.loading import load_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -174,6 +176,28 @@ prompts with images are refused by name. [Adding a family](howto/add_a_model.md)
 | family | served by | |
 |---|---|---|
 {chr(10).join(map(str, rows))}
+
+{encoders()}"""
+
+
+def encoders() -> str:
+    """The part about models whose tokens see those after them."""
+    refused: dict[str, list[str]] = {}
+    for family, why in REFUSED_ENCODERS.items():
+        refused.setdefault(why, []).append(family)
+    lines = [f"- `{family}`: `families/{file}.py`" for family, file in ENCODERS.items()]
+    reasons = [f"- {', '.join(f'`{name}`' for name in names)}: {why}" for why, names in refused.items()]
+    return f"""## Encoders
+
+For vectors, reranking and classification, with the head of a `...ForSequenceClassification` where the checkpoint has
+one: whole texts in both directions, without padding; float32, bfloat16, int8 and int4 on a CPU, with the same bits for
+a text alone and among others. `gemma3_text` is EmbeddingGemma, with `use_bidirectional_attention`.
+
+{chr(10).join(lines)}
+
+Refused, each by name:
+
+{chr(10).join(reasons)}
 """
 
 

@@ -61,9 +61,7 @@ class LayerKernels(Protocol):
         """(residual + branch * scale, its RMS norm). Neither input is changed."""
         ...
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-    ) -> torch.Tensor:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
         """(x - mean) / deviation * weight + bias over the last dimension, in float32 (Ba et al. 2016).
 
         x [..., width]; weight and bias float32 [width].
@@ -72,7 +70,7 @@ class LayerKernels(Protocol):
 
     def add_layer_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
-        bias: torch.Tensor | None, epsilon: float, kept: bool,
+        bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """(residual + branch * scale, its layer norm). Not `kept`: anything may stand in the sum's place."""
         ...
@@ -116,14 +114,12 @@ class TorchKernels:
         total = residual + (branch if scale == 1.0 else branch * scale)
         return total, self.rms_norm(total, weight, epsilon, offset)
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-    ) -> torch.Tensor:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
         return functional.layer_norm(x.float(), (x.shape[-1],), weight, bias, epsilon).to(x.dtype)
 
     def add_layer_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
-        bias: torch.Tensor | None, epsilon: float, kept: bool,
+        bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         total = torch.add(residual.float(), branch, alpha=scale)
         normed = functional.layer_norm(total, (total.shape[-1],), weight, bias, epsilon)
@@ -172,15 +168,17 @@ class CompiledKernels(TorchKernels):
         assert offset == 0.0
         return self._norm.add_rms_norm(residual, branch, scale, weight, epsilon)
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-    ) -> torch.Tensor:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
+        if not self._layer_norm.fits(x.shape[-1]):
+            return super().layer_norm(x, weight, bias, epsilon)
         return self._layer_norm.layer_norm(x, weight, bias, epsilon)
 
     def add_layer_norm(
         self, residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor,
-        bias: torch.Tensor | None, epsilon: float, kept: bool,
+        bias: torch.Tensor, epsilon: float, kept: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if not self._layer_norm.fits(residual.shape[-1]):
+            return super().add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
         return self._layer_norm.add_layer_norm(residual, branch, scale, weight, bias, epsilon, kept)
 
     def activation(self, name: str) -> Activation:

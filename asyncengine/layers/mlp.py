@@ -49,6 +49,8 @@ class MLP:
         )  # fmt: skip
         self.xielu = XIELU(options, prefix + "mlp.act_fn") if config.activation == "xielu" else None
         self._activation: Activation = self.xielu or options.kernels.activation(config.activation)
+        self.in_place = options.kernels.name == "compiled" and not config.gated and self.xielu is None
+        """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:

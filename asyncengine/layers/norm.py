@@ -45,6 +45,7 @@ class Norm:
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
         """A layer norm with one weight for all."""
+        self._shift = torch.zeros_like(self.weight) if self.bias is None and self._plain else self.bias
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
         """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
         self._offset = config.offset - self._folded
@@ -54,7 +55,7 @@ class Norm:
         if self._by_kernel:
             return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
         if self._plain:
-            return self._kernels.layer_norm(x, self.weight, self.bias, config.epsilon)
+            return self._kernels.layer_norm(x, self.weight, self._shift, config.epsilon)
         return self._normed(x.float()).to(x.dtype)
 
     def _normed(self, wide: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ class Norm:
             return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
         if self._plain:
             epsilon = self.config.epsilon
-            return self._kernels.add_layer_norm(residual, branch, scale, self.weight, self.bias, epsilon, kept)
+            return self._kernels.add_layer_norm(residual, branch, scale, self.weight, self._shift, epsilon, kept)
         total = torch.add(residual.float(), branch, alpha=scale)
         return total.to(residual.dtype), self._normed(total).to(residual.dtype)
 
@@ -83,6 +84,11 @@ class Norm:
     def fusable(self) -> bool:
         """True for what the fused layer kernels compute: an RMS norm with a float32 weight."""
         return self._by_kernel and self.weight.dtype == torch.float32
+
+    @property
+    def by_rows(self) -> bool:
+        """True for a layer norm with one weight for all rows, which kernels compute where there are any."""
+        return self._plain
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

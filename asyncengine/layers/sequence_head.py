@@ -62,6 +62,9 @@ class SequenceHead:
             x = self.norm(x)
         return self.out(x)[:, : self.config.num_labels]
 
+    def linears(self) -> list[Linear]:
+        return [self.out] if self.dense is None else [self.dense, self.out]
+
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""
         for part in (self.dense, self.norm, self.out):

@@ -21,6 +21,7 @@ from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.encoder import Encoder, EncoderConfig
 from asyncengine.models.encoder_names import by_stored_name
 from asyncengine.models.families.encoders import encoder_config_of, is_encoder_config, spelling_of
+from asyncengine.models.first_kernels import encoder_kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.loading import (
     check_memory,
@@ -99,7 +100,7 @@ def load_encoder(
         if device.type == "cpu":
             bound_kernel_caches()
         with typed(checkpoint.folder):
-            model = _load(described, hf_config.model_type, checkpoint, config, dtype, device, bits, bar)
+            model = _load(described, hf_config.model_type, checkpoint, config, dtype, device, bits, bar, ahead)
     return LoadedEncoder(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         folder=checkpoint.folder,
@@ -117,7 +118,7 @@ def load_encoder(
 
 def _load(
     described: EncoderConfig, family: str, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
-    device: torch.device, bits: int | None, bar: LoadProgress,
+    device: torch.device, bits: int | None, bar: LoadProgress, ahead: CompileAhead | None,
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     spelling, ignored = spelling_of(family), described.stack.ignored
@@ -130,6 +131,8 @@ def _load(
     check_memory(sum(elements.values()), dtype, device, bits, kept)
     kernels = layer_kernels(config.attention_backend, dtype, device)
     model = Encoder(described, LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms))
+    if ahead is not None and config.attention_backend != "torch":
+        ahead.start(encoder_kernels_of(model))
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(model.slots(), dtype, device)

@@ -1,4 +1,4 @@
-"""Which compiled kernels a decoder calls, by name, known before its weights are read.
+"""Which compiled kernels a decoder or an encoder calls, by name, known before its weights are read.
 
 For `kernels.compile_ahead`: what Python calls while a model is loaded and run; the kernels that these call by address
 need no mention. A kernel that is missing here is compiled when it is first called, which `tests/models` would find.
@@ -6,16 +6,18 @@ need no mention. A kernel that is missing here is compiled when it is first call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
+from asyncengine.layers.norm import Norm
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer
+from asyncengine.models.encoder import Encoder
 
 _PACKAGE = "asyncengine.kernels.cpu."
 
@@ -35,21 +37,57 @@ def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
     if decoder.fused is not None:
         forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
         names.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
-    names += _mixtures(decoder, kind) + _attention(decoder, kind, tiles) + _states(decoder, kind)
+    names += _mixtures(decoder, kind) + _attention(decoder.layers, kind, tiles) + _states(decoder, kind)
     names += [name for weight in weights for name in _products(weight, kind, kind)]
     names += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     table = head if decoder.config.tied else decoder.embedding.stored
     names += [] if table is None else _rows(table, kind)
-    if any(norm.fusable for layer in decoder.layers for norm in layer.norms()):
-        names += [_named("norm:norm", 5, "float32", kind, 1), _named("norm:add_norm", 7, "float32", "float32", kind, 1)]
-    if any(part is not None and part.gated is not None for part in map(_dense_part, decoder.layers)):
-        names.append(_named("activation:gate", 5, kind, 1))
+    names += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
+    names += _activations(decoder.layers, kind)
     names += [_named("sampling:_choose", 10), _named("gather:_copy_few_rows", 5)]
     return list(dict.fromkeys(names))
 
 
-def _attention(decoder: Decoder, kind: str, tiles: list[str]) -> list[str]:
-    attentions = [layer for layer in decoder.layers if layer.attention is not None]
+def encoder_kernels_of(encoder: Encoder) -> list[str]:
+    """The same of an encoder."""
+    if encoder.options.kernels.name != "compiled":
+        return []
+    from asyncengine.attention.cpu import tile_types
+    from asyncengine.attention.cpu_whole import PAGE
+    from asyncengine.kernels.cpu.jit import kind_of
+
+    kind, layers = _type(kind_of(encoder.dtype)), encoder.layers
+    names = _attention(layers, kind, [_type(each) for each in tile_types(PAGE, encoder.dtype)])
+    linears = [linear for layer in layers for linear in layer.linears()]
+    linears += [] if encoder.head is None else encoder.head.linears()
+    names += [name for linear in linears for leaf in _leaves(linear.weight) for name in _products(leaf, kind, kind)]
+    outer = [norm for norm in (encoder.embedding_norm, encoder.norm) if norm is not None]
+    names += _norms([*outer, *(norm for layer in layers for norm in layer.norms())], kind)
+    return list(dict.fromkeys(names + _activations(layers, kind)))
+
+
+def _norms(norms: Iterable[Norm], kind: str) -> list[str]:
+    names = []
+    for norm in norms:
+        if norm.fusable:
+            names += [
+                _named("norm:norm", 5, "float32", kind, 1), _named("norm:add_norm", 7, "float32", "float32", kind, 1)
+            ]  # fmt: skip
+        elif norm.by_rows:
+            names.append(_named("layer_norm:normalise", 8, "float32", "float32", kind, 1))
+    return names
+
+
+def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
+    parts = [part for part in map(_dense_part, layers) if part is not None]
+    names = [_named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
+    if any(part.in_place for part in parts):
+        names.append(_named("activation:activate", 4, kind, 1))
+    return names
+
+
+def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> list[str]:
+    attentions = [layer for layer in layers if layer.attention is not None]
     merged = [layer.merged is not None and not layer.attention.makes_values for layer in attentions]  # type: ignore[union-attr]
     if not merged:
         return []

@@ -61,10 +61,26 @@ _TEAM = "asyncengine.kernels.cpu.team_loops:"
 _ROUNDING = ("asyncengine.kernels.cpu.quantize:_to_", "asyncengine.kernels.cpu.quantized_panels:_pack_")
 
 
+_ENCODE = """
+from asyncengine.config import EngineConfig
+from asyncengine.models.encoder_loading import load_encoder
+import torch
+config = EngineConfig(**json.loads(sys.argv[2]), show_progress=False)
+loaded = load_encoder(sys.argv[1], config, ahead=compile_ahead.CompileAhead(0))
+with torch.inference_mode():
+    loaded.model.classify(loaded.model.forward(torch.arange(1, 80), [70, 9]), [70, 9])
+"""
+_GENERATE = _LOAD[_LOAD.index("from asyncengine import Engine") : _LOAD.index("loaded = [")]
+
+
 def load(model: str, **settings: object) -> tuple[list[str], list[str], list[str]]:
     """(kernels that Python called, those that were expected, slow modules) of a load in a process of its own."""
+    return run_in_process(_LOAD, model, settings)
+
+
+def run_in_process(code: str, model: str, settings: dict[str, object]) -> tuple[list[str], list[str], list[str]]:
     run = subprocess.run(
-        [sys.executable, "-c", _LOAD, model, json.dumps(settings)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, model, json.dumps(settings)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     called, expected, loaded = json.loads(run.stdout.splitlines()[-1])
@@ -122,3 +138,22 @@ def test_kernels_of_mixtures(name: str, settings: dict[str, object], tmp_path: P
     called, expected, _ = load(str(tmp_path), load_format="dummy", max_model_len=256, **settings)
     assert any("run_experts" in kernel for kernel in called)
     assert unexpected(called, expected) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("bert", {"dtype": "float32"}),
+        ("modernbert", {"dtype": "bfloat16"}),
+        ("eurobert", {"dtype": "float32", "quantization": "int8"}),
+    ],
+)
+def test_kernels_of_encoders(family: str, settings: dict[str, object], tmp_path: Path) -> None:
+    sizes = {name: size for name, size in _SHAPE.items() if name not in ("tie_word_embeddings", "head_dim")}
+    kinds = {"architectures": ["ForSequenceClassification"], "model_type": family, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | kinds))
+    called, expected, _ = run_in_process(
+        _LOAD.replace(_GENERATE, _ENCODE), str(tmp_path), settings | {"load_format": "dummy"}
+    )
+    assert unexpected(called, expected) == []
+    assert any(":attend:" in name for name in called)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.gelu import gelu_row
 from asyncengine.kernels.cpu.jit import (
     array,
     inline,
@@ -24,10 +25,8 @@ from asyncengine.kernels.cpu.jit import (
 )
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
-from asyncengine.kernels.cpu.vectors import number_of
+from asyncengine.kernels.cpu.vectors import LANES, number_of, size_of
 
-_LINE = 64
-"""Numbers that stay together in a loop over all of a tensor."""
 _WORK = 16
 """Bytes that could be read while an element is computed."""
 _SILU, _GELU_TANH, _GELU, _RELU = range(4)
@@ -59,7 +58,8 @@ def in_place(name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 def _activated(activation: int, x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
-    activate(x.data_ptr(), x.numel(), activation, kind_of(x.dtype), use_team())
+    width = x.shape[-1]
+    activate(x.data_ptr(), x.numel() // width, width, activation, kind_of(x.dtype), use_team())
     return x
 
 
@@ -145,34 +145,33 @@ def gate(both: int, out: int, rows: int, width: int, activation: int, kind: np.g
 
 @serial_in_order
 def _activate_part(
-    piece: int, pieces: int, worker: int, x: int, count: int, activation: int, kind: np.generic,
+    piece: int, pieces: int, worker: int,
+    x: int, rows: int, width: int, activation: int, kind: np.generic,
 ) -> None:  # fmt: skip
-    """Whole lines of numbers in every piece but the last, so that a number meets the same code whoever computes it."""
-    first, last = count // _LINE * piece // pieces * _LINE, count // _LINE * (piece + 1) // pieces * _LINE
-    if piece + 1 == pieces:
-        last = count
-    numbers = array(pointer(x, kind), (last,))
-    if activation == _SILU:
-        for index in range(first, last):
-            numbers[index] = narrow(_silu(widen(numbers[index])), kind)
-    elif activation == _GELU_TANH:
-        for index in range(first, last):
-            numbers[index] = narrow(_gelu_tanh(widen(numbers[index])), kind)
-    elif activation == _GELU:
-        for index in range(first, last):
-            numbers[index] = narrow(_gelu(widen(numbers[index])), kind)
-    else:
-        for index in range(first, last):
-            number = widen(numbers[index])
-            numbers[index] = narrow(np.float32(0) if number < np.float32(0) else number, kind)
+    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+    numbers = array(pointer(x, kind), (last, width))
+    for row in range(first, last):
+        if activation == _SILU:
+            for index in range(width):
+                numbers[row, index] = narrow(_silu(widen(numbers[row, index])), kind)
+        elif activation == _GELU_TANH:
+            for index in range(width):
+                numbers[row, index] = narrow(_gelu_tanh(widen(numbers[row, index])), kind)
+        elif activation == _GELU and width % LANES == 0:
+            gelu_row(x + row * width * size_of(kind), width, kind)
+        elif activation == _GELU:
+            for index in range(width):
+                numbers[row, index] = narrow(_gelu(widen(numbers[row, index])), kind)
+        else:
+            for index in range(width):
+                number = widen(numbers[row, index])
+                numbers[row, index] = narrow(np.float32(0) if number < np.float32(0) else number, kind)
 
 
 @serial_in_order
-def activate(x: int, count: int, activation: int, kind: np.generic, team: int) -> None:
-    """One of the activations above of `count` numbers, in place, by address."""
-    parallel_for(
-        _activate_part, team, pieces_of(count * _WORK, max(1, count // _LINE), team), (x, count, activation, kind)
-    )
+def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
+    """One of the activations above of every number, in place, by address."""
+    parallel_for(_activate_part, team, pieces_of(rows * width * _WORK, rows, team), (x, rows, width, activation, kind))
 
 
 def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -64,9 +64,9 @@ def _write_weights(
     blocks = [builder.load(block) for block in scaled]
     before = load(builder, maximum, FLOAT)
     now = _greater(builder, _reduce(builder, blocks, _greater), before)
-    shrink = _exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
+    shrink = exp2(builder, vectors.splat(builder, builder.fsub(before, now)))
     shift = vectors.splat(builder, now)
-    weights = [_exp2(builder, builder.fsub(block, shift)) for block in blocks]
+    weights = [exp2(builder, builder.fsub(block, shift)) for block in blocks]
     for place, part in enumerate(weights):
         if operand == _HALF:
             store(builder, vectors.narrow(builder, part), builder.add(out, LONG(2 * LANES * place)))
@@ -125,7 +125,7 @@ def _reduce(builder: Any, blocks: list[Any], join: Any) -> Any:
     return builder.extract_element(found, WORD(0))
 
 
-def _exp2(builder: Any, x: Any) -> Any:
+def exp2(builder: Any, x: Any) -> Any:
     """2 ** x within 2e-7 of itself for x in [-126, 126], 0 below -150, NaN of NaN."""
     if vectors.WIDE:
         bounded = _greater(builder, vectors.constant(FLOATS, -200.0), x)
@@ -155,7 +155,7 @@ def _tanh(builder: Any, x: Any) -> Any:
         series = vectors.multiply_add(builder, series, square, vectors.constant(FLOATS, term))
     limit = vectors.constant(FLOATS, 20.0)
     bounded = builder.select(builder.fcmp_ordered(">", x, limit), limit, x)
-    power = _exp2(builder, builder.fmul(bounded, vectors.constant(FLOATS, 2 * LOG2E)))
+    power = exp2(builder, builder.fmul(bounded, vectors.constant(FLOATS, 2 * LOG2E)))
     one = vectors.constant(FLOATS, 1.0)
     whole = builder.fdiv(builder.fsub(power, one), builder.fadd(power, one))
     near = builder.fcmp_ordered("<", square, vectors.constant(FLOATS, 0.0625))

@@ -1,35 +1,52 @@
-"""Layer normalisation (Ba et al. 2016), alone or with the residual sum before it."""
+"""Layer normalisation (Ba et al. 2016), alone or with the residual sum before it.
+
+A row is read three times, for its mean, its variance and the result: after the first time it is in the nearest cache.
+Written in vectors: a numba loop over so many rows at once is left as it stands.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba
 import numpy as np
 import torch
+from numba.core import cgutils
+from numba.extending import intrinsic
 
+from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, WORD, load, store
 
 _WORK = 12
 """Bytes that could be read while an element is computed."""
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+def fits(width: int) -> bool:
+    """Whether rows of so many numbers are whole vectors."""
+    return width % LANES == 0
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
     """(x - mean) / deviation * weight + bias over the last dimension, in float32 inside and rounded once.
 
-    x [..., width]; weight and bias float32 [width].
+    x [..., width]; weight and bias float32 [width], whose width `fits`.
     """
     x = x.contiguous()
     out = torch.empty_like(x)
     width = weight.shape[0]
-    scales = (weight.data_ptr(), 0 if bias is None else bias.data_ptr())
-    numbers = (np.float32(1), np.float32(epsilon), kind_of(x.dtype))
-    normalise(x.data_ptr(), 0, *scales, 0, out.data_ptr(), x.numel() // width, width, *numbers, use_team())
+    normalise(
+        x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), 0, out.data_ptr(), x.numel() // width, width,
+        np.float32(1), np.float32(epsilon), kind_of(x.dtype), use_team(),
+    )  # fmt: skip
     return out
 
 
 def add_layer_norm(
-    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, bias: torch.Tensor,
     epsilon: float, kept: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(sum, its `layer_norm`) of residual + branch * scale, all [..., width]: the norm is of the sum before it is
@@ -39,65 +56,113 @@ def add_layer_norm(
     total = torch.empty_like(residual) if kept else out
     width = weight.shape[0]
     normalise(
-        residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        total.data_ptr() if kept else 0, out.data_ptr(), residual.numel() // width, width, np.float32(scale),
-        np.float32(epsilon), kind_of(residual.dtype), use_team(),
+        residual.data_ptr(), branch.data_ptr(), weight.data_ptr(), bias.data_ptr(), total.data_ptr(), out.data_ptr(),
+        residual.numel() // width, width, np.float32(scale), np.float32(epsilon), kind_of(residual.dtype), use_team(),
     )  # fmt: skip
     return total, out
 
 
-@serial
+def _row(alone: bool) -> Any:
+    """row(residual, branch, weight, bias, total, out, width, factor, epsilon, kind): one row, by address.
+
+    `alone`: there is no branch, and the sum is not written.
+    """
+
+    def typed(_: Any, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any, width: Any, factor: Any,
+              epsilon: Any, kind: Any) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_row(builder, alone, kind == numba.types.uint16, *arguments[:9])
+            return context.get_dummy_value()
+
+        whole, single = numba.types.int64, numba.types.float32
+        return numba.types.void(*[whole] * 7, single, single, kind), generate
+
+    return intrinsic(typed)
+
+
+def _write_row(
+    builder: Any, alone: bool, half: bool, residual: Any, branch: Any, weight: Any, bias: Any, total: Any, out: Any,
+    width: Any, factor: Any, epsilon: Any,
+) -> None:  # fmt: skip
+    size = 2 if half else 4
+    factors = vectors.splat(builder, factor)
+    count = builder.udiv(width, LONG(LANES))
+    length = builder.uitofp(width, FLOAT)
+
+    def at(base: Any, index: Any, bytes_each: int) -> Any:
+        return builder.add(base, builder.mul(index, LONG(LANES * bytes_each)))
+
+    def value(index: Any) -> Any:
+        left = _numbers(builder, at(residual, index, size), half)
+        if alone:
+            return left
+        return vectors.multiply_add(builder, _numbers(builder, at(branch, index, size), half), factors, left)
+
+    mean = vectors.splat(builder, builder.fdiv(_sum(builder, count, value), length))
+
+    def square(index: Any) -> Any:
+        apart = builder.fsub(value(index), mean)
+        return builder.fmul(apart, apart)
+
+    variance = builder.fadd(builder.fdiv(_sum(builder, count, square), length), epsilon)
+    root = vectors.call(builder, "llvm.sqrt.f32", FLOAT, [variance])
+    scale = vectors.splat(builder, builder.fdiv(FLOAT(1.0), root))
+    with cgutils.for_range(builder, count) as loop:
+        found = value(loop.index)
+        if not alone:
+            _keep(builder, found, at(total, loop.index, size), half)
+        normed = builder.fmul(
+            builder.fmul(builder.fsub(found, mean), scale), load(builder, at(weight, loop.index, 4), FLOATS)
+        )
+        normed = builder.fadd(normed, load(builder, at(bias, loop.index, 4), FLOATS))
+        _keep(builder, normed, at(out, loop.index, size), half)
+
+
+def _sum(builder: Any, count: Any, value: Any) -> Any:
+    """The sum of value(0) to value(count - 1), vectors all, in four chains."""
+    sums = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(4)]
+    fours = builder.udiv(count, LONG(4))
+    with cgutils.for_range(builder, fours) as loop:
+        for part, total in enumerate(sums):
+            index = builder.add(builder.mul(loop.index, LONG(4)), LONG(part))
+            builder.store(builder.fadd(builder.load(total), value(index)), total)
+    done = builder.mul(fours, LONG(4))
+    with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+        builder.store(builder.fadd(builder.load(sums[0]), value(builder.add(done, loop.index))), sums[0])
+    four = vectors.sum_lanes(builder, [builder.load(total) for total in sums])
+    found = builder.extract_element(four, WORD(0))
+    for part in range(1, 4):
+        found = builder.fadd(found, builder.extract_element(four, WORD(part)))
+    return found
+
+
+def _numbers(builder: Any, address: Any, half: bool) -> Any:
+    """Sixteen numbers as float32."""
+    if not half:
+        return load(builder, address, FLOATS)
+    return vectors.widen_halves(builder, load(builder, address, vectors.HALF_WORDS), "bfloat16")
+
+
+def _keep(builder: Any, floats: Any, address: Any, half: bool) -> None:
+    store(builder, vectors.narrow(builder, floats) if half else floats, address)
+
+
+_norm_row, _add_norm_row = _row(True), _row(False)
+
+
+@serial_in_order
 def _normalise_part(
     piece: int, pieces: int, worker: int,
     residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int, width: int,
     factor: np.float32, epsilon: np.float32, kind: np.generic,
 ) -> None:  # fmt: skip
-    """A row is read again for each sum over it, from the nearest cache. Without a branch, its place is the row's own
-    and its factor 0 would not do for infinities: the sum is the row."""
-    first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    left = array(pointer(residual, kind), (last, width))
-    right = array(pointer(branch if branch != 0 else residual, kind), (last, width))
-    weights = array(pointer(weight, np.float32(0)), (width,))
-    added = array(pointer(bias if bias != 0 else weight, np.float32(0)), (width,))
-    sums = array(pointer(total if total != 0 else out, kind), (last, width))
-    results = array(pointer(out, kind), (last, width))
-    alone, biased = branch == 0, bias != 0
-    for row in range(first, last):
-        mean, variance = np.float32(0), np.float32(0)
-        if alone:
-            for index in range(width):
-                mean += widen(left[row, index])
+    size = width * vectors.size_of(kind)
+    for row in range(rows * piece // pieces, rows * (piece + 1) // pieces):
+        at = row * size
+        if branch == 0:
+            _norm_row(residual + at, 0, weight, bias, 0, out + at, width, factor, epsilon, kind)
         else:
-            for index in range(width):
-                mean += widen(left[row, index]) + widen(right[row, index]) * factor
-        mean = mean / np.float32(width)
-        if alone:
-            for index in range(width):
-                apart = widen(left[row, index]) - mean
-                variance += apart * apart
-        else:
-            for index in range(width):
-                apart = widen(left[row, index]) + widen(right[row, index]) * factor - mean
-                variance += apart * apart
-        scale = np.float32(1) / np.sqrt(variance / np.float32(width) + epsilon)
-        if alone and biased:
-            for index in range(width):
-                results[row, index] = narrow(
-                    (widen(left[row, index]) - mean) * scale * weights[index] + added[index], kind
-                )
-        elif alone:
-            for index in range(width):
-                results[row, index] = narrow((widen(left[row, index]) - mean) * scale * weights[index], kind)
-        elif biased:
-            for index in range(width):
-                value = widen(left[row, index]) + widen(right[row, index]) * factor
-                sums[row, index] = narrow(value, kind)
-                results[row, index] = narrow((value - mean) * scale * weights[index] + added[index], kind)
-        else:
-            for index in range(width):
-                value = widen(left[row, index]) + widen(right[row, index]) * factor
-                sums[row, index] = narrow(value, kind)
-                results[row, index] = narrow((value - mean) * scale * weights[index], kind)
+            _add_norm_row(residual + at, branch + at, weight, bias, total + at, out + at, width, factor, epsilon, kind)
 
 
 @serial_in_order
@@ -105,7 +170,7 @@ def normalise(
     residual: int, branch: int, weight: int, bias: int, total: int, out: int, rows: int, width: int,
     factor: np.float32, epsilon: np.float32, kind: np.generic, team: int,
 ) -> None:  # fmt: skip
-    """The same by address. No branch, no bias, no place for the sum: 0."""
+    """The same by address; no branch: 0."""
     parallel_for(
         _normalise_part, team, pieces_of(rows * width * _WORK, rows, team),
         (residual, branch, weight, bias, total, out, rows, width, factor, epsilon, kind),

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
+HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]

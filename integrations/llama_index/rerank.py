@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from llama_index.core.callbacks import CBEventType, EventPayload
-from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined, unused-ignore]
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
@@ -64,7 +65,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         """Tells LlamaIndex's observers of the start, and of what the block puts into the list it is given."""
         name, outcome, dispatcher = self._engines().name, list[NodeWithScore](), get_dispatcher(__name__)
         dispatcher.event(ReRankStartEvent(query=query, nodes=list(nodes), top_n=self.top_n, model_name=name))
-        payload = {
+        payload: dict[str, Any] = {
             EventPayload.NODES: list(nodes),
             EventPayload.MODEL_NAME: name,
             EventPayload.QUERY_STR: query,

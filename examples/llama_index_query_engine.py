@@ -5,10 +5,11 @@ python examples/llama_index_query_engine.py
 
 import asyncio
 
-from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.llms.asyncengine import AsyncEngineLLM
+
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 
 FACTS = [
     "Velmora is a town in Norway. It is led by mayor Ida Lund. Velmora has 8412 inhabitants.",
@@ -32,14 +33,14 @@ async def main(model: str = "demo") -> list[str]:
         transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0)],
     )
     llm = AsyncEngineLLM(model=model, temperature=0, max_tokens=40)
-    query_engine = index.as_query_engine(llm=llm, similarity_top_k=2)
+    query_engine = index.as_query_engine(llm=llm, similarity_top_k=1)
 
     # The queries run in one batch and share the computed prefix of the question-answering prompt.
     answers = await asyncio.gather(*(query_engine.aquery(question) for question in QUESTIONS))
     for question, answer in zip(QUESTIONS, answers, strict=True):
         print(f"{question}  {answer}   (from: {answer.source_nodes[0].node.get_content()!r})")
 
-    streaming = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
+    streaming = index.as_query_engine(llm=llm, similarity_top_k=1, streaming=True)
     response = await streaming.aquery(QUESTIONS[0])
     async for token in response.async_response_gen():
         print(token, end="|", flush=True)

@@ -1,1 +1,1 @@
-"""The `asyncengine` command: demo, chat, generate, embed, bench, fit. Each command imports what it needs when it runs."""
+"""The `asyncengine` command: demo, chat, generate, embed, bench, fit. Each imports what it needs when it runs."""

@@ -86,11 +86,12 @@ def _output(name: str) -> Path | None:
 
 
 def _lines() -> Iterator[str]:
-    """Lines of stdin without their ends. Raises `CliError` where they are not UTF-8."""
+    """Lines of stdin without their ends. Raises `CliError` where they are no text."""
     number = 0
     try:
-        for number, line in enumerate(sys.stdin, 1):
+        for line in sys.stdin:
             yield line.rstrip("\r\n")
+            number += 1
     except UnicodeDecodeError as error:
         raise CliError(f"stdin: line {number + 1} or one soon after it is not {error.encoding}") from error
 

@@ -1,5 +1,5 @@
-"""The bundled demo model, its adapters and the bundled embedder. `tools/demo_model` and `tools/demo_embedder`, which are
-not installed, made them."""
+"""The bundled demo model, its adapters and the bundled embedder. `tools/demo_model` and `tools/demo_embedder`, which
+are not installed, made them."""
 
 from __future__ import annotations
 

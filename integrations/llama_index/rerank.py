@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from llama_index.core.callbacks import CBEventType, EventPayload
-from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined, unused-ignore]
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
@@ -45,7 +46,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         if not nodes:
             return []
         with self._told(nodes, query) as outcome:
-            outcome += self._kept(nodes, self._rank(query, _texts(nodes), self.top_n))
+            outcome.extend(self._kept(nodes, self._rank(query, _texts(nodes), self.top_n)))
         return outcome
 
     async def _apostprocess_nodes(
@@ -56,7 +57,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         if not nodes:
             return []
         with self._told(nodes, query) as outcome:
-            outcome += self._kept(nodes, await self._arank(query, _texts(nodes), self.top_n))
+            outcome.extend(self._kept(nodes, await self._arank(query, _texts(nodes), self.top_n)))
         return outcome
 
     @contextmanager
@@ -64,7 +65,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         """Tells LlamaIndex's observers of the start, and of what the block puts into the list it is given."""
         name, outcome, dispatcher = self._engines().name, list[NodeWithScore](), get_dispatcher(__name__)
         dispatcher.event(ReRankStartEvent(query=query, nodes=list(nodes), top_n=self.top_n, model_name=name))
-        payload = {
+        payload: dict[str, Any] = {
             EventPayload.NODES: list(nodes),
             EventPayload.MODEL_NAME: name,
             EventPayload.QUERY_STR: query,

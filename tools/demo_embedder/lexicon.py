@@ -1,7 +1,7 @@
 """Words that mean the same, by what may stand together: the dictionary that the embedder learns.
 
-Between semicolons stands one meaning; the words between its bars may stand for each other. A verb's first word is its base form,
-from which `verbs.py` makes the other forms; a tilde is where its object goes.
+Between semicolons stands one meaning; the words between its bars may stand for each other. Verbs are in their base
+form, from which `verbs.py` makes the others; a tilde is where the object goes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tools.demo_embedder.reworded import Situation, Telling, neighbor, situation
 from tools.demo_model import facts as f
-from tools.demo_model.entities import BOOK, COMPANY, ENTITIES, EVENT, MACHINE, PERSON, PRODUCT, TOWN, Entity
+from tools.demo_model.entities import BOOK, COMPANY, ENTITIES, EVENT, MACHINE, PERSON, PRODUCT, Entity
 from tools.demo_model.words import Words
 
 
@@ -92,10 +92,8 @@ def other_pairs(w: Words) -> list[Pair]:
 def _among(w: Words, fact: f.Fact) -> str:
     """The fact, perhaps with sentences about other things around it."""
     sentences = [generic(w).sentence(w) for _ in range(w.rng.choice((0, 0, 1, 2)))]
-    if w.chance(0.5):
-        said = f"The {fact.field.key} of {fact.subject} is {f.spoken(fact.value)}."
-    else:
-        said = fact.sentence(w)
+    plain = f"The {fact.field.key} of {fact.subject} is {f.spoken(fact.value)}."
+    said = plain if w.chance(0.5) else fact.sentence(w)
     sentences.insert(w.rng.randint(0, len(sentences)), said)
     return f.upper(" ".join(sentences))
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from fuzz.gguf_fuzz import run
 from support.gguf_bytes import STRING, array, text
 from support.gguf_files import QUANTIZED, write_gguf
+from support.gguf_hybrids import write_hybrid
+from support.gguf_models import YARN, changed
+from support.gguf_models import make_model as random_model
+from support.ollama_gpt_oss import write_ollama_gpt_oss
 from support.tiny_models import FAMILIES, make_model
 from transformers import LlamaConfig
 
@@ -22,6 +26,13 @@ def seed_files(folder: Path) -> list[bytes]:
         more = {"tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5, "tokenizer.ggml.eot_token_id": 7}
         write_gguf(path, FAMILIES[name](), dict(make_model(name).state_dict()), lambda *_: "F16", more)
         made.append(path.read_bytes())
+    for name in ("qwen3.5", "granite4"):
+        weights = dict(make_model(name).state_dict())
+        write_hybrid(path, FAMILIES[name](), weights, lambda _, tensor: "F32" if tensor.shape[-1] % 32 else "Q8_0")
+        made.append(path.read_bytes())
+    oss = changed("gpt-oss", hidden_size=64, intermediate_size=32, rope_parameters=YARN)()
+    write_ollama_gpt_oss(path, oss, dict(random_model(oss).state_dict()), "first")
+    made.append(path.read_bytes())
     kinds = iter([*QUANTIZED, *QUANTIZED])
     config = LlamaConfig(
         vocab_size=8, hidden_size=256, head_dim=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2

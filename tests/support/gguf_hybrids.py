@@ -36,7 +36,7 @@ def write_hybrid(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         moved, back = _moved(config, name, tensor.float())
-        there = _granite_name(config, name) or _name(table, name)
+        there = (_granite_name(config, name) if granite else None) or _name(table, name)
         plain = moved.ndim == 1 or there.endswith(("_norm.weight", ".bias", "conv1d.weight", "shortconv.conv.weight"))
         kind = "F32" if plain else kind_of(there, moved)
         stored, meant = _stored(moved.contiguous().numpy(), kind)

@@ -15,6 +15,8 @@ from text.gguf_zoo import PUBLISHED, SENTENCEPIECE, bert, by_class, published
 from text.many_scripts import TEXTS, random_texts
 from transformers import AutoTokenizer
 
+from asyncengine.chat import ChatPlanner
+from asyncengine.chat.harmony import MARKS
 from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.text import TextTokenizer
@@ -181,6 +183,59 @@ def test_chat_templates_of_the_header() -> None:
     assert both.render_chat(chat) == "<|begin|>hi"
     assert both.render_chat(chat, [tool]) == "with 1hi"
     assert load_gguf_tokenizer(metadata, chat_template="mine").render_chat(chat) == "mine"
+
+
+def test_channels_where_the_header_has_no_template() -> None:
+    """Ollama's gpt-oss: what OpenAI's description of the format shows, recognised as such."""
+    metadata = byte_level_metadata(published("gpt-4o"), "default", architecture="gptoss")
+    metadata["tokenizer.ggml.tokens"] += MARKS
+    metadata["tokenizer.ggml.token_type"] += [3] * len(MARKS)
+    built = load_gguf_tokenizer(metadata)
+    planner = ChatPlanner(built)
+    assert planner.tool_format is not None
+    assert planner.tool_format.family == "harmony"
+    assert planner.reasoning is not None
+    place = {"type": "string", "description": "City\nand state"}
+    unit = {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"}
+    schema = {"type": "object", "properties": {"location": place, "format": unit, "days": {"type": "integer"}}}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "Weather.", "parameters": {**schema, "required": ["location"]}},
+        },
+        {"type": "function", "function": {"name": "g", "description": "Nothing."}},
+    ]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"location": "Rome"}}}
+    chat = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "reasoning_content": "Ask.", "tool_calls": [call]},
+        {"role": "tool", "content": "20"},
+        {"role": "assistant", "content": "Warm."},
+        {"role": "user", "content": "And?"},
+    ]
+    text = built.render_chat(chat, tools, reasoning_effort="high")
+    system, _, rest = text.partition("<|start|>developer<|message|>")
+    assert system.startswith("<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n")
+    assert system.endswith(
+        "\n\nReasoning: high\n\n# Valid channels: analysis, commentary, final. Channel must be included for every "
+        "message.\nCalls to these tools must go to the commentary channel: 'functions'.<|end|>"
+    )
+    assert rest == (
+        "# Instructions\n\nBe short.\n\n# Tools\n\n## functions\n\nnamespace functions {\n\n"
+        "// Weather.\ntype f = (_: {\n// City\n// and state\nlocation: string,\n"
+        'format?: "celsius" | "fahrenheit", // default: "celsius"\ndays?: number,\n}) => any;\n\n'
+        "// Nothing.\ntype g = () => any;\n\n} // namespace functions<|end|>"
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>Ask.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        '{"location": "Rome"}<|call|>'
+        "<|start|>functions.f to=assistant<|channel|>commentary<|message|>20<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Warm.<|end|><|start|>user<|message|>And?<|end|><|start|>assistant"
+    )
+    plain = built.render_chat([{"role": "user", "content": "Hi"}])
+    assert plain.endswith("for every message.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
+    metadata["tokenizer.chat_template"] = "mine"
+    assert load_gguf_tokenizer(metadata).render_chat(chat) == "mine"
 
 
 def test_padding_of_the_vocabulary_is_not_part_of_it() -> None:

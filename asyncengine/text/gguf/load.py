@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.text.gguf.build import tokenizer_from_gguf
+from asyncengine.text.gguf.harmony import channel_template
 from asyncengine.text.tokenizer import MAX_CHAT_CHARS, TextTokenizer
 
 
@@ -14,7 +15,8 @@ def load_gguf_tokenizer(
 ) -> TextTokenizer:
     """The tokenizer, the chat templates and the end-of-turn ids that a GGUF header holds.
 
-    `chat_template` replaces the header's own. Raises what `tokenizer_from_gguf` raises.
+    `chat_template` replaces the header's own; gpt-oss gets one where its header has none. Raises what
+    `tokenizer_from_gguf` raises.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +28,8 @@ def load_gguf_tokenizer(
         bos_token=header.name_of("bos"),
         eos_token=header.name_of("eos"),
         unk_token=header.name_of("unk"),
-        chat_template=(templates["default"] if templates.keys() == {"default"} else templates) or None,
+        chat_template=(templates["default"] if templates.keys() == {"default"} else templates)
+        or channel_template(header),
         clean_up_tokenization_spaces=False,
     )
     return TextTokenizer(

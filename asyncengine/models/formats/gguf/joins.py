@@ -64,7 +64,8 @@ def stored(join: Join, matrices: list[StoredMatrix]) -> StoredMatrix:
     if not join.below:
         return gpt_oss.TakingTurns(*matrices)
     experts = join.shape[0] if len(join.shape) == 3 else 1
-    return PieceBelowPiece(*matrices, matrices[0].shape[0] // experts)
+    gate, up = matrices
+    return PieceBelowPiece(gate, up, gate.shape[0] // experts)
 
 
 class PieceBelowPiece:

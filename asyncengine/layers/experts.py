@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear
 
 from asyncengine.layers.kernels import ACTIVATIONS, Activation
-from asyncengine.layers.linear import Linear
+from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.routing import Router, RouterConfig
@@ -51,6 +51,8 @@ class ExpertsConfig:
     """Of the gate, a name in `ACTIVATIONS`; or "clamped", whose gate and up are neighbours (gpt-oss)."""
     up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
     """Gate and up of each expert."""
+    gated: bool = True
+    """False: an expert is down(act(up(x))), and `up` has one name (Nemotron 3)."""
     down: str = "mlp.experts.{}.down_proj.weight"
     stacked: Stacked = _STACKED
     """How a checkpoint may call them otherwise (transformers' `save_original_format=False`)."""
@@ -65,6 +67,11 @@ class ExpertsConfig:
     alpha: float = 1.702
     limit: float = 7.0
     """Of "clamped": g sigmoid(alpha g) (u + 1), with g at most `limit` and u within -limit .. limit."""
+
+    @property
+    def inner(self) -> int:
+        """Outputs of an expert's first product."""
+        return self.width * (2 if self.gated else 1)
 
 
 class ExpertMatrices:
@@ -117,7 +124,7 @@ class Experts:
 
     def __init__(self, options: LayerOptions, config: ExpertsConfig, prefix: str, width: int) -> None:
         self.config, self._prefix = config, prefix
-        self._gated = options.kernels.gated(config.activation)
+        self._gated = options.kernels.gated(config.activation) if config.gated else None
         number = _activation_number(options, config, self._gated)
         up, down = _forms(options, config, prefix, width, compiled=number is not None)
         bias = config.bias is not None
@@ -161,6 +168,8 @@ class Experts:
             return clamped(both, config.alpha, config.limit)
         if self._gated is not None:
             return self._gated(both)
+        if not config.gated:
+            return ACTIVATIONS[config.activation](both)
         gate, up = both.chunk(2, dim=-1)
         return ACTIVATIONS[config.activation](gate) * up
 
@@ -192,7 +201,7 @@ class Experts:
     def stacked_slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """The same by other names: one tensor for the experts together."""
         config = self.config
-        names, each = config.stacked, 2 * config.width // len(config.stacked.up)
+        names, each = config.stacked, config.inner // len(config.stacked.up)
         replaced = () if config.only_stacked else config.up
         for part, name in enumerate(names.up):
             own = replaced[part * len(replaced) // len(names.up) : (part + 1) * len(replaced) // len(names.up)]
@@ -234,7 +243,7 @@ def _forms(
     `compiled`: there is a kernel for parts of a packed or quantized weight. Parts of a plain one are views.
     """
     count, inner = config.experts, config.width
-    shapes = ((2 * inner, width), (width, inner))
+    shapes = ((config.inner, width), (width, inner))
     paths = _paths(options, config, prefix)
 
     def make(shape: tuple[int, int], names: Sequence[Sequence[str]]) -> WeightForm:
@@ -302,6 +311,17 @@ def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentExpertsConfig:
+    """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
+
+    width: int
+    """Of what experts read and give."""
+    before: str
+    behind: str
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MoEConfig:
     """A layer's mixture: a router, its experts, and what all rows go through beside them."""
 
@@ -315,6 +335,8 @@ class MoEConfig:
     """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
     aliases: tuple[tuple[str, str], ...] = field(default=())
     """(checkpoint's name, another one) of further tensors (`save_original_format=False`)."""
+    latent: LatentExpertsConfig | None = None
+    """Experts read and give vectors of another width."""
 
 
 class SparseMLP:
@@ -323,12 +345,23 @@ class SparseMLP:
     def __init__(self, options: LayerOptions, config: MoEConfig, prefix: str, width: int) -> None:
         self.config, self._prefix = config, prefix
         self.router = Router(options, config.router, prefix, width, config.shared_gate)
-        self.experts = Experts(options, config.experts, prefix, width)
+        self.latent: list[Linear] = []
+        """What is before the experts, and behind them."""
+        if (latent := config.latent) is not None:
+            before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
+            self.latent = [
+                Linear(options, [before], width, bias=latent.bias),
+                Linear(options, [behind], latent.width, bias=latent.bias),
+            ]
+        self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
         self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         chosen, weights, gate = self.router(x)
-        y = self._scaled(x, chosen, weights) if self.config.scales_inputs else self.experts(x, chosen, weights)
+        y = x if not self.latent else self.latent[0](x, adapters)
+        y = self._scaled(y, chosen, weights) if self.config.scales_inputs else self.experts(y, chosen, weights)
+        if self.latent:
+            y = self.latent[1](y, adapters)
         if self.shared is None:
             return y
         shared = self.shared(x, adapters)
@@ -346,7 +379,9 @@ class SparseMLP:
     def fused(self) -> Any:
         """All of it as what fused layers take (`kernels.cpu.mixture.MixtureKernel`); None: they do not take this."""
         router = self.router.product()
-        if router is None or self.experts.kernel is None or self.shared is not None or self.config.scales_inputs:
+        if router is None or self.experts.kernel is None or self.config.scales_inputs:
+            return None
+        if self.shared is not None or self.latent:
             return None
         from asyncengine.kernels.cpu.mixture import MixtureKernel
 
@@ -355,7 +390,7 @@ class SparseMLP:
 
     def linears(self) -> list[Linear]:
         """Where adapters may act: not on experts."""
-        return [] if self.shared is None else self.shared.linears()
+        return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
 
     @property
     def nbytes(self) -> int:
@@ -366,6 +401,8 @@ class SparseMLP:
         """What it takes from a checkpoint, by name."""
         yield from self.router.slots()
         yield from self.experts.slots()
+        for product in self.latent:
+            yield from product.slots()
         if self.shared is not None:
             yield from self.shared.slots()
 

@@ -383,6 +383,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             mlp_bias=True,
         )
     ),
+    "nemotron-3": lambda: hf.NemotronHConfig(
+        **_common(
+            num_hidden_layers=None,
+            hidden_size=WHOLE,
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+            head_dim=16,
+            mamba_num_heads=5,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            n_groups=1,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=80,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+        )
+    ),
     "lfm2": lambda: hf.Lfm2Config(
         **_common(hidden_size=WHOLE, layer_types=["conv", "full_attention", "conv"], conv_bias=True)
     ),

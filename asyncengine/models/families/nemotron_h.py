@@ -1,19 +1,27 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is one of Mamba-2, attention or a feed-forward part."""
+"""Nemotron-H and Nemotron 3 (NVIDIA 2025): each layer is one of Mamba-2, attention, a feed-forward part or a mixture.
+
+Experts are not gated. Scores are DeepSeek V3's; beside the experts of its choice a row goes through one that all share.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
+from asyncengine.layers.experts import ExpertsConfig, LatentExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
+from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, head_dim_of
 from asyncengine.models.families.mamba import check_silu
 
-_KINDS = ("linear_attention", "full_attention", "mlp")
+_KINDS = ("linear_attention", "full_attention", "mlp", "moe")
+_LEAST = 1e-20
+"""A sum of weights at least."""
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
@@ -34,7 +42,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         config.intermediate_size, activation(config, config.mlp_hidden_act), ("mixer.up_proj",), "mixer.down_proj",
         gated=False, bias=bool(config.mlp_bias),
     )  # fmt: skip
-    layers = (None, None, state), (attention, None, None), (None, mlp, None)
+    layers = (None, None, state), (attention, None, None), (None, mlp, None), (None, _mixture(config, mlp), None)
     parts: dict[str, Any] = dict(zip(_KINDS, layers, strict=True))
     unknown = [kind for kind in config.layers_block_type if kind not in parts]
     if unknown:
@@ -54,5 +62,29 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     )
 
 
-def _layer(attention: AttentionConfig | None, mlp: MLPConfig | None, state: Mamba2Config | None) -> LayerConfig:
+def _mixture(config: Any, dense: MLPConfig) -> MoEConfig:
+    router = RouterConfig(
+        config.n_routed_experts, config.num_experts_per_tok, "sigmoid", name="mixer.gate.weight", exact=True,
+        correction="mixer.gate.e_score_correction_bias", groups=config.n_group, groups_kept=config.topk_group,
+        normalised=bool(config.norm_topk_prob), least_sum=_LEAST, scale=float(config.routed_scaling_factor),
+    )  # fmt: skip
+    path = "mixer.experts."
+    experts = ExpertsConfig(
+        router.experts, config.moe_intermediate_size, dense.activation, up=(f"{path}{{}}.up_proj.weight",), gated=False,
+        down=f"{path}{{}}.down_proj.weight", stacked=Stacked((f"{path}up_proj",), f"{path}down_proj"),
+    )  # fmt: skip
+    shared = replace(
+        dense, width=config.moe_shared_expert_intermediate_size, up=("mixer.shared_experts.up_proj",),
+        down="mixer.shared_experts.down_proj",
+    )  # fmt: skip
+    latent = None
+    if config.moe_latent_size is not None:
+        names = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
+        latent = LatentExpertsConfig(config.moe_latent_size, *names, bias=bool(config.mlp_bias))
+    return MoEConfig(router, experts, shared, latent=latent)
+
+
+def _layer(
+    attention: AttentionConfig | None, mlp: MLPConfig | MoEConfig | None, state: Mamba2Config | None
+) -> LayerConfig:
     return LayerConfig(attention, mlp, state, before_attention="norm", before_mlp=None)

@@ -22,7 +22,7 @@ from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.step import StateUse
 
-NATIVE = ["mamba2", "bamba", "granite4", "falcon-h1", "nemotron-h", "lfm2", "lfm2moe"]
+NATIVE = ["mamba2", "bamba", "granite4", "falcon-h1", "nemotron-h", "nemotron-3", "lfm2", "lfm2moe"]
 WANT = 30
 
 
@@ -55,6 +55,14 @@ OPTIONS: Mapping[str, Callable[[], Any]] = {
             mamba_d_state=16,
             mamba_proj_bias=True,
             position_embedding_type="rope",
+        )
+    ),
+    "nemotron-3-latent": lambda: hf.NemotronHConfig(
+        **common(
+            num_hidden_layers=None, hidden_size=WHOLE, layers_block_type=["linear_attention", "moe", "mlp", "moe"],
+            mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2, n_routed_experts=4,
+            moe_latent_size=32, moe_intermediate_size=48, moe_shared_expert_intermediate_size=80, mlp_bias=True,
+            norm_topk_prob=False,
         )
     ),
     "lfm2-own-width": lambda: hf.Lfm2Config(

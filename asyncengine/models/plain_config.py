@@ -36,6 +36,8 @@ _SILENT: Mapping[str, tuple[type, ...]] = MappingProxyType(
 _NEVER = ("rope_scaling",)
 """What may stand there as null."""
 _DTYPES = ("dtype", "torch_dtype")
+_QUANTIZATION = ("quantization_config", "compression_config")
+"""What a matrix is stored as: `models.formats` has read it, and refused what it does not know, before this is asked."""
 _QWEN: Mapping[str, Any] = MappingProxyType(
     {
         "num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
@@ -94,6 +96,8 @@ def plain_config(content: Mapping[str, Any], name: str = "") -> PlainConfig | No
     values = dict(defaults)
     for field, value in content.items():
         if (field in _NEVER and value is None) or (field in _DTYPES and _is_dtype(value)):
+            continue
+        if field in _QUANTIZATION and isinstance(value, dict) and value:
             continue
         if field not in known or not _fits(value, known[field]) or (value is None and not _nullable(field, defaults)):
             return None

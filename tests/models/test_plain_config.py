@@ -29,6 +29,10 @@ VARIANTS = {
     "the newer rotation beside the older": {
         "num_key_value_heads": 1, "rope_theta": 300.0, "rope_parameters": {"rope_theta": 500.0},
     },
+    "quantized": {
+        "num_key_value_heads": 2, "torch_dtype": "float16",
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    },
     "an empty rotation": {"num_key_value_heads": 1, "rope_theta": 300.0, "rope_parameters": {}},
 }  # fmt: skip
 OWN = {
@@ -76,6 +80,7 @@ LEFT_TO_TRANSFORMERS = [
     {"rope_theta": 0},
     {"partial_rotary_factor": 0.5},
     {"quantization_config": {}},
+    {"quantization_config": "awq"},
     {"auto_map": {}},
     {"per_layer_config": {}},
     {"something_new": 1},

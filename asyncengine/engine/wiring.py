@@ -173,6 +173,8 @@ def _load_frontend(
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
         if pooling is not None and is_encoder(checkpoint.config):
+            if drafting is not None:
+                raise InvalidParameter("draft_model", "guesses what a model writes; this one writes nothing")
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend

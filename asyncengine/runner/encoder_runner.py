@@ -72,7 +72,8 @@ class EncoderRunner:
     """No page is ever asked for; a cache without any is not to be had."""
     kv_bytes = state_bytes = 0
     no_speculation = "texts are given and none is written"
-    step_costs = None
+    step_costs = draft_costs = None
+    windows: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, loaded: LoadedEncoder, pooler: Pooler | None, cores: Cores | None = None) -> None:
         """`pooler`: None for a classifier, whose head gives scores."""

@@ -70,7 +70,7 @@ class VectorWindow:
         self._left -= 1
         if output.vector is None and self.fault is None:
             self.fault = (self.first + place, output)
-        return self._wake() if self.done else None
+        return self._wake() if self.is_done() else None
 
     def fail(self, failure: Callable[[], Exception]) -> Waiter | None:
         """Nothing more will come."""
@@ -81,27 +81,27 @@ class VectorWindow:
         waiter, self._waiter = self._waiter, None
         return waiter
 
-    @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
+        """All are there, or one will not come."""
         return not self._left or self.fault is not None or self.failure is not None
 
     async def wait(self) -> None:
-        """Until `done`. Cancelling loses nothing. Raises `WrongProcess` in a fork, where nobody puts."""
-        while not self.done:
+        """Until it is done. Cancelling loses nothing. Raises `WrongProcess` in a fork, where nobody puts."""
+        while not self.is_done():
             PROCESS.check_unforked(self._born)
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiter = waiter
-            if self.done:
+            if self.is_done():
                 break
             await waiter
 
     def wait_blocking(self) -> None:
         """The same for a plain thread."""
-        while not self.done:
+        while not self.is_done():
             PROCESS.check_unforked(self._born)
             event = threading.Event()
             self._waiter = event
-            if self.done:
+            if self.is_done():
                 break
             event.wait()
 

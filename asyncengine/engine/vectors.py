@@ -177,7 +177,7 @@ class VectorWork:
 
         Posts nothing, so it may run on any thread. Raises `InvalidParameter` or a subclass of it, naming the text.
         """
-        texts = [item for item in items if type(item) is not TokenIds]
+        texts = [item for item in items if not isinstance(item, TokenIds)]
         encoded = iter(self.batches.encode(texts, first) if texts else ())
         specs = []
         for place, item in enumerate(items, first):

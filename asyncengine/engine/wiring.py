@@ -207,10 +207,11 @@ def _load_tokenizer(
     path: str, checkpoint: CheckpointSource, loaded: LoadedModel | LoadedEncoder, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
+    from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.plain_config import PlainConfig
     from asyncengine.text import load_tokenizer
 
-    if not checkpoint.metadata:
+    if not checkpoint.metadata or isinstance(loaded, LoadedEncoder):
         known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
         return load_tokenizer(
             tokenizer_folder(path, checkpoint),

@@ -13,23 +13,24 @@ _LEAST_NORM = np.float32(1e-12)
 
 def activate(name: str, x: Floats) -> Floats:
     """An activation of x [rows, numbers], as torch's module of that name with its defaults."""
+    result: Floats = x
     with np.errstate(over="ignore"):
         match name:
             case "sigmoid":
-                return _sigmoid(x)
+                result = _sigmoid(x)
             case "tanh":
-                return np.tanh(x)
+                result = np.tanh(x)
             case "softmax":
                 raised = np.exp(x - x.max(axis=1, keepdims=True))
-                return raised / raised.sum(axis=1, keepdims=True)
+                result = raised / raised.sum(axis=1, keepdims=True)
             case "relu":
-                return np.maximum(x, np.float32(0))
+                result = np.maximum(x, np.float32(0))
             case "silu":
-                return x * _sigmoid(x)
+                result = x * _sigmoid(x)
             case "gelu":
                 erf = np.vectorize(math.erf, otypes=[np.float32])
-                return np.float32(0.5) * x * (1 + erf(x / math.sqrt(2.0)))
-    return x
+                result = np.float32(0.5) * x * (1 + erf(x / math.sqrt(2.0)))
+    return result
 
 
 def _sigmoid(x: Floats) -> Floats:
@@ -43,5 +44,6 @@ def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Float
         vectors = np.ascontiguousarray(vectors[:, :dimensions])
     if normalize and len(vectors):
         norms = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-        vectors = vectors / np.maximum(norms, _LEAST_NORM)
+        unit: Floats = vectors / np.maximum(norms, _LEAST_NORM)
+        return unit
     return vectors

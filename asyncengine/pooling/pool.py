@@ -26,8 +26,8 @@ NON_FINITE = "the model computed numbers that are not finite for this text"
 class Span(NamedTuple):
     """Where a row's hidden states are."""
 
-    index: int
-    """Of the row in its batch."""
+    row: int
+    """Its place in the batch."""
     first: int
     last: int
     """Rows [first, last) of the hidden states: positions of the chunk, or its last one alone."""
@@ -56,7 +56,7 @@ class Pooler:
         """Put the vectors of rows that end their texts into `result`. `hidden` [N, width], on the host."""
         states = hidden.float().numpy()
         for span in spans:
-            row = rows[span.index]
+            row = rows[span.row]
             vector = self._pool(row, states[span.first : span.last])
             if vector is None:
                 continue
@@ -65,9 +65,9 @@ class Pooler:
             if self._head is not None:
                 vector = self._head @ vector
             if np.isfinite(vector).all():
-                result.vectors[span.index] = vector
+                result.vectors[span.row] = vector
             else:
-                result.errors[span.index] = NON_FINITE
+                result.errors[span.row] = NON_FINITE
 
     def _pool(self, row: Row, states: Floats) -> Floats | None:
         """None: more is to come."""
@@ -118,14 +118,17 @@ class Partial:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _part(self, mode: str) -> Floats:
+        part: Floats
         match mode:
             case "mean":
-                return self._found["sum"] / np.float32(self._count)
+                part = self._found["sum"] / np.float32(self._count)
             case "mean_sqrt_len_tokens":
-                return self._found["sum"] / np.sqrt(np.float32(self._count))
+                part = self._found["sum"] / np.sqrt(np.float32(self._count))
             case "weightedmean":
-                return self._found["weighted"] / np.float32(self._weight)
-        return self._found[mode]
+                part = self._found["weighted"] / np.float32(self._weight)
+            case _:
+                part = self._found[mode]
+        return part
 
 
 def _sum(known: Floats | None, states: Floats) -> Floats:
@@ -150,7 +153,7 @@ class Dense:
             self._residual = _tensor(spec.folder, stored, "residual.weight", (spec.outputs, spec.inputs))
 
     def __call__(self, vector: Floats) -> Floats:
-        out = self._weight @ vector
+        out: Floats = self._weight @ vector
         if self._bias is not None:
             out += self._bias
         out = activate(self.spec.activation, out[None])[0]
@@ -167,9 +170,10 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise ModelNotFound(f"{folder} has no model.safetensors: only safetensors files are read, pickles run code")
     try:
-        return load_file(file)
+        found: dict[str, torch.Tensor] = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelNotFound(f"{file} cannot be read: {error}") from None
+    return found
 
 
 def _tensor(folder: Path, stored: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> Floats:

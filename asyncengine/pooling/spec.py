@@ -165,7 +165,8 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _embedder(
     folder: Path, modules: list[tuple[str, Path]], pooling: str | None, common: Mapping[str, Any]
 ) -> PoolingSpec:
-    modes, include, normalize = ("mean",), True, False
+    modes: tuple[str, ...] = ("mean",)
+    include, normalize = True, False
     dense: list[DenseSpec] = []
     for kind, where in modules[1:]:
         content = _read(where / "config.json") or {}

@@ -109,13 +109,12 @@ class BatchTokenizer:
 
     def _slowly(self, text: TextOrPair) -> EncodedText:
         """Through transformers' wrapper, which changes its settings with each call."""
-        parts = (text,) if isinstance(text, str) else text
         with self._lock:
-            whole = self._hf(*parts)
-            found = self._hf(*parts, truncation="longest_first", max_length=self.max_length)
-        types = found.get("token_type_ids") if self._types and len(parts) == 2 else None
-        cut = len(whole["input_ids"]) > len(found["input_ids"])
-        return EncodedText(list(found["input_ids"]), _second(types) if types else 0, cut)
+            whole = self._hf([text])  # in a list: alone, an empty second text would be none
+            found = self._hf([text], truncation="longest_first", max_length=self.max_length)
+        types = found.get("token_type_ids") if self._types and not isinstance(text, str) else None
+        ids = list(found["input_ids"][0])
+        return EncodedText(ids, _second(types[0]) if types else 0, len(whole["input_ids"][0]) > len(ids))
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:

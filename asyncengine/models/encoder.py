@@ -144,7 +144,8 @@ class Encoder:
     @property
     def unsteady(self) -> str | None:
         """Why a token's numbers may depend on the sequences that are computed beside its own; None: they do not."""
-        weights = [linear.weight for layer in self.layers for linear in layer.linears()]
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        weights = [linear.weight for linear in (*linears, *([] if self.head is None else self.head.linears()))]
         if self.options.kernels.name != "compiled" or any(weight.products(None) is None for weight in weights):
             return "some products are torch's, whose sums depend on what is computed together"
         return None

@@ -167,3 +167,19 @@ def test_limits(tmp_path: Path) -> None:
         forward(loaded, [[5, VOCAB]])
     with pytest.raises(ValueError, match="no classification head"):
         loaded.model.classify(torch.zeros(2, 64), [2])
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("int8", 0.999), ("int4", 0.97)])
+def test_quantized(quantization: str, least: float, tmp_path: Path) -> None:
+    """Near the exact ones; the head of a classifier stays as it is; the same bits in any company."""
+    make_encoder("bert", tmp_path, classifies=True)
+    exact = load_encoder(str(tmp_path), EngineConfig(**CONFIG))
+    loaded = load_encoder(str(tmp_path), EngineConfig(**CONFIG, quantization=quantization))
+    assert loaded.fused == ["encoder x 1", f"{quantization} x 12"]
+    some = texts(*LENGTHS)
+    found = forward(loaded, some)
+    cosines = torch.nn.functional.cosine_similarity(torch.cat(found), torch.cat(forward(exact, some)))
+    assert least < cosines.mean() < 1
+    assert all(torch.equal(part, forward(loaded, [text])[0]) for part, text in zip(found, some, strict=True))
+    assert loaded.model.head is not None
+    assert {linear.weight.name for linear in loaded.model.head.linears()} == {"packed"}

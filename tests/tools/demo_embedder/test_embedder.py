@@ -14,7 +14,7 @@ from tools.demo_embedder.pairs import MAKERS
 
 CARD = (EMBEDDER_PATH / "README.md").read_text(encoding="utf-8")
 FOLDER_LIMIT = 3 * 1024 * 1024
-LEAST = {"facts": (0.7, 0.9), "others": (0.4, 0.6), "keywords": (0.1, 0.2), "reworded": (0.7, 0.9)}
+LEAST = {"facts": (0.85, 0.95), "others": (0.7, 0.9), "keywords": (0.5, 0.7), "reworded": (0.85, 0.95)}
 """Of two hundred texts of each skill: recall at 1 and at 5. The card has what is measured on a thousand."""
 
 
@@ -29,11 +29,14 @@ def test_folder_is_small_and_complete() -> None:
 
 
 def test_held_out_recall() -> None:
+    """Questions and other words beyond what counting words finds; rare words as far as they go."""
     found = measure(EMBEDDER_PATH, 200, seed=11)
     for skill, rates in found.items():
         at_1, at_5 = rates["demo-embed"]
         assert at_1 >= LEAST[skill][0], (skill, rates)
         assert at_5 >= LEAST[skill][1], (skill, rates)
+    for skill in ("facts", "reworded"):
+        assert found[skill]["demo-embed"][0] > max(found[skill]["hashed words"][0], found[skill]["BM25"][0])
 
 
 def test_the_card_states_every_rate() -> None:

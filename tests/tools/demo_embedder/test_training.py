@@ -25,10 +25,10 @@ def tokenizer() -> Tokenizer:
 
 def test_a_few_steps_learn_and_repeat(tokenizer: Tokenizer) -> None:
     runs = []
-    for _ in range(2):
-        trainer = Trainer(Options(pairs=32, warmup=2), tokenizer)
-        runs.append([trainer.update(0.0) for _ in range(12)])
-    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+    for count in (10, 3):
+        trainer = Trainer(Options(pairs=16, warmup=2), tokenizer)
+        runs.append([trainer.update(0.0) for _ in range(count)])
+    assert runs[0][:3] == pytest.approx(runs[1], rel=1e-4)
     assert sum(runs[0][-3:]) < sum(runs[0][:3])
 
 

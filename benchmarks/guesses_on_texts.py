@@ -1,9 +1,10 @@
 """Guesses on real text: the bundled model, and the same made deeper, through LangChain; see `speculation.py`.
 
-Tasks of four kinds, from texts that training never drew: quote, extract, edit, answer from a passage. One stream; times
-count from an answer's first token to its last. With layers that add nothing (their outputs are zero) the model says the
-same and takes as long as a larger one, whose every step reads more memory: what guesses save there is not hidden behind
-the host's work for each token. Every answer is compared with that of the run without guesses.
+Tasks of the kinds that the model was trained for, on texts that training never drew: quote, extract as JSON, answer
+from a passage; and stories, which repeat nothing of their prompts. One stream; times count from an answer's first token
+to its last. With layers that add nothing (their outputs are zero) the model says the same and takes as long as a larger
+one, whose every step reads more memory: what guesses save there is not hidden behind the host's work for each token.
+Every answer is compared with that of the run without guesses.
 """
 
 from __future__ import annotations
@@ -22,25 +23,31 @@ from typing import Any
 from asyncengine import EngineHandle, shared_engine
 from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.langchain import ChatAsyncEngine
+from tools.demo_model.conversations import make
 
-PEOPLE = (
-    ("Marta Lund", 34, "Oslo", "baker"), ("Ivo Keller", 51, "Bern", "pilot"), ("Nadia Roux", 28, "Lyon", "teacher"),
-)  # fmt: skip
-TEXTS = (
-    "The meeting moves to Tuesday at nine in the small room on the second floor.",
-    "The blue bicycle costs 240 francs, the red one costs 310 francs, and the green one is sold.",
-    "Please bring the old lamp, the two chairs and the long table to the house by the river.",
-)
+COUNT, LEAST = 6, 30
+"""Tasks of a kind, and characters that a right answer has at least: of less there is nothing to be timed."""
+KINDS = {"quote": "chat", "extract": "extract", "passage": "passage"}
+"""What is timed, and the skill of the bundled model that it is."""
+
+Messages = list[tuple[str, str]]
 
 
-def tasks() -> dict[str, list[str]]:
-    facts = [f"{n} is {a} years old. {n} lives in {c}. {n} works as a {j}." for n, a, c, j in PEOPLE]
-    return {
-        "quote": [f"Repeat this: {text}" for text in TEXTS],
-        "edit": [f"Repeat this in capital letters: {text}" for text in TEXTS],
-        "extract": [f"Extract the name, age, city and job as JSON.\n\n{text}" for text in facts],
-        "passage": [f"{' '.join(facts)}\n\nWhere does {n} live, and what is the job of {n}?" for n, *_ in PEOPLE],
-    }
+def tasks() -> dict[str, list[Messages]]:
+    """Conversations that training never drew, up to what is to be answered."""
+    found: dict[str, list[Messages]] = {"story": [[("user", f"Tell me a story about a {animal}.")] for animal in
+                                                  ("fox", "dog", "owl", "bear", "goat", "cat")]}  # fmt: skip
+    for kind, skill in KINDS.items():
+        chosen: list[Messages] = []
+        for seed in range(2000):
+            made = make(skill, seed, held_out=True)
+            answer, asked = made.messages[-1].get("content") or "", str(made.messages[-2]["content"])
+            if len(answer) >= LEAST and not made.tools and (kind != "quote" or answer in asked):
+                chosen.append([(message["role"], str(message["content"])) for message in made.messages[:-1]])
+            if len(chosen) == COUNT:
+                break
+        found[kind] = chosen
+    return found
 
 
 def deeper(folder: Path, layers: int) -> str:
@@ -62,7 +69,7 @@ def deeper(folder: Path, layers: int) -> str:
     return str(folder)
 
 
-async def timed(chat: ChatAsyncEngine, text: str, **options: Any) -> tuple[float, str]:
+async def timed(chat: ChatAsyncEngine, text: Messages, **options: Any) -> tuple[float, str]:
     """Seconds from the first part of the answer to its end, and the answer."""
     began, parts = 0.0, []
     async for part in chat.astream(text, **options):
@@ -81,7 +88,7 @@ async def compare(model: str, options: argparse.Namespace) -> None:
     shared: dict[str, Any] = {"num_threads": options.threads, "show_progress": False}
     configs = {
         "off": {"speculation": "off"}, "looked up in its own text": {"speculation_memory": 1},
-        "with a prediction, 90 % right": {"speculation_memory": 1},
+        "with a prediction, 90 % right": {"speculation_memory": 2},
         "looked up or by the draft model": {"speculation_memory": 1, "draft_model": "demo/draft"},
     }  # fmt: skip
     handles: list[EngineHandle] = []

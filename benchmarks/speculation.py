@@ -1,4 +1,4 @@
-"""Speculation on and off, taking turns: python benchmarks/speculation.py --shape qwen3-0.6b
+"""Speculation on and off, taking turns: python -m benchmarks.speculation --shape qwen3-0.6b
 
     [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --demo --layers 90]
 
@@ -21,16 +21,11 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-try:
-    from benchmarks.execution_vs_transformers import SHAPES
-    from benchmarks.guesses_on_texts import on_texts
-except ImportError:  # run as a file
-    from execution_vs_transformers import SHAPES  # type: ignore[no-redef]
-    from guesses_on_texts import on_texts  # type: ignore[no-redef]
-
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.lookup import Draft
+from benchmarks.execution_vs_transformers import SHAPES
+from benchmarks.guesses_on_texts import on_texts
 
 PROMPT = 64
 

@@ -51,9 +51,7 @@ async def until_gone(address: str, port: int) -> bool:
     return True
 
 
-async def _connect(
-    address: str, port: int, timeout: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+async def _connect(address: str, port: int, timeout: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
     try:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_connection(address, port)

@@ -66,6 +66,8 @@ class Prices:
         """Raises `Unmodelled` for a shape that is too large."""
         self._vocabulary = vocabulary
         self._spelled: dict[bytes, list[int] | None] = {}
+        self._within: dict[int, dict[int, int]] = {}
+        """Tokens made of the letters of a set, by the set."""
         self._of: dict[Shape, Price] = {}
         order = inside_out(root, MAX_SHAPES)
         for shape in order:
@@ -247,13 +249,14 @@ class Prices:
             body = body.target
         for shape in body.items if isinstance(body, Either) else (body,):
             if isinstance(shape, Letters):
-                best: dict[int, int] = {}
-                for data, token in self._vocabulary.by_length:
-                    if len(data) not in best and all(byte < 128 and shape.mask >> byte & 1 for byte in data):
-                        best[len(data)] = token
-                letter = self._letter(shape)
+                best, letter = self._tokens_of(shape.mask), self._letter(shape)
                 if best and letter is not None and (single := self._spell(letter)):
                     yield _coins({1: single[0], **best})
+
+    def _tokens_of(self, letters: int) -> dict[int, int]:
+        if letters not in self._within:
+            self._within[letters] = self._vocabulary.within(letters)
+        return self._within[letters]
 
     def _suffixes(self, shape: Chain, runs: list[Run]) -> list[int]:
         """What each item and those after it cost."""

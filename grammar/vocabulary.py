@@ -101,10 +101,27 @@ class Vocabulary:
         return {begin: tuple(sorted(found)) for begin, found in table.items()}
 
     @cached_property
-    def by_length(self) -> list[tuple[bytes, int]]:
-        """Ordinary tokens of more than one byte, longest first, the lowest id first among equals."""
-        long = [(data, i) for i, data in enumerate(self.token_bytes) if len(data) > 1 and i not in self.special_ids]
-        return sorted(long, key=lambda item: (-len(item[0]), item[1]))
+    def _ascii_sets(self) -> dict[int, dict[int, int]]:
+        """Ordinary tokens of several ASCII bytes by their length, longest first, and by the set of these bytes (bit b:
+        byte b is in it); the lowest id where several have the same."""
+        found: dict[int, dict[int, int]] = {}
+        for token, data in enumerate(self.token_bytes):
+            if len(data) > 1 and data.isascii() and token not in self.special_ids:
+                letters = 0
+                for byte in data:
+                    letters |= 1 << byte
+                found.setdefault(len(data), {}).setdefault(letters, token)
+        return {length: found[length] for length in sorted(found, reverse=True)}
+
+    def within(self, letters: int) -> dict[int, int]:
+        """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b), longest
+        first. A set is one number, so that a look at it takes nanoseconds: every set of a schema's asks for this."""
+        others = ~letters
+        return {
+            length: min(tokens)
+            for length, sets in self._ascii_sets.items()
+            if (tokens := [token for made_of, token in sets.items() if not made_of & others])
+        }
 
     @cached_property
     def filler(self) -> int:

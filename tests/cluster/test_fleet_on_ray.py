@@ -153,7 +153,9 @@ async def reserved(fleet: Fleet) -> None:
         free, all_ = state.available_resources_per_node(), state.total_resources_per_node()
         return [tuple(all_[host.node][kind] - free[host.node].get(kind, 0) for kind in ("CPU", "memory")) for host in hosts]  # type: ignore[misc]  # fmt: skip
 
-    await come(lambda: taken() == [(1, host.placed.shares[0].host_bytes) for host in hosts], f"reservations ({taken()})")
+    await come(
+        lambda: taken() == [(1, host.placed.shares[0].host_bytes) for host in hosts], f"reservations ({taken()})"
+    )
     assert hosts[0].placed.shares[0].host_bytes > 32 * 2**20  # keys and values are the least of it
 
 

@@ -143,7 +143,12 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
     claim = read_claim("demo", config, FleetConfig(num_cpus=0.5, labels={"zone": "x"}))
     assert claim == Claim(model="demo", cpu_bytes=total, cpus=0.5, labels={"zone": "x"})
     on_gpu = read_claim("demo", config, FleetConfig(num_gpus=0.5))
-    assert (on_gpu.device_bytes, on_gpu.cpu_bytes, on_gpu.devices, on_gpu.utilization) == (claim.cpu_bytes, None, 1, 0.5)
+    assert (on_gpu.device_bytes, on_gpu.cpu_bytes, on_gpu.devices, on_gpu.utilization) == (
+        claim.cpu_bytes,
+        None,
+        1,
+        0.5,
+    )
     assert read_claim("not/here", config, FleetConfig(replica_memory="20GiB")).cpu_bytes == 20 * GIB
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from support.big_tokenizers import SMALL
 from support.grammar_walks import text_of, walk
 from support.small_vocabulary import TOKENS
 
@@ -21,6 +22,7 @@ from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 
+from .torture import real_vocabulary
 from .unrolled import Tree, accepts, alt, least_tokens, seq, text, times
 
 CASES = int(os.environ.get("ASYNCENGINE_COUNTED", "24"))
@@ -168,3 +170,16 @@ def test_an_output_that_the_counting_loses_is_searched_for(vocabulary: Vocabular
     rest, _ = walk(vocabulary, matcher, 400 - len(output), random.Random(2))
     assert matcher.overrun() is None
     assert text_of(vocabulary, [*output, *rest]).startswith("\u03b1")
+
+
+@pytest.mark.parametrize("letters", ["abcdefghijklmnopqrstuvwxyz", " 01:x", "".join(map(chr, range(128))), "é", ""])
+def test_tokens_within_a_set_of_letters_are_all_of_them(letters: str) -> None:
+    """Against every token of a real vocabulary, looked at letter by letter."""
+    vocabulary = real_vocabulary(SMALL)
+    allowed = {letter for letter in letters.encode() if letter < 128}
+    wanted: dict[int, int] = {}
+    for token, data in enumerate(vocabulary.token_bytes):
+        if len(data) > 1 and set(data) <= allowed and token not in vocabulary.special_ids:
+            wanted.setdefault(len(data), token)
+    found = vocabulary.within(sum(1 << letter for letter in letters.encode()))
+    assert list(found.items()) == sorted(wanted.items(), reverse=True)

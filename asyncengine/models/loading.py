@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -177,25 +177,49 @@ def _load_decoder(
     device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress, ahead: CompileAhead | None,
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    described = settle_tie(described, checkpoint)
-    outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
-    slots = slots_of(outline, checkpoint)
-    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
-    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    check_memory(sum(elements.values()), dtype, device, bits, kept)
+    outline = outline_of(described, checkpoint, config, dtype, device, bits)
+    check_memory(sum(outline.elements.values()), dtype, device, bits, outline.kept_bytes)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms)
-    decoder = Decoder(described, options, max_model_len)
+    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=outline.forms)
+    decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(kernels_of(decoder, config.page_size))
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)
     else:
-        load_weights(checkpoint, slots_of(decoder, checkpoint), names, bar)
+        load_weights(checkpoint, slots_of(decoder, checkpoint), outline.names, bar)
     return decoder, decoder.describe(), decoder.nbytes
+
+
+class Outline(NamedTuple):
+    """What is known of a decoder and its checkpoint before any memory is taken."""
+
+    decoder: Decoder
+    """Without memory."""
+    names: dict[str, str]
+    """The slot of each of the checkpoint's tensors."""
+    forms: dict[str, StoredForm]
+    """Of matrices that stay as they are stored, by their path."""
+    kept_bytes: int
+    """Of these."""
+    elements: dict[str, int]
+    """Of all other tensors, by their path."""
+
+
+def outline_of(
+    described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
+    device: torch.device, bits: int | None,
+) -> Outline:  # fmt: skip
+    """Raises `ModelNotFound` for what `assign` refuses."""
+    described = settle_tie(described, checkpoint)
+    decoder = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
+    slots = slots_of(decoder, checkpoint)
+    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.ignored)
+    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
+    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
+    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    return Outline(decoder, names, forms, kept, elements)
 
 
 def _load_module(

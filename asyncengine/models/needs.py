@@ -6,7 +6,6 @@ as the loader counts them; what a step takes beside them is an estimate.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,17 +15,13 @@ import torch
 from asyncengine.attention.base import page_bytes
 from asyncengine.attention.factory import kv_dtype
 from asyncengine.config import EngineConfig
-from asyncengine.layers.kernels import TorchKernels
-from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.layers.states import StateSpec
-from asyncengine.layers.stored import bytes_of
 from asyncengine.models.checking import check_config
 from asyncengine.models.checkpoint import open_checkpoint
-from asyncengine.models.decoder import Decoder, DecoderConfig
+from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.models.loading import kept_forms, quantization_bits, read_config, resolve_device, resolve_dtype
-from asyncengine.models.weights import assign, settle_tie, slots_of, stored_forms
+from asyncengine.models.loading import outline_of, quantization_bits, read_config, resolve_device, resolve_dtype
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
 """How often a step holds logits of the rows it samples, and hidden states of its tokens, in float32."""
@@ -116,16 +111,12 @@ def _of_decoder(
     device: torch.device, bits: int | None,
 ) -> _Sizes:  # fmt: skip
     """Of an outline of the decoder without memory."""
-    described = settle_tie(described, checkpoint)
-    outline = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
-    slots = slots_of(outline, checkpoint)
-    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
-    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    outline = outline_of(described, checkpoint, config, dtype, device, bits)
+    elements = dict(outline.elements)
     vocabulary = sum(elements.pop(path, 0) for path in (described.embedding, described.head))
     plain = _plain(sum(elements.values()), dtype, bits) + _plain(vocabulary, dtype, bits and 8)
-    return _Sizes(kept + plain, page_bytes(outline.specs, 1, kv_dtype(config, dtype)), outline.states)
+    decoder = outline.decoder
+    return _Sizes(outline.kept_bytes + plain, page_bytes(decoder.specs, 1, kv_dtype(config, dtype)), decoder.states)
 
 
 def _of_module(hf_config: Any, text: Any, config: EngineConfig, dtype: torch.dtype, bits: int | None) -> _Sizes:

@@ -13,7 +13,6 @@ from asyncengine.engine.vectors import Item, TokenIds, VectorCall, VectorWork
 from asyncengine.errors import InvalidParameter
 from asyncengine.options import RequestOptions
 from asyncengine.outputs import Classification, Classifications, Embeddings, Ranked, Ranking, Usage
-from asyncengine.pooling.activations import activate, shortened
 from asyncengine.pooling.spec import PoolingSpec
 from asyncengine.pooling.templates import PairTemplate
 from asyncengine.request_spec import Pooled
@@ -81,6 +80,8 @@ class VectorDesk:
 
     def embeddings(self, call: VectorCall, dimensions: int | None, normalize: bool | None) -> Embeddings:
         """What has come of it."""
+        from asyncengine.pooling.activations import shortened  # numpy: `import asyncengine` stays light
+
         vectors = shortened(call.vectors, dimensions, self.spec.normalize if normalize is None else normalize)
         return Embeddings(vectors, _usage(call), tuple(call.truncated))
 
@@ -137,6 +138,8 @@ class VectorDesk:
 
     def ranked(self, call: VectorCall, documents: list[str], top_n: int | None) -> Ranking:
         """What has come of it."""
+        from asyncengine.pooling.activations import activate
+
         scores = activate(self.spec.activation, call.vectors)[:, 0].tolist() if len(call.items) else []
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
         results = [Ranked(index, scores[index], documents[index]) for index in order]
@@ -160,6 +163,8 @@ class VectorDesk:
 
     def classified(self, call: VectorCall) -> Classifications:
         """What has come of it."""
+        from asyncengine.pooling.activations import activate
+
         labels, results = self.spec.labels, []
         for row in activate(self.spec.activation, call.vectors).tolist() if len(call.items) else ():
             best = max(range(len(row)), key=lambda index: row[index])

@@ -15,19 +15,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio.to_thread
-import numpy as np
 
 from asyncengine.engine.vector_progress import ProgressBar
 from asyncengine.engine.vector_window import VectorWindow
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter, RequestTimeout
 from asyncengine.options import RequestOptions
-from asyncengine.pooling.activations import Floats
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.text.batches import BatchTokenizer, EncodedText
 
 if TYPE_CHECKING:
     from asyncengine.engine.frontend import Frontend
+    from asyncengine.pooling.activations import Floats
 
 FIRST_WINDOW, MOST_WINDOW = 32, 256
 """Texts of a call's first window, which is to reach the model soon, and of a later one."""
@@ -73,6 +72,8 @@ class VectorCall:
     truncated: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        import numpy as np  # not before there are vectors: `import asyncengine` stays light
+
         self.vectors = np.zeros((len(self.items), self.width), dtype=np.float32)
 
     def take(self, window: VectorWindow) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tools.demo_embedder.reworded import Situation, Telling, neighbor, situation
 from tools.demo_model import facts as f
-from tools.demo_model.entities import BOOK, COMPANY, ENTITIES, EVENT, MACHINE, PERSON, PRODUCT, Entity
+from tools.demo_model.entities import BOOK, COMPANY, ENTITIES, EVENT, MACHINE, PERSON, PRODUCT
 from tools.demo_model.words import Words
 
 
@@ -49,7 +49,7 @@ def fact_pairs(w: Words) -> list[Pair]:
     return [_about(w, part) for part in parts]
 
 
-def _mention(w: Words, where: tuple[Entity, str], name: str) -> list[f.Fact]:
+def _mention(w: Words, where: tuple[f.Entity, str], name: str) -> list[f.Fact]:
     entity, key = where
     drawn = f.describe(w, entity, w.rng.randint(1, 3))
     field = next(field for field in entity.fields if field.key == key)

@@ -179,6 +179,8 @@ class KVCache:
             marks.append((num_tokens - 1) // self.page_size * self.page_size)
             marks = sorted({mark: None for mark in marks if mark > start})
         table.state = self.states.start(table.node, start, marks)
+        if table.state is not None:
+            table.state.follows = shared
         table.matched = table.node  # it may be evicted from now on
         return table.state is not None
 

@@ -10,6 +10,11 @@ Snapshots hang on nodes of the radix tree (`Node.state`) and go with them. One t
 path that does not branch there (an earlier turn of a chat), goes first: with plain LRU, whoever uses the end of such a
 chain keeps all of it fresh, and the chains of others lose their ends (SGLang #36935).
 
+**Trails.** Where an answer will end is not known, and its state there is what the next turn of a chat would start from.
+So at each page that an answer fills, its request goes on in another slot and leaves the state in the one it had.
+Nothing is copied, and the state at the last full page is there when the request ends. There are few trails, and a
+request that is to run takes the slot of one, if need be.
+
 **Conservation**: free + working + snapshots + saving + retiring = capacity, always. The **retire rule** holds here too:
 a slot that a launched step names is not handed out before that step has retired.
 """
@@ -32,7 +37,7 @@ class StateCounts:
 
     free: int = 0
     working: int = 0
-    """Of running requests."""
+    """Of running requests, and the trails of their answers."""
     snapshots: int = 0
     saving: int = 0
     """Snapshots that launched steps are taking."""
@@ -60,7 +65,10 @@ class Snapshot:
 class WorkingState:
     """What a running request has of states: a slot of its own, and where it will leave snapshots."""
 
-    __slots__ = ("common", "marks", "origin", "position", "saving", "slot", "source", "unread")
+    __slots__ = (
+        "common", "follows", "marks", "origin", "position", "saving", "slot", "source", "trail", "trail_position",
+        "trail_step", "unread",
+    )  # fmt: skip
 
     def __init__(self, slot: int, source: int, position: int, origin: Node, marks: list[int]) -> None:
         self.slot = slot
@@ -78,6 +86,17 @@ class WorkingState:
         """The snapshot it starts from, until a step is launched that reads it."""
         self.common: dict[int, int] = {}
         """Ticket of a waiting request -> how many tokens of full pages the two have in common."""
+        self.follows = False
+        """Others may want to start from where it ends."""
+        self.trail = 0
+        """A slot with its state at `trail_position`, the last full page of its answer; 0: it has none."""
+        self.trail_position = 0
+        self.trail_step = 0
+        """The launched step that reads it."""
+
+
+_TRAILS = 4
+"""One of so many slots may be a trail: else many running requests would leave no room for snapshots."""
 
 
 class StateBooks:
@@ -91,6 +110,9 @@ class StateBooks:
         self._passed: dict[int, Snapshot] = {}
         """Likewise, those that nobody is expected to start from again."""
         self._saving: dict[int, None] = {}
+        self._trails: dict[int, WorkingState] = {}
+        """By slot, oldest first."""
+        self._most_trails = self.capacity // _TRAILS
         self._retired = 0
         self._retiring: deque[tuple[int, int]] = deque()
         self._reading: deque[tuple[int, Snapshot]] = deque()
@@ -102,14 +124,15 @@ class StateBooks:
     @property
     def num_available(self) -> int:
         """Slots that a request could have now."""
-        return self._pool.num_free + len(self._snapshots) + len(self._passed) - self._num_pinned
+        at_once = self._pool.num_free + len(self._snapshots) + len(self._passed) - self._num_pinned
+        return at_once + sum(working.trail_step <= self._retired for working in self._trails.values())
 
     def start(self, node: Node, position: int, marks: list[int]) -> WorkingState | None:
         """A working slot for a request that starts from the snapshot of `node` (a root: from no token at all), to be
         taken from a snapshot if need be. None: not now."""
         snapshot = self._at(node)
         self._pin(snapshot, 1)
-        slot = self._take()
+        slot = self._take() or self._take_trail()
         if not slot:
             self._pin(snapshot, -1)
             if snapshot is None or snapshot.readers:
@@ -125,14 +148,17 @@ class StateBooks:
             self._touch(node)
         return working
 
-    def use(self, working: WorkingState, start: int, end: int, step: int) -> StateUse:
-        """What a row over the positions [start, end) of launched step `step` does with states."""
+    def use(self, working: WorkingState, start: int, end: int, step: int, full: bool = False) -> StateUse:
+        """What a row over the positions [start, end) of launched step `step` does with states. `full`: it begins with a
+        page of the answer, so that a trail may be left there."""
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
             self._reading.append((step, working.unread))
             working.unread = None
         saves = self._plan_saves(working, end) if working.marks and working.marks[0] <= end else ()
+        if full and working.follows and working.source == working.slot:
+            self._move_on(working, start, step)
         use = StateUse(working.slot, working.source, saves)
         working.source = working.slot
         working.position = end
@@ -148,6 +174,42 @@ class StateBooks:
                 working.saving.append(position)
                 saves.append((position, slot))
         return tuple(saves)
+
+    def _move_on(self, working: WorkingState, position: int, step: int) -> None:
+        """Leave the state of `position` where it is, and go on in the slot of the trail before it, or in another."""
+        slot = self._trails.pop(working.trail, working).trail
+        if not slot and len(self._trails) < self._most_trails:
+            slot = self._take()
+        if slot:
+            working.trail, working.slot = working.slot, slot
+            working.trail_position, working.trail_step = position, step
+            self._trails[working.trail] = working
+
+    def _take_trail(self) -> int:
+        """The slot of the oldest trail that no launched step reads; 0: there is none."""
+        working = next((each for each in self._trails.values() if each.trail_step <= self._retired), None)
+        if working is None:
+            return 0
+        slot, working.trail = working.trail, 0
+        del self._trails[slot]
+        self._evictions += 1
+        return slot
+
+    def _leave_trail(self, working: WorkingState, node: Node, page_size: int) -> None:
+        """The request ends: its trail becomes a snapshot, if the page it belongs to is published and has none."""
+        slot, depth = working.trail, working.trail_position // page_size
+        working.trail = 0
+        del self._trails[slot]
+        while node.depth > depth:
+            node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
+        wanted, read = node.depth == depth and not node.state, working.trail_step > self._retired
+        if not wanted and read:
+            self._retiring.append((working.trail_step, slot))
+            return
+        self._hang(slot, working, node, depth)
+        if read and (snapshot := self._at(node)) is not None:
+            self._pin(snapshot, 1)
+            self._reading.append((working.trail_step, snapshot))
 
     def settle(self, saves: Iterable[tuple[int, int]], working: WorkingState, node: Node, page_size: int) -> None:
         """The step that took `saves` has retired. They hang on the path to `node`, the last published page, now."""
@@ -169,6 +231,8 @@ class StateBooks:
         """
         self._pin(working.unread, -1)
         working.unread = None
+        if working.trail:
+            self._leave_trail(working, node, page_size)
         if fence > self._retired:
             self._retiring.append((fence, working.slot))
         elif working.position and working.position == node.depth * page_size:
@@ -267,7 +331,7 @@ class StateBooks:
     def counts(self, num_working: int) -> StateCounts:
         return StateCounts(
             free=self._pool.num_free,
-            working=num_working,
+            working=num_working + len(self._trails),
             snapshots=len(self._snapshots) + len(self._passed),
             saving=len(self._saving),
             retiring=len(self._retiring),
@@ -301,6 +365,7 @@ class StateBooks:
         hung = {node.state: node for node in nodes if node.state}
         own(self._pool.free_pages(), "free")
         own((each.slot for each in working), "working")
+        own((each.trail for each in working if each.trail), "a trail")
         own(self._snapshots, "a snapshot")
         own(self._passed, "a snapshot")
         own(self._saving, "saving")
@@ -308,6 +373,8 @@ class StateBooks:
         for slot in range(1, self.capacity + 1):
             if slot not in owner:
                 raise InvariantViolation(f"state slot {slot} leaked: neither free, working, a snapshot nor on its way")
+        if self._trails != {each.trail: each for each in working if each.trail}:
+            raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")
         snapshots = {each.slot: each for each in self._in_order()}
         if {slot: each.node for slot, each in snapshots.items()} != hung:
             raise InvariantViolation(f"snapshots {sorted(snapshots)}, but the tree's are {sorted(hung)}")

@@ -22,9 +22,9 @@ def with_states(rows: Sequence[Row], requests: Sequence[Request], kv: KVCache, s
         assert kv.states is not None
         assert request.table is not None
         assert request.table.state is not None
-        made.append(
-            row._replace(state=kv.states.use(request.table.state, row.start, row.start + row.num_scheduled, step))
-        )
+        full = row.start >= len(row.spec.prompt) and row.start % kv.page_size == 0
+        use = kv.states.use(request.table.state, row.start, row.start + row.num_scheduled, step, full)
+        made.append(row._replace(state=use))
     return tuple(made)
 
 

@@ -103,14 +103,41 @@ def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler, "may_overlap", overlaps)
     use = StateBooks.use
 
-    def broken(self: StateBooks, working: Any, start: int, end: int, step: int) -> Any:
+    def broken(self: StateBooks, working: Any, start: int, *args: Any) -> Any:
         working.position = start
-        return use(self, working, start, end, step)
+        return use(self, working, start, *args)
 
     patch.setattr(StateBooks, "use", broken)
 
 
+def a_trail_that_is_another_state(patch: pytest.MonkeyPatch) -> None:
+    """A request stays in the slot that it should leave, and the other one counts as what it left."""
+    move = StateBooks._move_on
+
+    def broken(self: StateBooks, working: Any, position: int, step: int) -> None:
+        before = working.slot
+        move(self, working, position, step)
+        if working.slot != before:
+            working.slot, working.trail = working.trail, working.slot
+            self._trails = {each.trail: each for each in self._trails.values()}
+
+    patch.setattr(StateBooks, "_move_on", broken)
+
+
+def a_trail_a_page_further(patch: pytest.MonkeyPatch) -> None:
+    """It counts as that of the next page, if there is one."""
+    leave = StateBooks._leave_trail
+
+    def broken(self: StateBooks, working: Any, node: Any, page_size: int) -> None:
+        working.trail_position += page_size
+        leave(self, working, node, page_size)
+
+    patch.setattr(StateBooks, "_leave_trail", broken)
+
+
 PLANTS: list[Plant] = [
+    a_trail_that_is_another_state,
+    a_trail_a_page_further,
     share_a_state,
     move_a_snapshot_by(1),
     hang_it_on_another_page,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.stored import bytes_of
+from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.models.checking import load_config
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.encoder import Encoder, EncoderConfig
@@ -81,19 +81,7 @@ def load_encoder(
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config, writes=False)
         with typed(checkpoint.folder):
-            hf_config = load_config(checkpoint, config)
-            classifies = any(
-                isinstance(name, str) and name.endswith(_CLASSIFIER)
-                for name in checkpoint.config.get("architectures") or ()
-            )
-            described = encoder_config_of(hf_config, None, classifies)
-            if config.max_model_len is not None:
-                if config.max_model_len > described.max_model_len:
-                    own = described.max_model_len
-                    raise InvalidParameter(
-                        "max_model_len", f"must not exceed the model's own {own}", config.max_model_len
-                    )
-                described = encoder_config_of(hf_config, config.max_model_len, classifies)
+            hf_config, described = read_encoder_config(checkpoint, config)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config, hf_config, checkpoint, device)
         bits = quantization_bits(config, dtype, device)
@@ -116,26 +104,62 @@ def load_encoder(
     )
 
 
+def read_encoder_config(checkpoint: CheckpointSource, config: EngineConfig) -> tuple[Any, EncoderConfig]:
+    """(the configuration, what the encoder is built of). Raises as `load_encoder`."""
+    hf_config = load_config(checkpoint, config)
+    named = checkpoint.config.get("architectures") or ()
+    classifies = any(isinstance(name, str) and name.endswith(_CLASSIFIER) for name in named)
+    described = encoder_config_of(hf_config, None, classifies)
+    if config.max_model_len is not None:
+        if config.max_model_len > described.max_model_len:
+            limit = f"must not exceed the model's own {described.max_model_len}"
+            raise InvalidParameter("max_model_len", limit, config.max_model_len)
+        described = encoder_config_of(hf_config, config.max_model_len, classifies)
+    return hf_config, described
+
+
+class EncoderOutline(NamedTuple):
+    """What an encoder's weights take, before any memory is taken."""
+
+    names: dict[str, str]
+    """The slot of each of the checkpoint's tensors."""
+    forms: dict[str, StoredForm]
+    """How matrices that stay as they are stored are stored, by path."""
+    elements: dict[str, int]
+    """Of all others, by path."""
+    kept_bytes: int
+    """Of the first."""
+
+
+def outline_of_encoder(
+    described: EncoderConfig, family: str, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
+    device: torch.device, bits: int | None,
+) -> EncoderOutline:  # fmt: skip
+    """Names and shapes are looked at. Raises `ModelNotFound` for those that are not as they should be."""
+    outline = Encoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()))
+    slots = by_stored_name(outline.slots(), checkpoint.tensors, spelling_of(family))
+    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.stack.ignored)
+    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
+    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
+    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    return EncoderOutline(names, forms, elements, kept)
+
+
 def _load(
     described: EncoderConfig, family: str, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
     device: torch.device, bits: int | None, bar: LoadProgress, ahead: CompileAhead | None,
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    spelling, ignored = spelling_of(family), described.stack.ignored
-    outline = Encoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()))
-    slots = by_stored_name(outline.slots(), checkpoint.tensors, spelling)
-    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
-    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    check_memory(sum(elements.values()), dtype, device, bits, kept)
+    outline = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
+    check_memory(sum(outline.elements.values()), dtype, device, bits, outline.kept_bytes)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    model = Encoder(described, LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=forms))
+    model = Encoder(described, LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=outline.forms))
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(encoder_kernels_of(model))
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(model.slots(), dtype, device)
     else:
-        load_weights(checkpoint, by_stored_name(model.slots(), checkpoint.tensors, spelling), names, bar)
+        slots = by_stored_name(model.slots(), checkpoint.tensors, spelling_of(family))
+        load_weights(checkpoint, slots, outline.names, bar)
     return model

@@ -20,6 +20,8 @@ from asyncengine.layers.states import StateSpec
 from asyncengine.models.checking import check_config
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import DecoderConfig
+from asyncengine.models.encoder import EncoderConfig
+from asyncengine.models.encoder_loading import is_encoder, outline_of_encoder, read_encoder_config
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.loading import outline_of, quantization_bits, read_config, resolve_device, resolve_dtype
 
@@ -78,19 +80,26 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
 
     Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
-    checkpoint = open_checkpoint(path_or_id, config)
-    hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
-    check_config(hf_config, checkpoint, described)
+    checkpoint = open_checkpoint(path_or_id, config, writes=config.task == "generate")
+    whole = config.task != "generate" and is_encoder(checkpoint.config)
+    if whole:
+        hf_config, encoder = read_encoder_config(checkpoint, config)
+        max_model_len = encoder.max_model_len
+    else:
+        hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
+        check_config(hf_config, checkpoint, described)
     device = device or resolve_device(config.device)
     dtype = resolve_dtype(config, hf_config, checkpoint, device)
     text = hf_config.get_text_config()
     bits = quantization_bits(config, dtype, device)
-    if described is not None:
+    if whole:
+        sizes = _of_encoder(encoder, hf_config.model_type, checkpoint, config, dtype, device, bits)
+    elif described is not None:
         sizes = _of_decoder(described, checkpoint, config, dtype, device, bits)
     else:
         sizes = _of_module(hf_config, text, config, dtype, bits)
     tokens = config.max_num_batched_tokens
-    logits = min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
+    logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
     return ModelNeeds(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
@@ -117,6 +126,18 @@ def _of_decoder(
     plain = _plain(sum(elements.values()), dtype, bits) + _plain(vocabulary, dtype, bits and 8)
     decoder = outline.decoder
     return _Sizes(outline.kept_bytes + plain, page_bytes(decoder.specs, 1, kv_dtype(config, dtype)), decoder.states)
+
+
+def _of_encoder(
+    described: EncoderConfig, family: str, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
+    device: torch.device, bits: int | None,
+) -> _Sizes:  # fmt: skip
+    """Of an encoder, which keeps nothing of a text."""
+    outline = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
+    elements, stack = dict(outline.elements), described.stack
+    tables = sum(elements.pop(path, 0) for path in (stack.embedding, stack.positions, described.segments) if path)
+    plain = _plain(sum(elements.values()), dtype, bits) + _plain(tables, dtype, None)
+    return _Sizes(outline.kept_bytes + plain, 0, ())
 
 
 def _of_module(hf_config: Any, text: Any, config: EngineConfig, dtype: torch.dtype, bits: int | None) -> _Sizes:

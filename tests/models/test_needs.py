@@ -9,8 +9,9 @@ from support.tiny_models import make_checkpoint
 
 from asyncengine.attention.base import page_bytes
 from asyncengine.config import EngineConfig
-from asyncengine.demo import MODEL_PATH
+from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH
 from asyncengine.errors import ModelNotFound
+from asyncengine.models.encoder_loading import load_encoder
 from asyncengine.models.loading import load_model
 from asyncengine.models.needs import read_needs
 from asyncengine.runner.building import build_runner
@@ -27,6 +28,17 @@ def test_needs_are_those_of_the_loaded_model(settings: dict[str, object]) -> Non
     assert needs.dtype == str(loaded.dtype).removeprefix("torch.")
     assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
     assert needs.total(10) == needs.weight_bytes + 10 * needs.kv_bytes_per_token + needs.step_bytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"quantization": "int8"}], ids=str)
+def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
+    """It keeps no keys and values."""
+    config = EngineConfig(**settings, device="cpu", num_threads=1, show_progress=False)  # type: ignore[arg-type]
+    needs = read_needs(str(EMBEDDER_PATH), config)
+    loaded = load_encoder(str(EMBEDDER_PATH), config)
+    assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.02)
+    assert (needs.kv_bytes_per_token, needs.state_bytes) == (0, 0)
+    assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
 
 
 def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,6 @@ def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Float
         vectors = np.ascontiguousarray(vectors[:, :dimensions])
     if normalize and len(vectors):
         norms: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-        unit: Floats = vectors / np.maximum(norms, _LEAST_NORM)
-        return unit
+        lengths: Floats = np.maximum(norms, _LEAST_NORM)
+        return vectors / lengths
     return vectors

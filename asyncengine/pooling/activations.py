@@ -43,7 +43,7 @@ def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Float
     if dimensions is not None and dimensions < vectors.shape[1]:
         vectors = np.ascontiguousarray(vectors[:, :dimensions])
     if normalize and len(vectors):
-        norms = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
-        unit: Floats = vectors / np.maximum(norms, _LEAST_NORM)
-        return unit
+        norms: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
+        lengths: Floats = np.maximum(norms, _LEAST_NORM)
+        return vectors / lengths
     return vectors

@@ -83,7 +83,7 @@ class MergedHeads:
     epsilon: float = 0.0
 
 
-class LayerAttention(Protocol):
+class StepAttention(Protocol):
     """What a layer asks of whoever attends, in a step that was planned."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ class LayerAttention(Protocol):
         ...
 
 
-class AttentionBackend(LayerAttention, Protocol):
+class AttentionBackend(StepAttention, Protocol):
     """Paged attention for one model on one device. Not thread-safe: one step at a time."""
 
     name: str

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from asyncengine.attention.base import LayerAttention, LayerSpec
+from asyncengine.attention.base import LayerSpec, StepAttention
 from asyncengine.errors import UnsupportedModel
 
 
-class SequenceAttention(LayerAttention, Protocol):
+class SequenceAttention(StepAttention, Protocol):
     """Who attends in an encoder. Not thread-safe: one step at a time."""
 
     name: str
@@ -49,7 +49,7 @@ class TorchSequences:
         spec, (key, value) = self._layers[layer], self._kept
         self._kept = None
         out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
-        parts = [part.split(self._counts) for part in (query, key, value, out)]
+        parts = [torch.split(part, self._counts) for part in (query, key, value, out)]
         for own, keys, values, found in zip(*parts, strict=True):
             heads = [part.transpose(0, 1)[None] for part in (own, keys, values)]
             attended = scaled_dot_product_attention(

@@ -45,7 +45,7 @@ class Norm:
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
         """A layer norm with one weight for all."""
-        self._shift = torch.zeros_like(self.weight) if self.bias is None and self._plain else self.bias
+        self._shift = torch.zeros_like(self.weight) if self.bias is None else self.bias
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
         """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
         self._offset = config.offset - self._folded

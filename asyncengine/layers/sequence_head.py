@@ -47,9 +47,9 @@ class SequenceHead:
 
     def __call__(self, hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Logits [sequences, labels] of hidden states [T, width] of `counts` tokens each, >= 1."""
-        sequences = hidden.split(list(counts))
+        sequences = torch.split(hidden, list(counts))
         if self.config.pooling == "late":
-            logits = self._logits(hidden).split(list(counts))
+            logits = torch.split(self._logits(hidden), list(counts))
             return torch.stack([each.float().mean(0).to(each.dtype) for each in logits])
         if self.config.pooling == "mean":
             return self._logits(torch.stack([each.float().mean(0).to(each.dtype) for each in sequences]))

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncengine.attention.base import LayerAttention, LayerSpec
+from asyncengine.attention.base import LayerSpec, StepAttention
 from asyncengine.layers.places import Place
 from asyncengine.layers.states import StateSpec, StateStep
 
@@ -45,7 +45,7 @@ class StepContext:
 
     positions: torch.Tensor
     """int64 [T] on the device."""
-    backend: LayerAttention
+    backend: StepAttention
     """Planned for this step."""
     adapters: RowAdapters | None = None
     """Of the step's T tokens; None: no row has one."""

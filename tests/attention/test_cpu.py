@@ -61,7 +61,7 @@ class Pair:
         self.compiled = CompiledBackend([spec], pages.numel() + 1, page_size, dtype)
         self.torch = TorchPagedBackend([replace(spec, index=0)], pages.numel() + 1, page_size, torch.float32, CPU)
         for pool in self.compiled._pools:
-            for memory in (pool._keys, pool._values):
+            for memory in (pool._memory.keys, pool._memory.values):
                 memory.fill_(0xFF)
 
     def random(self, *shape: int) -> torch.Tensor:

@@ -46,6 +46,7 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
     for text, found in zip(some, forward(loaded, some), strict=True):
         expected = theirs(model, text)
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert is_encoder(loaded.hf_config)
     assert loaded.model.hidden_size == 64
     assert loaded.vocab_size == VOCAB
     assert loaded.max_model_len == 96

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec
+from asyncengine.attention.base import LayerSpec, StepAttention
 from asyncengine.attention.masked import causal_bias, masked_attention
 
 NAME = "asyncengine"
@@ -57,7 +57,7 @@ class LayerAttention:
 
     __slots__ = ("backend", "layer")
 
-    def __init__(self, layer: int, backend: AttentionBackend) -> None:
+    def __init__(self, layer: int, backend: StepAttention) -> None:
         self.layer = layer
         self.backend = backend
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend
+from asyncengine.attention.base import StepAttention
 from asyncengine.layers.places import Place
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import StepContext
@@ -39,7 +39,7 @@ class TransformersModel:
         self.vocab_size = probed.logits.shape[-1]
         self.input_vocab_size = int(module.get_input_embeddings().weight.shape[0])
         self._attention_modules = probed.modules
-        self._bound: AttentionBackend | None = None
+        self._bound: StepAttention | None = None
         self._current = CurrentStep()
         self._places: list[Place] | None = None
 

@@ -94,11 +94,14 @@ REFUSED: Mapping[str, str] = {
 def is_encoder_config(config: Any) -> bool:
     """Whether a configuration (transformers' object, or config.json as a mapping) is that of a model whose tokens see
     those after them; also of one that is refused."""
-    read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
-    family = read("model_type")
+    names = ("model_type", "use_bidirectional_attention", "is_decoder")
+    if isinstance(config, Mapping):
+        family, both, decodes = (config.get(name) for name in names)
+    else:
+        family, both, decodes = (getattr(config, name, None) for name in names)
     if family == "gemma3_text":
-        return read("use_bidirectional_attention") is True
-    return (family in ENCODERS or family in REFUSED) and not read("is_decoder")
+        return both is True
+    return (family in ENCODERS or family in REFUSED) and not decodes
 
 
 def encoder_config_of(config: Any, length: int | None, classifies: bool) -> EncoderConfig:

@@ -23,6 +23,7 @@ class EngineChoice(BaseModel):
 
     variable: ClassVar[str] = "ASYNCENGINE_MODEL"
     """The environment variable that `model` defaults to."""
+    choices: ClassVar[str] = 'a path, a hub id or "demo"'
 
     model: str = ""
     """Path or hub id."""
@@ -45,8 +46,7 @@ class EngineChoice(BaseModel):
             first = "engine_config" if self.engine_config else next(iter(settings))
             raise InvalidParameter(first, "must be left out where engine is given: that engine is configured")
         if self.engine is None and not self.model:
-            bundled = "demo" if self.variable == EngineChoice.variable else "demo-embed"
-            raise InvalidParameter("model", f'must be given (or set {self.variable}): a path, a hub id or "{bundled}"')
+            raise InvalidParameter("model", f"must be given (or set {self.variable}): {self.choices}")
         self._engines()
         return self
 

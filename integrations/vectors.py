@@ -42,6 +42,7 @@ class EmbeddingFields(RequestFields):
     """Which engine embeds, and how."""
 
     variable: ClassVar[str] = "ASYNCENGINE_EMBEDDING_MODEL"
+    choices: ClassVar[str] = 'a path, a hub id or "demo-embed"'
 
     model: str = Field(default_factory=lambda: os.environ.get(EmbeddingFields.variable, ""))
     """Path, hub id, or "demo-embed" (the bundled embedder). Defaults to the environment variable
@@ -95,6 +96,7 @@ class RerankFields(RequestFields):
     """Which engine reranks, and how."""
 
     variable: ClassVar[str] = "ASYNCENGINE_RERANK_MODEL"
+    choices: ClassVar[str] = "a path or a hub id"
 
     model: str = Field(default_factory=lambda: os.environ.get(RerankFields.variable, ""))
     """Path or hub id. Defaults to the environment variable ASYNCENGINE_RERANK_MODEL."""

@@ -181,8 +181,9 @@ def test_copies_share_the_engine(kind: type[Any]) -> None:
 def test_the_model_by_the_environment(kind: type[Any], variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat model's variable says nothing of embedders."""
     monkeypatch.setenv("ASYNCENGINE_MODEL", "a-chat-model")
-    with pytest.raises(ValidationError, match=variable):
+    with pytest.raises(ValidationError, match=variable) as refused:
         kind()
+    assert ("demo-embed" in str(refused.value)) is (kind in EMBEDDERS)
     monkeypatch.setenv(variable, "from-the-environment")
     assert kind().model == "from-the-environment"
 

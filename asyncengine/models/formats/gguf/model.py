@@ -180,7 +180,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
             )
         for part in parts:
             undo = None if own is None else known.undo(header, own)
-            heads, added = _heads(part.stem, known, header), _added(part.stem, known)
+            heads, added = _heads(part.stem, known, header), _added(name, known)
             found[part.name] = _Entry(file, part.place, heads, added, undo)
             if len(found) > MAX_PARTS:
                 raise broken(path, f"it has more than {MAX_PARTS} tensors")
@@ -223,8 +223,8 @@ def _heads(stem: str, known: Architecture, header: Header) -> int:
     return heads if stem == "attn_q" else header.whole("attention.head_count_kv", heads, zeros=known.hybrid)
 
 
-def _added(stem: str, known: Architecture) -> float:
-    return known.norm_offset if stem.endswith("norm") and stem != "ssm_norm" else 0.0
+def _added(name: str, known: Architecture) -> float:
+    return known.norm_offset if name.endswith("norm.weight") and not name.endswith("ssm_norm.weight") else 0.0
 
 
 def _check_entry(path: Path, name: str, entry: _Entry) -> None:

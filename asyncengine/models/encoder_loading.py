@@ -129,6 +129,8 @@ class EncoderOutline(NamedTuple):
     """Of all others, by path."""
     kept_bytes: int
     """Of the first."""
+    embeddings: int
+    """Of `elements`, those of tables, which are never quantized."""
 
 
 def outline_of_encoder(
@@ -142,7 +144,9 @@ def outline_of_encoder(
     forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
     kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    return EncoderOutline(names, forms, elements, kept)
+    tables = [table for table in (outline.embedding, outline.positions, outline.segments) if table is not None]
+    embeddings = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
+    return EncoderOutline(names, forms, elements, kept, embeddings)
 
 
 def _load(

@@ -134,9 +134,8 @@ def _of_encoder(
 ) -> _Sizes:  # fmt: skip
     """Of an encoder, which keeps nothing of a text."""
     outline = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
-    elements, stack = dict(outline.elements), described.stack
-    tables = sum(elements.pop(path, 0) for path in (stack.embedding, stack.positions, described.segments) if path)
-    plain = _plain(sum(elements.values()), dtype, bits) + _plain(tables, dtype, None)
+    matrices = sum(outline.elements.values()) - outline.embeddings
+    plain = _plain(matrices, dtype, bits) + _plain(outline.embeddings, dtype, None)
     return _Sizes(outline.kept_bytes + plain, 0, ())
 
 

@@ -55,6 +55,24 @@ def add_drafts(
             rows[ticket] = row._replace(num_scheduled=row.num_scheduled + len(drafts), drafts=drafts)
 
 
+def worth_waiting(
+    planner: DraftPlanner | None,
+    request: Request,
+    num_rows: int,
+    namespace: Callable[[Request], Namespace],
+    adapters: bool,
+) -> bool:
+    """Should `request` not be launched behind its token that is on its way, because guesses will do more? Then its next
+    step knows the token, and can carry some."""
+    spec = request.spec
+    if planner is None or spec.options.speculation is False or (request.adapter_slot and not adapters):
+        return False
+    most = spec.max_total - len(request.tokens) - 2
+    return most > 0 and planner.promises(
+        Candidate(spec.ticket, spec, request.tokens, namespace(request), most), num_rows
+    )
+
+
 def _may_guess(row: Row, request: Request) -> bool:
     """Not behind a token that is on its way."""
     if not row.samples or row.in_flight or request.num_pending:

@@ -23,7 +23,7 @@ from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.drafts import add_drafts, draft_planner, end_drafting, settle_drafts
+from asyncengine.scheduler.drafts import add_drafts, draft_planner, end_drafting, settle_drafts, worth_waiting
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
@@ -189,7 +189,7 @@ class Scheduler:
                 continue
             if request.state is not RequestState.RUNNING or not behind:
                 continue
-            if request.num_pending and not may_overlap(request):
+            if request.num_pending and (not may_overlap(request) or self._waits(request)):
                 continue
             assert request.table is not None
             end = request.num_launched + 1
@@ -202,6 +202,10 @@ class Scheduler:
                 break
             if request.state is RequestState.RUNNING:
                 self._schedule_prompt(request, rows, budget)
+
+    def _waits(self, request: Request) -> bool:
+        adapters = bool(self.config.speculation_with_adapters)
+        return worth_waiting(self._drafts, request, len(self.running), self._admission.namespace, adapters)
 
     def _schedule_prompt(self, request: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
         count = budget.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))

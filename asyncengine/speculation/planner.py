@@ -21,6 +21,8 @@ from asyncengine.step import OPEN
 _NAMESPACES = 256
 _SURE = 0.98
 """The best that is hoped of a drafted token before anybody has drafted any."""
+_WAIT = 1.5
+"""Expected tokens of a step, in those of one without guesses, for which a request is not launched ahead."""
 
 
 class Candidate(NamedTuple):
@@ -109,10 +111,7 @@ class DraftPlanner:
             limit = min(candidate.most, self._most, room)
             if limit < 1:
                 continue
-            known = self._requests.get(candidate.key)
-            if known is None:
-                made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
-                known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace))
+            known = self._known(candidate)
             draft = self._propose(known, candidate, limit, num_tokens)
             if not draft.tokens:
                 continue
@@ -134,6 +133,29 @@ class DraftPlanner:
             if key not in counts:
                 self._requests[key].acceptance.rest(draft.agreed)
         return {key: draft.tokens[: counts[key]] for key, draft in drafts.items() if key in counts}
+
+    def promises(self, candidate: Candidate, num_rows: int) -> bool:
+        """Whether a request whose next token is on its way had better wait for it than be computed behind it, among
+        `num_rows`: as far as its tokens are known they go on as they went on before, and such guesses came true."""
+        limit = min(candidate.most, self._most, SIZES[-1] - num_rows)
+        if limit < 1 or not self._hopeful(num_rows, num_rows):
+            return False
+        known = self._known(candidate)
+        found = known.drafter.propose(candidate.tokens, limit)
+        if not found.tokens:
+            return False
+        gain = self._best_gain(known.acceptance.rate(found.agreed), min(limit, len(found.tokens)), num_rows, 0.0)
+        if gain * self._costs.of(num_rows) < _WAIT:
+            known.acceptance.rest(found.agreed)
+            return False
+        return True
+
+    def _known(self, candidate: Candidate) -> _Drafting:
+        known = self._requests.get(candidate.key)
+        if known is None:
+            made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
+            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace))
+        return known
 
     @staticmethod
     def _is_model(draft: Draft) -> bool:

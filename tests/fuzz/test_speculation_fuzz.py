@@ -31,6 +31,18 @@ def test_drafts_change_nothing() -> None:
     assert tally.preemptions > 10 * SEEDS
 
 
+def test_a_request_with_good_guesses_is_not_launched_ahead() -> None:
+    """With two steps in flight a token is nearly always on its way, and behind it nothing is guessed."""
+    accepted = tokens = 0
+    for seed in range(SEEDS // 2):
+        life = speculative_life(seed, depth=2)
+        life.run()
+        assert life.scheduler.speculation is not None
+        accepted += life.scheduler.speculation.accepted
+        tokens += life.scheduler.counters.generated_tokens
+    assert accepted > tokens // 5
+
+
 def test_a_draft_model_that_knows_better_is_never_wrong() -> None:
     """It guesses from pages of its own, under the same numbers: were anything in them stale or missing, it would be
     wrong some time. Beside the other drafters, leavers, preemption, shared prefixes, n > 1, depth 1 and 2."""

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def asked_devices() -> tuple[int, ...]:
 def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
     """An engine computes on one device, or on its host's processors. Of a device that Ray divides it has its part."""
     name = model.rstrip("/").rsplit("/", 1)[-1]
-    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=settings.labels)
+    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=tuple(settings.labels.items()))
     if not settings.num_gpus:
         return claim
     return replace(claim, device_bytes=memory, cpu_bytes=None, devices=1, utilization=settings.num_gpus)
@@ -140,7 +139,7 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
             for index, count in enumerate(devices)
             if index not in hidden
         ),
-        labels=dict(each.labels),
+        labels=tuple(each.labels.items()),
     )
 
 

@@ -14,15 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig, parse_bytes
-from asyncengine.engine.wiring import resolve_model
+from asyncengine.engine.wiring import needed_memory
 from asyncengine.errors import EngineError, FleetError, InvalidParameter
-from asyncengine.models.needs import read_needs
 
 DEVICE_MEMORY = "asyncengine/device-memory"
 """Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
@@ -36,8 +33,7 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
     """
     if isinstance(settings.replica_memory, int):
         return claim_of(model, settings.replica_memory, settings)
-    needs = read_needs(resolve_model(model), config, device=torch.device("cuda" if settings.num_gpus else "cpu"))
-    return claim_of(model, needs.total(needs.kv_tokens(config)), settings)
+    return claim_of(model, needed_memory(model, config, "cuda" if settings.num_gpus else "cpu"), settings)
 
 
 def asked_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:

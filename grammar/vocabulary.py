@@ -114,8 +114,8 @@ class Vocabulary:
         return {length: found[length] for length in sorted(found, reverse=True)}
 
     def within(self, letters: int) -> dict[int, int]:
-        """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b), longest
-        first. A set is one number, so that a look at it takes nanoseconds: every set of a schema's asks for this."""
+        """{bytes of it: the lowest token} of those made of several of these ASCII letters alone (bit b: byte b),
+        longest first. A set is one number, so that a look at it takes nanoseconds: every set of a schema's asks."""
         others = ~letters
         return {
             length: min(tokens)

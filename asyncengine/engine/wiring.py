@@ -113,6 +113,20 @@ def divide_memory(
     return {name: config.replace(**given[name]) for name, (_, config) in setups.items()}
 
 
+def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: str) -> int:
+    """Bytes that an engine takes on a `device` ("cpu", "cuda") that need not be here, told of the model's files:
+    weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step.
+
+    Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
+    """
+    import torch
+
+    from asyncengine.models.needs import read_needs
+
+    needs = read_needs(resolve_model(model), config, device=torch.device(device))
+    return needs.total(needs.kv_tokens(config))
+
+
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.

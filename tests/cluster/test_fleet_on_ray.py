@@ -1,7 +1,7 @@
 """A fleet on real Ray: three raylets on this machine, the bundled model, one node killed in the middle of it all.
 
-Short by default: two replicas. ASYNCENGINE_FLEET_STREAMS=1000 asks for three and more streams; the same scenes then take
-minutes.
+Short by default: two replicas. ASYNCENGINE_FLEET_STREAMS=1000 asks for three and more streams; the same scenes then
+take minutes.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gpus": (
         {"num_gpus": 0.5, "replica_memory": "600MiB"},
-        r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 0.50 GiB on devices",
+        r"none of 3 nodes: 1 with too little free memory on devices; 2 without a device; a claim of 0.50 GiB on dev",
     ),
 }
 """Settings that no node meets, and what is said of each node: read from Ray's own figures and labels."""
@@ -149,13 +149,13 @@ async def reserved(fleet: Fleet) -> None:
     hosts = [member.host for member in fleet.door.fleet.crew.members.values()]
     assert len({host.node for host in hosts}) == len(hosts)
 
-    def taken() -> list[tuple[float, float]]:
-        free, all_ = state.available_resources_per_node(), state.total_resources_per_node()
-        return [tuple(all_[host.node][kind] - free[host.node].get(kind, 0) for kind in ("CPU", "memory")) for host in hosts]  # type: ignore[misc]  # fmt: skip
+    def taken(node: str) -> list[float]:
+        free, total = state.available_resources_per_node()[node], state.total_resources_per_node()[node]
+        return [total[kind] - free.get(kind, 0) for kind in ("CPU", "memory")]
 
-    await come(
-        lambda: taken() == [(1, host.placed.shares[0].host_bytes) for host in hosts], f"reservations ({taken()})"
-    )
+    for host in hosts:
+        wanted = [1, host.placed.shares[0].host_bytes]
+        await come(lambda node=host.node, wanted=wanted: taken(node) == wanted, f"a reservation of {wanted}")
     assert hosts[0].placed.shares[0].host_bytes > 32 * 2**20  # keys and values are the least of it
 
 

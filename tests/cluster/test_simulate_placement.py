@@ -94,8 +94,11 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(
         assert 'pip install "asyncengine[bench]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", [["placement", "--nodes", "4", "--hours", "6"],
-                                  ["routing", "--replicas", "4", "--requests", "200"]], ids=lambda what: what[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "what",
+    [["placement", "--nodes", "4", "--hours", "6"], ["routing", "--replicas", "4", "--requests", "200"]],
+    ids=lambda what: str(what[0]),
+)
 def test_a_plot_is_written(what: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.png"

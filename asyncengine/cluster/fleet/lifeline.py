@@ -5,8 +5,8 @@ lives, and the caller then waits a second for the reason. A socket is closed by 
 process ends. Where the whole machine is gone nobody closes anything: the kernel here asks the kernel there (TCP
 keepalive), which answers whatever the process does, and gives up after two seconds.
 
-A connection can break alone. Only if no new one comes about is the process gone; whoever comes back within a quarter of a
-second has not been lost.
+A connection can break alone. Only if no new one comes about is the process gone; whoever comes back within a quarter of
+a second has not been lost.
 """
 
 from __future__ import annotations

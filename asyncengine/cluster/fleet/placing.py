@@ -14,15 +14,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig, parse_bytes
-from asyncengine.engine.wiring import resolve_model
+from asyncengine.engine.wiring import needed_memory
 from asyncengine.errors import EngineError, FleetError, InvalidParameter
-from asyncengine.models.needs import read_needs
 
 DEVICE_MEMORY = "asyncengine/device-memory"
 """Label of a Ray node: the memory of each of its GPUs, "80GiB"."""
@@ -36,8 +33,7 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
     """
     if isinstance(settings.replica_memory, int):
         return claim_of(model, settings.replica_memory, settings)
-    needs = read_needs(resolve_model(model), config, device=torch.device("cuda" if settings.num_gpus else "cpu"))
-    return claim_of(model, needs.total(needs.kv_tokens(config)), settings)
+    return claim_of(model, needed_memory(model, config, "cuda" if settings.num_gpus else "cpu"), settings)
 
 
 def asked_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
@@ -60,7 +56,7 @@ def asked_devices() -> tuple[int, ...]:
 def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
     """An engine computes on one device, or on its host's processors. Of a device that Ray divides it has its part."""
     name = model.rstrip("/").rsplit("/", 1)[-1]
-    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=settings.labels)
+    claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=tuple(settings.labels.items()))
     if not settings.num_gpus:
         return claim
     return replace(claim, device_bytes=memory, cpu_bytes=None, devices=1, utilization=settings.num_gpus)
@@ -139,7 +135,7 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
             for index, count in enumerate(devices)
             if index not in hidden
         ),
-        labels=dict(each.labels),
+        labels=tuple(each.labels.items()),
     )
 
 

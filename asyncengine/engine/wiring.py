@@ -145,7 +145,7 @@ def _load_frontend(
             undo.pop_all()
             return frontend
         headless = pooling is not None and not pooling.scores_tokens
-        load = partial(load_model, path, config, progress, checkpoint, ahead, headless=headless)
+        load = partial(load_model, path, config, progress, checkpoint, ahead, headless)
         with cores.loading():
             loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()

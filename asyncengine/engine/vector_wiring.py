@@ -29,13 +29,13 @@ def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpe
 
     if checkpoint.metadata and config.task == "auto" and config.pooling is None:
         return None  # a GGUF file; what it says of pooling is not read
-    from asyncengine.models.encoder_loading import is_encoder
+    from asyncengine.models.families.encoders import is_encoder_config
 
     named = checkpoint.config.get("architectures")
     writes = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
     found = read_pooling(
         root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
-        encoder=not writes and is_encoder(checkpoint.config),
+        encoder=not writes and is_encoder_config(checkpoint.config),
     )  # fmt: skip
     if found is None:
         check_files(checkpoint.folder)

@@ -172,7 +172,7 @@ def _load_frontend(
     from asyncengine.device.memory import in_words
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
-    from asyncengine.models.encoder_loading import is_encoder
+    from asyncengine.models.families.encoders import is_encoder_config
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
     from asyncengine.runner.building import build_runner
@@ -186,14 +186,14 @@ def _load_frontend(
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
-        if pooling is not None and is_encoder(checkpoint.config):
+        if pooling is not None and is_encoder_config(checkpoint.config):
             if drafting is not None:
                 raise InvalidParameter("draft_model", "guesses what a model writes; this one writes nothing")
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend
         headless = pooling is not None and not pooling.scores_tokens
-        load = partial(load_model, path, config, progress, checkpoint, ahead, headless=headless)
+        load = partial(load_model, path, config, progress, checkpoint, ahead, headless)
         with cores.loading():
             loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()
@@ -260,11 +260,11 @@ def _load_tokenizer(
     path: str, checkpoint: CheckpointSource, loaded: LoadedModel | LoadedEncoder, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
-    from asyncengine.models.encoder_loading import LoadedEncoder
+    from asyncengine.models.loading import LoadedModel
     from asyncengine.models.plain_config import PlainConfig
     from asyncengine.text import load_tokenizer
 
-    if not checkpoint.metadata or isinstance(loaded, LoadedEncoder):
+    if not checkpoint.metadata or not isinstance(loaded, LoadedModel):
         known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
         return load_tokenizer(
             tokenizer_folder(path, checkpoint),

@@ -88,7 +88,6 @@ def load_model(
     progress: LoadProgress | None = None,
     checkpoint: CheckpointSource | None = None,
     ahead: CompileAhead | None = None,
-    *,
     headless: bool = False,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.sequence_head import SequenceHeadConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.encoder import EncoderConfig
@@ -39,7 +40,9 @@ def _both_ways(stack: DecoderConfig, classifies: bool = False) -> DecoderConfig:
     """The same without a causal mask and without an output layer."""
 
     def both(layer: LayerConfig) -> LayerConfig:
-        return layer if layer.attention is None else replace(layer, attention=replace(layer.attention, both=True))
+        if not isinstance(layer.attention, AttentionConfig):
+            return layer
+        return replace(layer, attention=replace(layer.attention, both=True))
 
     heads = (r"lm_head\..*",) if classifies else (r"lm_head\..*", r"dense\..*", r"classifier\..*")
     return replace(stack, layers=tuple(map(both, stack.layers)), ignored=(*stack.ignored, *heads))

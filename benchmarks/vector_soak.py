@@ -40,7 +40,13 @@ async def soak(options: argparse.Namespace) -> list[dict[str, float]]:
             if done // steps > seen:
                 seen = done // steps
                 rate = done / (time.perf_counter() - began)
-                found.append({"texts": done, "resident_mib": resident_mib() - own, "texts_per_second": rate})
+                found.append(
+                    {
+                        "texts": done,
+                        "resident_mib": resident_mib() - own * done / options.texts,
+                        "texts_per_second": rate,
+                    }
+                )
                 if not options.json:
                     print("{texts:>8.0f}  {resident_mib:.0f} MiB  {texts_per_second:.0f} texts/s".format(**found[-1]))
 

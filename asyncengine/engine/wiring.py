@@ -161,13 +161,9 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 
 def _load_frontend(
-    path: str,
-    checkpoint: CheckpointSource,
-    config: EngineConfig,
-    device: torch.device,
-    attempt: LoadAttempt,
+    path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt,
     drafting: CheckpointSource | None,
-) -> Frontend:
+) -> Frontend:  # fmt: skip
     from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
     from asyncengine.kernels.compile_ahead import CompileAhead

@@ -45,7 +45,7 @@ class Norm:
         self._by_kernel = by_kernel
         self._plain = config.kind == "layer" and not heads
         """A layer norm with one weight for all."""
-        self._shift = torch.zeros_like(self.weight) if self.bias is None else self.bias
+        self._shift = torch.zeros_like(self.weight) if self._plain and self.bias is None else self.bias
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
         """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
         self._offset = config.offset - self._folded
@@ -55,6 +55,7 @@ class Norm:
         if self._by_kernel:
             return self._kernels.rms_norm(x, self.weight, config.epsilon, self._offset)
         if self._plain:
+            assert self._shift is not None
             return self._kernels.layer_norm(x, self.weight, self._shift, config.epsilon)
         return self._normed(x.float()).to(x.dtype)
 
@@ -75,6 +76,7 @@ class Norm:
         if self._by_kernel:
             return self._kernels.add_rms_norm(residual, branch, scale, self.weight, self.config.epsilon, self._offset)
         if self._plain:
+            assert self._shift is not None
             epsilon = self.config.epsilon
             return self._kernels.add_layer_norm(residual, branch, scale, self.weight, self._shift, epsilon, kept)
         total = torch.add(residual.float(), branch, alpha=scale)
@@ -102,7 +104,7 @@ class Norm:
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.weight.nbytes + (0 if self._shift is None else self._shift.nbytes)
 
 
 def add_and_norm(

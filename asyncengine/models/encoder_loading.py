@@ -25,13 +25,13 @@ from asyncengine.models.first_kernels import encoder_kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.loading import (
     check_memory,
-    kept_forms,
     quantization_bits,
     resolve_device,
     resolve_dtype,
     stored_kinds,
     typed,
 )
+from asyncengine.models.outline import kept_forms
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.weights import assign, fill_randomly, load_weights, stored_forms
 

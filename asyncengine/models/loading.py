@@ -7,13 +7,12 @@ by name (`weights`). Every other family runs through transformers' modules (`fal
 from __future__ import annotations
 
 import logging
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,11 +22,10 @@ from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.kernels import TorchKernels, layer_kernels
+from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import CausalLM
-from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.models.checking import check_config, check_module, load_config
 from asyncengine.models.checkpoint import first_line, open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
@@ -36,10 +34,11 @@ from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.multimodal import TextPart, placeholders, text_part
+from asyncengine.models.outline import outline_of
 from asyncengine.models.plain_config import plain_config
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.sizes import LENGTH_FIELDS, check_elements
-from asyncengine.models.weights import assign, fill_randomly, load_weights, settle_tie, slots_of, stored_forms
+from asyncengine.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.sampling_params import SamplingParams
 
 logger = logging.getLogger("asyncengine")
@@ -191,36 +190,6 @@ def _load_decoder(
     return decoder, decoder.describe(), decoder.nbytes
 
 
-class Outline(NamedTuple):
-    """What is known of a decoder and its checkpoint before any memory is taken."""
-
-    decoder: Decoder
-    """Without memory."""
-    names: dict[str, str]
-    """The slot of each of the checkpoint's tensors."""
-    forms: dict[str, StoredForm]
-    """Of matrices that stay as they are stored, by their path."""
-    kept_bytes: int
-    """Of these."""
-    elements: dict[str, int]
-    """Of all other tensors, by their path."""
-
-
-def outline_of(
-    described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
-    device: torch.device, bits: int | None,
-) -> Outline:  # fmt: skip
-    """Raises `ModelNotFound` for what `assign` refuses."""
-    described = settle_tie(described, checkpoint)
-    decoder = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
-    slots = slots_of(decoder, checkpoint)
-    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
-    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
-    return Outline(decoder, names, forms, kept, elements)
-
-
 def _load_module(
     checkpoint: CheckpointSource, hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device,
     bits: int | None, max_model_len: int, bar: LoadProgress,
@@ -330,23 +299,6 @@ def _make_module(
         check_memory(checkpoint.elements, dtype, device)
         module = _from_pretrained(checkpoint, hf_config, config, dtype).to(device)
     return module.eval().requires_grad_(False)
-
-
-def kept_forms(
-    stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None
-) -> dict[str, StoredForm]:
-    """Those of a checkpoint's quantized matrices that stay as they are: all, or (`bits`) what is no wider than that.
-
-    None where there are no compiled kernels, which a line of the log says.
-    """
-    missing = compiler_missing(dtype, device)
-    if stored and missing is not None:
-        kinds, form = ", ".join(sorted({each.name for each in stored.values()})), str(dtype).removeprefix("torch.")
-        logger.warning(
-            "%d quantized matrices (%s) become %s: %s", len(stored), kinds, form, missing
-        )  # fmt: skip
-        return {}
-    return {path: each for path, each in stored.items() if bits is None or each.numbers.bits <= bits}
 
 
 def check_memory(

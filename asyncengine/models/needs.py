@@ -23,7 +23,8 @@ from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
 from asyncengine.models.encoder_loading import is_encoder, outline_of_encoder, read_encoder_config
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.models.loading import outline_of, quantization_bits, read_config, resolve_device, resolve_dtype
+from asyncengine.models.loading import quantization_bits, read_config, resolve_device, resolve_dtype
+from asyncengine.models.outline import outline_of
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
 """How often a step holds logits of the rows it samples, and hidden states of its tokens, in float32."""

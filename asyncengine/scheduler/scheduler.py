@@ -470,9 +470,10 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Let others start from this request's full pages."""
-        table = request.table
-        if table is None or (not self.kv.prefix_caching and request.spec.group is None):
+        if request.spec.whole or (not self.kv.prefix_caching and request.spec.group is None):
             return
+        table = request.table
+        assert table is not None
         if request.num_computed // self.kv.page_size > table.num_shared:
             priority = request.spec.options.priority
             self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)

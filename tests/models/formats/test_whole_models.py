@@ -23,7 +23,8 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.lora.adapter import LoraWeights
 from asyncengine.models.decoder import Decoder
-from asyncengine.models.loading import kept_forms, load_model
+from asyncengine.models.loading import load_model
+from asyncengine.models.outline import kept_forms
 from asyncengine.models.updates import prepare_update
 
 Pair = Callable[..., tuple[Path, Path]]

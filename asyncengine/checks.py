@@ -36,13 +36,24 @@ _LONGEST_GUESS = 64
 """Characters; a longer unknown name is no misspelling, and comparing it takes long."""
 
 
-def check_known(values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse the first name in `values` that is not in `known`, suggesting the one that was meant."""
+def check_unicode(name: str, text: str) -> None:
+    """Refuse a text that UTF-8 cannot hold: one with lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(name, f"is not valid Unicode: {error.reason} at {error.start}") from error
+
+
+def check_known(values: Mapping[str, Any], known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> None:
+    """Refuse the first name in `values` that is not in `known`, suggesting the one that was meant. `elsewhere`: names
+    that belong somewhere else, and what is to be said of them."""
     for name in values:
         if not isinstance(name, str):
             raise InvalidParameter("parameters", "must have names that are str", name)
         if name not in known:
             meant = _ELSEWHERE.get(name)
+            if elsewhere is not None and (meant or name) in elsewhere:
+                raise InvalidParameter(name, elsewhere[meant or name])
             near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
             guess = meant if meant in known else next(iter(near), None)
             raise InvalidParameter(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else ""))
@@ -54,7 +65,7 @@ def as_integer(name: str, value: object, low: int, high: int = MAX_COUNT) -> int
     if number is None:
         raise InvalidParameter(name, "must be an integer", value)
     if not low <= number <= high:
-        bound = f"an integer >= {low}" if number < low else f"between {low} and {high}"
+        bound = f"an integer >= {low}" if number < low and high >= MAX_COUNT else f"between {low} and {high}"
         raise InvalidParameter(name, f"must be {bound}", value)
     return number
 

@@ -228,7 +228,7 @@ class EngineConfig:
         for name in ("speculation_costs", "draft_costs"):
             object.__setattr__(self, name, _parse_costs(name, getattr(self, name)))
         if self.draft_model is not None:
-            object.__setattr__(self, "draft_model", _parse_path("draft_model", self.draft_model))
+            object.__setattr__(self, "draft_model", _parse_path("draft_model", self.draft_model, _MODEL))
             if self.speculation != "auto":
                 raise InvalidParameter("draft_model", f'needs speculation="auto", not "{self.speculation}"')
         object.__setattr__(self, "adapters", _parse_adapters(self.adapters))
@@ -308,11 +308,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         "functiongemma",
         "gemma4",
         "gigachat",
+        "hy3",
         "glm",
         "granite",
         "harmony",
         "kimi_k2",
         "lfm2",
+        "minicpm5",
         "minimax_m2",
         "nemotron",
         "olmo3",
@@ -369,10 +371,13 @@ def _parse_costs(name: str, value: Any) -> tuple[float, ...] | None:
     return tuple(float(each) for each in value)
 
 
-def _parse_path(name: str, value: Any) -> str:
+_MODEL = 'a folder, a hub id or "demo/draft"'
+
+
+def _parse_path(name: str, value: Any, what: str = "the path of a folder") -> str:
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(path, str) or not path:
-        raise InvalidParameter(name, "must be the path of a folder", value)
+    if not isinstance(path, str) or not path.strip():
+        raise InvalidParameter(name, f"must be {what}", value)
     return path
 
 

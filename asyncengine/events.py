@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncengine.errors import InvalidParameter
+
 logger = logging.getLogger("asyncengine")
 
 
@@ -51,20 +53,25 @@ Hook = Callable[[Event], None]
 
 
 class Hooks:
-    """Observers of one engine. One that raises is logged and the others still hear of it."""
+    """Observers of one engine. One that raises is logged, the first time, and the others still hear of it."""
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
+        self._broken: list[Hook] = []
+        """Those that have raised."""
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
     def add(self, hook: Hook) -> Callable[[], None]:
-        """Observe from now on; the returned function ends it."""
+        """Observe from now on; the returned function ends it. Raises `InvalidParameter` for what cannot be called."""
+        if not callable(hook):
+            raise InvalidParameter("hook", "must be callable", hook)
         self._hooks = [*self._hooks, hook]
 
         def remove() -> None:
             self._hooks = [known for known in self._hooks if known is not hook]
+            self._broken = [known for known in self._broken if known is not hook]
 
         return remove
 
@@ -73,4 +80,6 @@ class Hooks:
             try:
                 hook(event)
             except Exception:
-                logger.exception("an event hook failed on %s", type(event).__name__)
+                if not any(known is hook for known in self._broken):  # else it would say so at every step
+                    self._broken = [*self._broken, hook]
+                    logger.exception("an event hook failed on %s", type(event).__name__)

@@ -46,7 +46,13 @@ class ModelInfo:
     """How many there is memory for: those of running requests, and snapshots."""
     window: int | None = None
     """Every layer sees at most so many tokens, and pages behind them are given back while a request runs. None: some
-    layer sees all of them, or there are no pages for more than that; then a request keeps all its pages."""
+    layer sees all of them, or there are no pages for more than that; then a request keeps all its pages (of layers that
+    have no window, where `num_window_pages` are there for the others)."""
+    num_window_pages: int = 0
+    """Pages of layers with windows, in a model in which others see everything; page 0 included. They are given back
+    while a request runs. 0: `one_pool`."""
+    one_pool: str | None = None
+    """Why all layers share their pages; None: those with windows have their own."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """What the quantized matrices of the checkpoint are stored as, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, check_known
 from asyncengine.errors import InvalidParameter
+from asyncengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ class RequestOptions:
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
         """Raises `InvalidParameter` for an unknown keyword, with the nearest known one."""
-        check_known(keywords, [field.name for field in fields(cls)])
+        check_known(keywords, [field.name for field in fields(cls)], _sampling_fields())
         return cls(**keywords)
 
     @classmethod
@@ -128,6 +129,12 @@ class ChatRequest:
             for message in self.messages:
                 size += rough_size(message.get("content", "")) + 64 if isinstance(message, Mapping) else 0
         return size
+
+
+def _sampling_fields() -> dict[str, str]:
+    """What to say to those who pass them to a call, as other libraries have it."""
+    names = [field.name for field in fields(SamplingParams)]
+    return {name: f"is a field of SamplingParams: pass params=SamplingParams({name}=...)" for name in names}
 
 
 def rough_size(grammar: Any, most: int = 1 << 16) -> int:
@@ -186,7 +193,8 @@ def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
 def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[ChatRequest, RequestOptions]:
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]
-    check_known(keywords, [*mine, *(field.name for field in fields(RequestOptions))])
+    known = [*mine, *(field.name for field in fields(RequestOptions))]
+    check_known(keywords, known, _sampling_fields())
     chat = {name: value for name, value in keywords.items() if name in mine}
     return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})
 

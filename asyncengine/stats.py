@@ -98,6 +98,8 @@ class EngineStats:
     adapters: dict[str, int] = field(default_factory=dict)
     """Adapters with a name (loaded), of those in host memory (in_memory), and their bytes (nbytes)."""
     threads: ThreadStats = ThreadStats()
+    window_pages: PageCounts = field(default_factory=PageCounts)
+    """Of layers with windows, where others see everything; all 0: all layers have the same pages."""
     states: StateCounts = field(default_factory=StateCounts)
     """Of models that keep recurrent states."""
     speculation: SpeculationStats | None = None

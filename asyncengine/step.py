@@ -3,9 +3,9 @@
 No torch here: the same batch feeds a model on any device of this process, or the fake runner. The scheduler makes
 batches, the executor reads them; neither imports the other, both import this.
 
-Sharing rule: `Row.tokens` and `Row.pages` are the request's live lists, passed without copying. The scheduler only
-ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start + num_scheduled` tokens
-and the pages that cover them, so a step in flight never sees a change.
+Sharing rule: `Row.tokens`, `Row.pages` and those of `Row.window` are the request's live lists, passed without copying.
+The scheduler only ever *appends* to them or *replaces* them by a new list; a runner reads at most the first `start +
+num_scheduled` tokens and the pages that cover them, so a step in flight never sees a change.
 """
 
 from __future__ import annotations
@@ -71,6 +71,15 @@ class StateUse(NamedTuple):
     ascending. The slot is the request's until the step has retired."""
 
 
+class WindowPages(NamedTuple):
+    """Where a row's keys and values lie in layers with windows that have pages of their own."""
+
+    first: int
+    """No position from the row's `start` on sees a page before this one."""
+    pages: list[int]
+    """Position p lies in pages[p // page_size - first]."""
+
+
 class Row(NamedTuple):
     """One request's share of one step: compute positions [start, start + num_scheduled)."""
 
@@ -96,6 +105,8 @@ class Row(NamedTuple):
     grammar: GrammarMatcher | None = None
     state: StateUse | None = None
     """None: the model keeps none."""
+    window: WindowPages | None = None
+    """None: `pages` are those of all layers."""
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens after `tokens`: inputs of the row's last positions. A token is sampled at the position
     before them and at each of them, from what would be the prefix there; those behind the first wrong guess say
@@ -233,6 +244,11 @@ class Executor(Protocol):
     @property
     def num_states(self) -> int:
         """Slots for recurrent states, slot 0 included, which is never handed out. 0: the model keeps none."""
+        ...
+
+    @property
+    def num_window_pages(self) -> int:
+        """Pages of the layers with windows, page 0 included. 0: all layers have the same pages."""
         ...
 
     @property

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.checks import as_items
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished_blocking
 from asyncengine.engine.validation import PreparedRequest
@@ -44,6 +46,8 @@ class Engine:
 
     def __init__(self, engine: AsyncEngine) -> None:
         """Blocking access to `engine`, which stays its owner's to close unless you call `close` here."""
+        if not isinstance(engine, AsyncEngine):
+            raise InvalidParameter("engine", "must be an AsyncEngine; a model: Engine.from_pretrained", engine)
         self.aengine = engine
 
     @classmethod
@@ -119,8 +123,9 @@ class Engine:
             raise InvalidParameter("prompts", "must be a sequence of prompts, not one str", prompts)
         streams: list[SyncTokenStream] = []
         try:
-            for prompt in prompts:
-                streams.append(self.stream(prompt, params, **options))
+            for index, prompt in enumerate(as_items("prompts", prompts)):
+                with _named(f"prompts[{index}]"):
+                    streams.append(self.stream(prompt, params, **options))
             return [stream.result() for stream in streams]
         finally:
             for stream in streams:
@@ -238,3 +243,14 @@ class Engine:
     def detokenize(self, token_ids: list[int]) -> str:
         """As `AsyncEngine.detokenize`."""
         return self.aengine.detokenize(token_ids)
+
+
+@contextmanager
+def _named(prompt: str) -> Iterator[None]:
+    """What is wrong with the prompt is said of `prompt`, one of several."""
+    try:
+        yield
+    except InvalidParameter as error:
+        if type(error) is InvalidParameter and error.field.split("[")[0] == "prompt":
+            raise InvalidParameter(prompt + error.field.removeprefix("prompt"), error.limit, error.value) from None
+        raise

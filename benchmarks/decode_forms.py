@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from execution_vs_transformers import GREEDY, SHAPES
 from quantized_products import STORED, RandomMatrix
+from reading import Buffer
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import packed
@@ -38,7 +38,6 @@ from asyncengine.step import Batch, Row
 
 FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4", "Q4_K_M", *STORED)
 CONTEXT, PAGE = 64, 16
-BUFFER = 2**29
 
 
 class StoredForms(Mapping[str, StoredForm]):
@@ -119,14 +118,12 @@ class Requests:
         return 1e3 * (time.perf_counter() - began)
 
 
-def compare(runners: dict[str, ModelRunner], rows: int, options: argparse.Namespace, buffer: Any) -> None:
+def compare(runners: dict[str, ModelRunner], rows: int, options: argparse.Namespace, buffer: Buffer) -> None:
     requests = {form: Requests(runner, rows, CONTEXT + 4 * options.steps) for form, runner in runners.items()}
     times: dict[str, list[float]] = {form: [] for form in runners}
     reads: list[float] = []
     for _ in range(options.steps):
-        began = time.perf_counter()
-        buffer.sum()
-        reads.append(1e3 * (time.perf_counter() - began))
+        reads.append(buffer.read())
         for form, asked in requests.items():
             times[form].append(asked.advance())
     first, *others = times
@@ -134,9 +131,9 @@ def compare(runners: dict[str, ModelRunner], rows: int, options: argparse.Namesp
     for form in others:
         ratio = statistics.median(left / right for left, right in zip(times[first], times[form], strict=True))
         cells.append(f"{form} {statistics.median(times[form]):.2f} ({ratio:.2f})")
-    least = [read * runners[first].weights_bytes / BUFFER for read in reads]
+    least = [read * runners[first].weights_bytes / buffer.nbytes for read in reads]
     share = statistics.median(need / took for need, took in zip(least, times[first], strict=True))
-    bandwidth = BUFFER / statistics.median(reads) / 1e6
+    bandwidth = buffer.nbytes / statistics.median(reads) / 1e6
     print(f"{rows} rows: {', '.join(cells)}; read {bandwidth:.1f} GB/s, {first} reaches {share:.0%}", flush=True)
 
 
@@ -150,7 +147,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    buffer = torch.zeros(BUFFER // 8, dtype=torch.int64)
+    buffer = Buffer()
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(**SHAPES["qwen3-0.6b"]).save_pretrained(folder)
         runners = {form: make_runner(form, folder, options) for form in options.forms}

@@ -14,6 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineDead, SamplingParams
@@ -121,13 +122,46 @@ async def loss(args: argparse.Namespace) -> None:
         fleet = await Fleet.from_pretrained(
             "demo", replicas=3, address=cluster.address, on_loss="resume" if args.resume else "error", **ENGINE
         )
+        kills: list[Kill] = []
         async with fleet:
-            for _ in range(args.kills):
-                await _lose_one(fleet, cluster, args.tokens)
-                cluster.add_node(num_cpus=2)
+            for number in range(args.kills):
+                if number:
+                    cluster.add_node(num_cpus=2)  # in this thread: it sets handlers of signals
+                kills.append(await _lose_one(fleet, cluster, args.tokens))
+                print(kills[-1], flush=True)
+    ended = [kill.ended for kill in kills if kill.dead]
+    whole = [kill.whole for kill in kills]
+    if ended:
+        print(f"dead streams ended after the kill: median {statistics.median(ended):.2f} s, most {max(ended):.2f} s")
+    print(f"fleet whole after the kill: median {statistics.median(whole):.1f} s, most {max(whole):.1f} s")
 
 
-async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> None:
+@dataclass(frozen=True)
+class Kill:
+    """What became of a fleet one of whose nodes was killed; seconds."""
+
+    lost: int
+    """Replicas that were on the node."""
+    dead: int
+    ended: float
+    """From the kill to the end of the last stream that ended dead."""
+    silent: float
+    """The same from the replica's last word."""
+    others: int
+    exact: int
+    resumed: int
+    whole: float
+    """From the kill until all replicas serve."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.lost} replicas lost; {self.dead} streams ended dead, {self.ended:.2f} s after the kill, "
+            f"{self.silent:.2f} s after the last word; {self.exact} of {self.others} others exact, {self.resumed} of "
+            f"them elsewhere; replaced after {self.whole:.1f} s"
+        )
+
+
+async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> Kill:
     """Kill a node on which streams are running, and wait until the fleet is whole again."""
     long = SamplingParams(max_tokens=tokens, temperature=1.0, seed=5, ignore_eos=True)
     texts = [f"A story about number {number}" for number in range(12)]
@@ -135,10 +169,12 @@ async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> None:
     for stream in streams:
         await anext(stream)
     members = fleet.door.fleet.crew.members
-    head = cluster.head_node.node_id
-    victim = next(m for m in members.values() if m.host.node != head and m.flights)
+    elsewhere = [member for member in members.values() if member.host.node != cluster.head_node.node_id]
+    victim = max(elsewhere, key=lambda member: len(member.flights))
+    if not victim.flights:
+        raise RuntimeError("all streams had ended before a node could be killed: --tokens is too small")
     node = next(node for node in cluster.worker_nodes if node.node_id == victim.host.node)
-    at, resumed = time.monotonic(), fleet.stats().resumed
+    at, before = time.monotonic(), fleet.stats()
     killing = asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
 
     async def end(stream: Any) -> tuple[float, float, list[int] | None]:
@@ -150,32 +186,32 @@ async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> None:
         return 0.0, 0.0, said
 
     ends = (await asyncio.gather(killing, *(end(stream) for stream in streams)))[1:]
-    while len(members) < 3:  # noqa: ASYNC110  # nobody tells
+    while fleet.stats().lost == before.lost or len(members) < 3:  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(0.01)
     whole = time.monotonic() - at
     dead = [(kill, word) for kill, word, said in ends if said is None]
-    again = [(await fleet.generate(text, long)).token_ids for text in texts]
-    exact = sum(said == right for (_, _, said), right in zip(ends, again, strict=True) if said is not None)
-    after = [max(times, default=0.0) for times in zip(*dead, strict=True)] or [0.0, 0.0]
-    print(
-        f"{len(dead)} streams ended dead, {after[0]:.2f} s after the kill, {after[1]:.2f} s after the last word; "
-        f"{exact} of {len(ends) - len(dead)} others exact, {fleet.stats().resumed - resumed} of them elsewhere; "
-        f"replaced after {whole:.1f} s",
-        flush=True,
-    )
+    again = await asyncio.gather(*(fleet.generate(text, long) for text in texts))
+    exact = sum(said == right.token_ids for (_, _, said), right in zip(ends, again, strict=True) if said is not None)
+    ended, silent = [max(times, default=0.0) for times in zip(*dead, strict=True)] or [0.0, 0.0]
+    now = fleet.stats()
+    return Kill(
+        lost=now.lost - before.lost, dead=len(dead), ended=ended, silent=silent, others=len(ends) - len(dead),
+        exact=exact, resumed=now.resumed - before.resumed, whole=whole,
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "prefixes", "loss"))
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, help="of each stream; 200, with loss 1000")
     parser.add_argument("--conversations", type=int, default=30)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=6, help="turns under way at once")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--kills", type=int, default=1, help="nodes, one after the other")
     args = parser.parse_args()
+    args.tokens = args.tokens or (1000 if args.what == "loss" else 200)
     asyncio.run({"cost": cost, "prefixes": prefixes, "loss": loss}[args.what](args))
 
 

@@ -30,7 +30,7 @@ class InstantExecutor:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.page_size = 16
-        self.num_states = 0
+        self.num_states = self.num_window_pages = 0
         self.windows: tuple[tuple[int, int], ...] = ()
 
     def launch(self, batch: Batch) -> FinishedStep:

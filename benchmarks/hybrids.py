@@ -18,9 +18,9 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from execution_vs_transformers import GREEDY
+from reading import Buffer
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers.gated_delta import GatedDelta
@@ -37,7 +37,6 @@ SHAPE = {
     "max_position_embeddings": 8192,
 }  # fmt: skip
 CONTEXT, PAGE = 64, 16
-BUFFER = 2**29
 
 
 def make_runner(options: argparse.Namespace) -> tuple[ModelRunner, Any]:
@@ -82,21 +81,19 @@ class Requests:
         return 1e3 * (time.perf_counter() - began)
 
 
-def decode(runner: ModelRunner, model: Any, rows: int, steps: int, buffer: Any) -> str:
+def decode(runner: ModelRunner, model: Any, rows: int, steps: int, buffer: Buffer) -> str:
     requests = Requests(runner, rows, CONTEXT + 2 * steps)
     requests.advance(CONTEXT)
     times, reads = [], []
     for _ in range(steps):
-        began = time.perf_counter()
-        buffer.sum()
-        reads.append(1e3 * (time.perf_counter() - began))
+        reads.append(buffer.read())
         requests.advance()  # the first finds its caches full of the buffer
         times.append(requests.advance())
     states = sum(spec.nbytes(model.dtype) for spec in model.states)
     moved = model.nbytes + 2 * rows * states
     took = statistics.median(times)
-    share = statistics.median(read * moved / BUFFER / time for read, time in zip(reads, times, strict=True))
-    bandwidth = BUFFER / statistics.median(reads) / 1e6
+    share = statistics.median(read * moved / buffer.nbytes / time for read, time in zip(reads, times, strict=True))
+    bandwidth = buffer.nbytes / statistics.median(reads) / 1e6
     return (
         f"{rows} rows: {took:.2f} ms, {1e3 * rows / took:.0f} tokens/s; {moved / 2**20:.0f} MiB, of which states "
         f"{2 * rows * states / 2**20:.0f}; at {bandwidth:.1f} GB/s that is {share:.0%} of what memory allows"
@@ -133,11 +130,11 @@ def main() -> None:
     parser.add_argument("--recurrence", action="store_true", help="share of a prompt between projections")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    buffer = np.ones(BUFFER // 8)
+    buffer = Buffer()
     runner, model = make_runner(options)
     print(f"{', '.join(runner.fused)}; {model.nbytes / 2**20:.0f} MiB of weights", flush=True)
     for rows in options.rows:
-        print(decode(runner, model, rows, options.steps, torch.from_numpy(buffer)), flush=True)
+        print(decode(runner, model, rows, options.steps, buffer), flush=True)
     print(prompt(runner, model, options.prompt, recurrence=options.recurrence), flush=True)
     runner.close()
 

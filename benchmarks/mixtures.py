@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from execution_vs_transformers import GREEDY
+from reading import Buffer
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers.experts import Experts
@@ -39,7 +40,6 @@ SHAPE = {
     "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 4096,
 }  # fmt: skip
 CONTEXT, PAGE = 16, 16
-BUFFER = 2**29
 
 
 def fill_alike(slots: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -117,16 +117,14 @@ def used_experts(requests: Requests) -> float:
     return statistics.mean(counts)
 
 
-def measure(form: str, options: argparse.Namespace, buffer: Any) -> None:
+def measure(form: str, options: argparse.Namespace, buffer: Buffer) -> None:
     runner, model = make_runner(form, options)
     for rows in options.rows:
         requests = Requests(runner, rows, CONTEXT + 3 * options.steps + 8)
         used = used_experts(requests) if isinstance(model, Decoder) else None
         times, reads = [], []
         for _ in range(options.steps):
-            began = time.perf_counter()
-            buffer.sum()
-            reads.append(1e3 * (time.perf_counter() - began))
+            reads.append(buffer.read())
             requests.advance()  # the first finds its caches full of the buffer
             times.append(requests.advance())
         took = statistics.median(times)
@@ -134,8 +132,8 @@ def measure(form: str, options: argparse.Namespace, buffer: Any) -> None:
         if isinstance(model, Decoder) and used is not None:
             experts = sum(mixture.experts.nbytes for layer in model.layers for mixture in layer.mixtures())
             read = model.nbytes - model.embedding.nbytes - experts + experts * used / SHAPE["num_experts"]
-            shares = [way * read / BUFFER / time for way, time in zip(reads, times, strict=True)]
-            bandwidth = BUFFER / statistics.median(reads) / 1e6
+            shares = [way * read / buffer.nbytes / time for way, time in zip(reads, times, strict=True)]
+            bandwidth = buffer.nbytes / statistics.median(reads) / 1e6
             line += f"; {used:.1f} experts of a layer, {read / 2**20:.0f} MiB; at {bandwidth:.1f} GB/s "
             line += f"that is {statistics.median(shares):.0%} of what reading allows"
         print(line, flush=True)
@@ -151,7 +149,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    buffer = torch.zeros(BUFFER // 8, dtype=torch.int64)
+    buffer = Buffer()
     for form in options.form:
         measure(form, options, buffer)
 

@@ -1,11 +1,13 @@
 """Speculation on and off, taking turns: python -m benchmarks.speculation --shape qwen3-0.6b
 
-    [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --demo --layers 90]
+    [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --useless]
+    [--demo --wide --kinds extract edit]
 
 One engine with drafts and one without, on the same random weights, in one process. Drafts are planted: a drafter that
 knows the answers and is right with a given chance, one that is always right, and one that is always wrong. Gains on
 random weights by looking back would mean nothing: they loop. Medians of the ratios of times, off over on, of `--rows`
-requests at once. With --demo, the bundled model on real text instead (`guesses_on_texts`).
+requests at once. What the planner has learnt is forgotten before each round. With --useless, drafts that are always
+wrong only; with --demo, the bundled model on real text instead (`guesses_on_texts`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.request_spec import RequestSpec
+from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import Draft
 from benchmarks.execution_vs_transformers import SHAPES
 from benchmarks.guesses_on_texts import on_texts
@@ -41,7 +44,7 @@ class Planted:
         done = len(tokens) - self._prompt_len
         rest = self._answer[done : done + limit]
         right = [token if self._random.random() < self._rate else token ^ 1 for token in rest]
-        return Draft(tuple(right), 16)
+        return Draft(tuple(right), Evidence.LONG)
 
 
 async def timed(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
@@ -68,9 +71,8 @@ async def planted(options: argparse.Namespace) -> None:
             assert costs is not None, on.info.no_speculation
             print("costs of 1, 4, 8, 16, 32 tokens:", [round(cost / costs[0], 2) for cost in costs])
             for rows in options.rows:
-                for rate, most in (
-                    ((0.7, 7), (0.7, 3), (1.0, 15), (0.9, 15), (0.0, 15)) if rows < 16 else ((0.7, 3), (0.0, 15))
-                ):
+                rates = ((0.7, 7), (0.7, 3), (1.0, 15), (0.9, 15)) if rows < 16 else ((0.7, 3),)
+                for rate, most in (*(() if options.useless else rates), (0.0, 15)):
                     await compare(off, on, rows, rate, most, options)
 
 
@@ -81,7 +83,7 @@ async def compare(
     prompts = [[generator.randrange(1000, 90_000) for _ in range(PROMPT)] for _ in range(rows)]
     _, answers = await timed(off, prompts, options.tokens)
     known = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
-    planner = on.core.loop.scheduler._drafts
+    planner = on.core.loop.scheduler.roster.drafts
     assert planner is not None
 
     def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
@@ -92,6 +94,7 @@ async def compare(
     ratios = []
     for turn in range(options.rounds):
         pair = {}
+        planner.clear()
         for name, engine in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
             pair[name], found = await timed(engine, prompts, options.tokens)
             assert found == answers, "speculation was seen"
@@ -115,7 +118,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--threads", type=int)
     parser.add_argument("--demo", action="store_true")
-    parser.add_argument("--layers", type=int, default=90)
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--kinds", nargs="+")
+    parser.add_argument("--useless", action="store_true")
     options = parser.parse_args()
     if options.demo:
         with tempfile.TemporaryDirectory() as folder:

@@ -174,9 +174,8 @@ Of models that read images or sounds as well, the text is served: the other part
 prompts with images are refused by name. [Adding a family](howto/add_a_model.md).
 
 Where every layer has a sliding window or a chunk (Mistral 0.1, Phi-3, Starcoder 2), a running request gives back the
-pages that nobody will see any more, and `engine.info.window` says how far it sees. A page has one number for all
-layers: with a single layer that sees everything (Gemma, gpt-oss, Llama 4) a request keeps them all, and
-`engine.info.window` is None.
+pages that nobody will see any more, and `engine.info.window` says how far it sees. Where only some have one (Gemma,
+gpt-oss, Llama 4), these have pages of their own that are given back alike: [windows](howto/windows.md).
 
 | family | served by | |
 |---|---|---|

@@ -7,7 +7,7 @@ A backend owns the KV pool and its memory layout; nobody else reads or writes KV
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,11 @@ class LayerSpec:
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
 
     @property
+    def windowed(self) -> bool:
+        """True: what is far behind is seen by no later position."""
+        return bool(self.window or self.chunk)
+
+    @property
     def later(self) -> int:
         """How many positions after its own one sees at most."""
         if not self.both:
@@ -67,6 +72,17 @@ class StepView:
     graph: int | None = None
     """The step is padded to the CUDA graph of this many decode rows, and only fixed memory of that size may be used.
     A padding row looks like any other: start 0, count 1, page table [0], kv slot 0."""
+    window_tables: Int32Array | None = None
+    """As `page_tables`, in the pool of the layers with windows; what a row's tokens do not see there is arbitrary.
+    None: all layers have one pool."""
+    window_slots: torch.Tensor | None = None
+    """As `kv_slots`, likewise."""
+
+    def for_windows(self) -> StepView:
+        """What layers with windows are given."""
+        if self.window_tables is None or self.window_slots is None:
+            return self
+        return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,9 +70,11 @@ class CompiledBackend:
     graphs = False
 
     def __init__(
-        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False
-    ) -> None:
-        """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step."""
+        self, layers: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype, one_pool: bool = False,
+        num_window_pages: int = 0,
+    ) -> None:  # fmt: skip
+        """`one_pool`: all layers of one shape write into the same memory, as nothing is kept from step to step.
+        `num_window_pages`: of layers with windows, if they have pages of their own."""
         self.num_pages = num_pages
         self.page_size = page_size
         self._layers = tuple(layers)
@@ -84,8 +86,9 @@ class CompiledBackend:
         self._pools = []
         for spec in layers:
             shape = (spec.num_kv_heads, spec.key_dim, spec.value_dim) if one_pool else (spec.index,)
-            memory = shared.setdefault(shape, _Memory(spec, num_pages * page_size, dtype))
-            self._pools.append(_LayerPool(spec, num_pages, page_size, lanes, memory))
+            pages = num_window_pages if num_window_pages and spec.windowed else num_pages
+            memory = shared.setdefault(shape, _Memory(spec, pages * page_size, dtype))
+            self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory))
         self.kv_bytes = sum(memory.bytes for memory in shared.values())
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _Plan] = {}
@@ -103,7 +106,10 @@ class CompiledBackend:
         size = max((_scratch_bytes(spec) for spec in self._layers), default=0)
         if self._scratch.numel() < workers * size:
             self._scratch = torch.empty(workers * size, dtype=torch.uint8)
-        self._plans = {group: self._plan_group(spec, step, size) for group, spec in self._groups.items()}
+        near = step.for_windows()
+        self._plans = {
+            group: self._plan_group(spec, near if spec.windowed else step, size) for group, spec in self._groups.items()
+        }
         self._planned = [self._plans[_group_of(spec)] for spec in self._layers]
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -49,18 +49,7 @@ def num_pages_for(
     per_request = -(-max_model_len // config.page_size)
     if not layers:
         return min(config.max_num_seqs * per_request, max(per_request, _BARE_PAGES)) + 1
-    assert config.kv_cache_memory is None or isinstance(config.kv_cache_memory, int)
-    if config.kv_cache_memory is not None:
-        budget = config.kv_cache_memory
-        if budget > free_bytes:
-            raise OutOfMemory(
-                f"kv_cache_memory asks for {_mib(budget)}, but only {_mib(free_bytes)} are free on {device}"
-            )
-    elif device.type == "cpu":
-        budget = min(int(free_bytes * _CPU_SHARE), _CPU_CAP)
-    else:
-        share, most = _CUDA_KEPT_BACK
-        budget = free_bytes - min(int(free_bytes * share), most)
+    budget = kv_budget(config, device, free_bytes)
     pages = min(budget // size, config.max_num_seqs * per_request + 1)
     least = -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
     if config.kv_cache_memory is not None:
@@ -71,6 +60,22 @@ def num_pages_for(
             f"({size / 1024:.0f} KiB each); at least {least} are needed"
         )
     return pages
+
+
+def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> int:
+    """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
+    assert config.kv_cache_memory is None or isinstance(config.kv_cache_memory, int)
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory > free_bytes:
+            raise OutOfMemory(
+                f"kv_cache_memory asks for {_mib(config.kv_cache_memory)}, but only {_mib(free_bytes)} are free on "
+                f"{device}"
+            )
+        return config.kv_cache_memory
+    if device.type == "cpu":
+        return min(int(free_bytes * _CPU_SHARE), _CPU_CAP)
+    share, most = _CUDA_KEPT_BACK
+    return free_bytes - min(int(free_bytes * share), most)
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
@@ -85,8 +90,10 @@ def make_backend(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
+    num_window_pages: int = 0,
 ) -> AttentionBackend:
     """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
+    `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one.
 
     No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
     the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
@@ -94,7 +101,7 @@ def make_backend(
     """
     reason = f'attention_backend is "{config.attention_backend}"'
     if config.attention_backend in ("auto", "flashinfer"):
-        found = _flashinfer_missing(layers, dtype, device)
+        found = _flashinfer_missing(layers, dtype, device, config.page_size)
         if found is None:
             backend = _try_flashinfer(config, layers, num_pages, dtype, device, max_model_len)
             if not isinstance(backend, str):
@@ -112,15 +119,17 @@ def make_backend(
         if missing is None:
             from asyncengine.attention.cpu import CompiledBackend  # imports numba
 
-            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype)
+            compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages)
             compiled.warm_up()
             return compiled
         if config.attention_backend == "compiled":
             raise InvalidParameter("attention_backend", f"compiled cannot be used: {missing}", "compiled")
-    return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device)
+    return TorchPagedBackend(layers, num_pages, config.page_size, dtype, device, num_window_pages)
 
 
-def _flashinfer_missing(layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device) -> str | None:
+def _flashinfer_missing(
+    layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, page_size: int
+) -> str | None:
     """Why FlashInfer cannot run this model here, as far as can be told without importing it; None: it may."""
     if not layers:
         return "the model has no attention"
@@ -130,7 +139,7 @@ def _flashinfer_missing(layers: Sequence[LayerSpec], dtype: torch.dtype, device:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed: pip install 'asyncengine[cuda]'"
-    return why_not(layers, dtype)
+    return why_not(layers, dtype, page_size)
 
 
 def _try_flashinfer(
@@ -149,7 +158,7 @@ def _try_flashinfer(
     longest = num_pages
     if max_model_len is not None:  # and one page for a step that was launched before the end was known
         longest = -(-max_model_len // config.page_size) + 1
-        if any(spec.window is None for spec in layers):  # else a row may be longer than the pool: it gives pages back
+        if not all(spec.windowed for spec in layers):  # else a row may be longer than the pool: it gives pages back
             longest = min(num_pages, longest)
     backend = FlashInferBackend(
         layers,

@@ -11,6 +11,9 @@ Three things must hold and are easily broken:
   the step that is still waiting; an event behind each plan is waited for before the next one.
 * All work of an engine is queued in one stream. The workspaces and the arrays of the graphs are shared on that ground.
 
+Layers that attend to chunks (Llama 4) get arrays of their own, of a step whose rows are cut where chunks end
+(`flashinfer_plan.in_chunks`); keys and values are written by the arrays of the whole step.
+
 Pool layout: per layer one tensor [pages, 2, page_size, kv heads, head dim], keys at 0 and values at 1. Kernels read
 no token that was not written, so pages are not cleared.
 """
@@ -35,6 +38,7 @@ from asyncengine.attention.flashinfer_plan import (
     LayerGroup,
     float_workspace_bytes,
     graph_int_workspace_bytes,
+    in_chunks,
     pack_step,
     uploaded_size,
 )
@@ -74,11 +78,19 @@ class _Planned:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DecodeGraph:
-    """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
+class _Fixed:
+    """Arrays that stay where they are."""
 
     memory: torch.Tensor
     arrays: DeviceArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodeGraph:
+    """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
+
+    fixed: dict[int | None, _Fixed]
+    """By chunk."""
     wrappers: dict[LayerGroup, _Planned]
 
 
@@ -117,6 +129,7 @@ class FlashInferBackend:
         self._max_pages_per_row = max_pages_per_row
         self._group_of = [LayerGroup.of(spec) for spec in layers]
         self._groups = list(dict.fromkeys(self._group_of))
+        self._chunks = list(dict.fromkeys((None, *(group.chunk for group in self._groups))))
         with torch.inference_mode(False):  # written in place later, inside of inference mode and outside
             self._pools = [self._pool(spec, device) for spec in layers]
             size = float_workspace_bytes(self._groups, max_rows, self._memory.processors())
@@ -124,7 +137,7 @@ class FlashInferBackend:
         self._prefill = {group: self._prefill_wrapper() for group in self._groups}
         self._decode = {group: self._decode_wrapper(group) for group in self._groups}
         self._graphs: dict[int, _DecodeGraph] = {}
-        self._graph_memory: torch.Tensor | None = None
+        self._graph_memory: dict[int | None, torch.Tensor] = {}
         self._wrappers: dict[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
 
@@ -133,36 +146,47 @@ class FlashInferBackend:
     def prepare_graph(self, size: int) -> None:
         if size in self._graphs:
             return
-        need = uploaded_size(size, size, size * self._max_pages_per_row)
         with torch.inference_mode(False):
-            if self._graph_memory is None or self._graph_memory.numel() < need:
-                # one array for all sizes: graphs run one after another. A larger size than the first gets a new one;
-                # those captured before keep theirs
-                self._graph_memory = self._memory.reserve(need)
-            arrays = DeviceArrays.over(self._graph_memory, size, size)
-            wrappers = {group: self._graph_wrapper(group, size, arrays) for group in self._groups}
-        self._graphs[size] = _DecodeGraph(self._graph_memory, arrays, wrappers)
+            fixed = {chunk: self._fixed(size, chunk) for chunk in self._chunks}
+            wrappers = {group: self._graph_wrapper(group, size, fixed[group.chunk].arrays) for group in self._groups}
+        self._graphs[size] = _DecodeGraph(fixed, wrappers)
+
+    def _fixed(self, size: int, chunk: int | None) -> _Fixed:
+        """One memory for all sizes: graphs run one after another. A larger size than the first gets a new one; those
+        captured before keep theirs."""
+        pages = self._max_pages_per_row if chunk is None else min(self._max_pages_per_row, chunk // self.page_size)
+        need = uploaded_size(size, size, size * pages)
+        memory = self._graph_memory.get(chunk)
+        if memory is None or memory.numel() < need:
+            self._graph_memory[chunk] = memory = self._memory.reserve(need)
+        return _Fixed(memory, DeviceArrays.over(memory, size, size))
 
     def plan(self, step: StepView) -> None:
-        host = pack_step(step, self.page_size, self._memory.host)
         rows, tokens = len(step.counts), int(step.qo_indptr[-1])
-        decode = host.longest_query == 1
-        if step.graph is None:
-            arrays = DeviceArrays.over(self._memory.upload(host.uploaded), rows, tokens)
-            wrappers = self._decode if decode else self._prefill
-        else:
-            if rows != step.graph or not decode:
-                raise ValueError(f"a decode graph of {step.graph} rows cannot run {rows} rows of {tokens} tokens")
-            graph = self._graphs[step.graph]
-            self._memory.upload(host.uploaded, into=graph.memory)
-            arrays, wrappers = graph.arrays, graph.wrappers
-        pages = arrays.kv_indices[: host.num_pages]
-        for group, wrapper in wrappers.items():
-            if decode:
-                self._plan_decode(group, wrapper, host, pages)
-            else:
-                self._plan_prefill(group, wrapper, host, pages)
-        self._wrappers, self._arrays = wrappers, arrays
+        decode = rows == tokens
+        if step.graph is not None and (rows != step.graph or not decode):
+            raise ValueError(f"a decode graph of {step.graph} rows cannot run {rows} rows of {tokens} tokens")
+        graph = None if step.graph is None else self._graphs[step.graph]
+        wrappers = self._decode if decode else self._prefill
+        if graph is not None:
+            wrappers = graph.wrappers
+        for chunk in self._chunks:
+            host = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self._memory.host)
+            arrays = self._uploaded(host, tokens, None if graph is None else graph.fixed[chunk])
+            pages = arrays.kv_indices[: host.num_pages]
+            for group, wrapper in wrappers.items():
+                if group.chunk == chunk:
+                    plan = self._plan_decode if decode else self._plan_prefill
+                    plan(group, wrapper, host, pages)
+            if chunk is None:
+                self._arrays = arrays
+        self._wrappers = wrappers
+
+    def _uploaded(self, host: HostArrays, tokens: int, fixed: _Fixed | None) -> DeviceArrays:
+        if fixed is None:
+            return DeviceArrays.over(self._memory.upload(host.uploaded), len(host.seq_lens), tokens)
+        self._memory.upload(host.uploaded, into=fixed.memory)
+        return fixed.arrays
 
     def warm_up(self) -> None:
         """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run."""
@@ -185,7 +209,7 @@ class FlashInferBackend:
     def close(self) -> None:
         self._pools = []
         self._wrappers, self._prefill, self._decode, self._graphs = {}, {}, {}, {}
-        self._arrays = self._graph_memory = None
+        self._arrays, self._graph_memory = None, {}
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
     # -- in the forward, on the device ---------------------------------------------------------------------------

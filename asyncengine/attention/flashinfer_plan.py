@@ -13,7 +13,7 @@ the same addresses whatever the lengths of its sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,10 +38,11 @@ class LayerGroup:
     scale: float
     window: int | None
     softcap: float | None
+    chunk: int | None = None
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerGroup:
-        return cls(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.scale, spec.window, spec.softcap)
+        return cls(spec.num_heads, spec.num_kv_heads, spec.key_dim, spec.scale, spec.window, spec.softcap, spec.chunk)
 
     @property
     def window_left(self) -> int:
@@ -57,15 +58,17 @@ class LayerGroup:
         return self.heads_per_kv_head not in _CUDA_CORE_GROUPS or self.head_dim > 256
 
 
-def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype) -> str | None:
+def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int) -> str | None:
     """Why FlashInfer's kernels cannot run these layers, in words; None: they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     for spec in layers:
         if spec.sinks is not None:
             return f"layer {spec.index} has attention sinks"
-        if spec.chunk is not None:
-            return f"layer {spec.index} attends to chunks of {spec.chunk} positions"
+        if spec.chunk is not None and spec.chunk % page_size:
+            return (
+                f"layer {spec.index} attends to chunks of {spec.chunk} positions, no multiple of page_size={page_size}"
+            )
         if spec.key_dim != spec.value_dim:
             return f"layer {spec.index} has keys of {spec.key_dim} and values of {spec.value_dim} dimensions"
         if spec.key_dim not in _HEAD_DIMS:
@@ -154,6 +157,32 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
         last_page_len=device.last_page_len,
         num_pages=num_pages,
         longest_query=int(step.counts.max()),
+    )
+
+
+def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
+    """The step as layers see it that attend to chunks: a row for each chunk that a row's tokens lie in.
+
+    Such a row begins where its chunk does: its positions count from there, and its pages are those of the chunk. What
+    is left is plain causal attention, and a row of one token stays one row. `chunk` is a multiple of `page_size`.
+    """
+    if chunk is None:
+        return step
+    ends = step.starts + step.counts
+    first = step.starts // chunk
+    pieces = (ends - 1) // chunk - first + 1
+    row = np.repeat(np.arange(len(pieces)), pieces)
+    number = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = np.maximum(step.starts[row] - number * chunk, 0)
+    counts = np.minimum(ends[row] - number * chunk, chunk) - starts
+    width = step.page_tables.shape[1]
+    columns = number[:, None] * (chunk // page_size) + np.arange(min(chunk // page_size, width))
+    return replace(
+        step,
+        starts=starts,
+        counts=counts,
+        qo_indptr=np.concatenate(([0], np.cumsum(counts))),
+        page_tables=step.page_tables[row[:, None], np.minimum(columns, width - 1)],
     )
 
 

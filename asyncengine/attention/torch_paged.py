@@ -89,22 +89,27 @@ class TorchPagedBackend:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_window_pages: int = 0,
     ) -> None:
+        """`num_window_pages`: of layers with windows, if they have pages of their own."""
         self.num_pages = num_pages
         self.page_size = page_size
-        self.kv_bytes = num_pages * page_bytes(layers, page_size, dtype)
+        self._pages = [num_window_pages if num_window_pages and spec.windowed else num_pages for spec in layers]
+        sizes = zip(layers, self._pages, strict=True)
+        self.kv_bytes = sum(pages * page_bytes([spec], page_size, dtype) for spec, pages in sizes)
         self._layers = tuple(layers)
         self._dtype = dtype
         self._device = device
 
-        def pool(heads: int, dim: int) -> torch.Tensor:
+        def pool(heads: int, pages: int, dim: int) -> torch.Tensor:
             # Not zeroed: a page is cleared when a request opens it, and untouched memory costs a CPU nothing.
-            memory = torch.empty((heads, num_pages, page_size, dim), dtype=dtype, device=device)
+            memory = torch.empty((heads, pages, page_size, dim), dtype=dtype, device=device)
             memory[:, 0] = 0
             return memory
 
-        self._keys = [pool(spec.num_kv_heads, spec.key_dim) for spec in layers]
-        self._values = [pool(spec.num_kv_heads, spec.value_dim) for spec in layers]
+        sized = list(zip(layers, self._pages, strict=True))
+        self._keys = [pool(spec.num_kv_heads, pages, spec.key_dim) for spec, pages in sized]
+        self._values = [pool(spec.num_kv_heads, pages, spec.value_dim) for spec, pages in sized]
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
         self._scratch_bytes = _SCRATCH_BYTES
         if device.type != "cpu":  # and a small pool leaves little room beside it
@@ -112,20 +117,25 @@ class TorchPagedBackend:
             self._scratch_bytes = max(min(_DEVICE_SCRATCH_BYTES, share), _SCRATCH_BYTES)
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _GroupPlan] = {}
-        self._kv_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._kv_slots: dict[bool, torch.Tensor] = {}
+        """By whether a layer has a window."""
 
     def prepare_graph(self, size: int) -> None:
         raise RuntimeError("the torch backend chooses its operations by the lengths of the rows: no graphs")
 
     def plan(self, step: StepView) -> None:
-        self._kv_slots = step.kv_slots
-        self._clear_opened_pages(step)
-        self._plans = {group: self._plan_group(group, spec, step) for group, spec in self._groups.items()}
+        views = {False: step, True: step.for_windows()}
+        self._kv_slots = {windowed: view.kv_slots for windowed, view in views.items()}
+        self._clear_opened_pages(views)
+        self._plans = {
+            group: self._plan_group(group, spec, views[spec.windowed]) for group, spec in self._groups.items()
+        }
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         for pool, new in ((self._keys[layer], key), (self._values[layer], value)):
             heads, _, _, dim = pool.shape
-            pool.view(heads, -1, dim).index_copy_(1, self._kv_slots, new.transpose(0, 1))
+            slots = self._kv_slots[self._layers[layer].windowed]
+            pool.view(heads, -1, dim).index_copy_(1, slots, new.transpose(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         spec = self._layers[layer]
@@ -143,20 +153,25 @@ class TorchPagedBackend:
 
     # -- planning (host) -----------------------------------------------------------------------------------------
 
-    def _clear_opened_pages(self, step: StepView) -> None:
+    def _clear_opened_pages(self, views: dict[bool, StepView]) -> None:
         """Zero each page that this step begins but does not fill.
 
         Attention reads whole pages and masks what is not written yet; a former owner's NaN there would survive the
         mask (0 * NaN) and one bad request would spoil another.
         """
+        step = views[False]
         ends = step.starts + step.counts
         last_pages = ends // self.page_size
         opened = (ends % self.page_size != 0) & (last_pages * self.page_size >= step.starts)
         rows = np.flatnonzero(opened)
         if rows.size:
-            pages = self._to_device(step.page_tables[rows, last_pages[rows]].astype(np.int64))
-            for pool in (*self._keys, *self._values):
-                pool.index_fill_(1, pages, 0)
+            pages = {
+                windowed: self._to_device(view.page_tables[rows, last_pages[rows]].astype(np.int64))
+                for windowed, view in views.items()
+            }
+            for spec, keys, values in zip(self._layers, self._keys, self._values, strict=True):
+                keys.index_fill_(1, pages[spec.windowed], 0)
+                values.index_fill_(1, pages[spec.windowed], 0)
 
     def _plan_group(self, group: _LayerGroup, spec: LayerSpec, step: StepView) -> _GroupPlan:
         ends = step.starts + step.counts
@@ -166,14 +181,14 @@ class TorchPagedBackend:
         most_pages = max(self._scratch_bytes // one_page, 1)
         decodes = []
         for rows in _similar_lengths(np.flatnonzero(step.counts == 1), num_pages, most_pages):
-            decodes.append(self._plan_decodes(group, step, rows, first_pages[rows], int(num_pages[rows].max())))
+            decodes.append(self._plan_decodes(group, spec, step, rows, first_pages[rows], int(num_pages[rows].max())))
         chunks = []
         for row in np.flatnonzero(step.counts > 1).tolist():
             chunks.append(self._plan_chunk(group, spec, step, row, int(first_pages[row]), int(num_pages[row])))
         return _GroupPlan(tuple(decodes), tuple(chunks))
 
     def _plan_decodes(
-        self, group: _LayerGroup, step: StepView, rows: Int64Array, first_pages: Int64Array, width: int
+        self, group: _LayerGroup, spec: LayerSpec, step: StepView, rows: Int64Array, first_pages: Int64Array, width: int
     ) -> _DecodeGroup:
         positions = step.starts[rows]
         columns = first_pages[:, None] + np.arange(width)
@@ -185,7 +200,7 @@ class TorchPagedBackend:
         bias = np.where(hidden, np.float32("-inf"), np.float32(0))
         return _DecodeGroup(
             tokens=self._to_device(step.qo_indptr[rows]),
-            pages=self._pool_index(pages, group.num_kv_heads),
+            pages=self._pool_index(pages, spec),
             bias=self._to_device(bias).to(self._dtype)[:, None, :],
         )
 
@@ -201,12 +216,11 @@ class TorchPagedBackend:
         if start > 0 or window_matters or any(_needs_scores(layer) for layer in self._layers):
             bias = causal_bias(start, count, first_key, num_keys, group.window, self._scratch[0], group.chunk)
         pages = step.page_tables[row, first_page : first_page + num_pages]
-        return _PromptChunk(
-            first, first + count, self._pool_index(pages, spec.num_kv_heads), num_keys, start, first_key, bias
-        )
+        return _PromptChunk(first, first + count, self._pool_index(pages, spec), num_keys, start, first_key, bias)
 
-    def _pool_index(self, pages: Int32Array, heads: int) -> torch.Tensor:
-        index = np.arange(heads, dtype=np.int64)[:, None] * self.num_pages + pages.reshape(1, -1)
+    def _pool_index(self, pages: Int32Array, spec: LayerSpec) -> torch.Tensor:
+        heads = np.arange(spec.num_kv_heads, dtype=np.int64)
+        index = heads[:, None] * self._pages[spec.index] + pages.reshape(1, -1)
         return self._to_device(index.reshape(-1))
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
@@ -219,7 +233,7 @@ class TorchPagedBackend:
         gathered = []
         for which, pool in enumerate((self._keys[layer], self._values[layer])):
             heads, _, _, dim = pool.shape
-            flat = pool.view(heads * self.num_pages, self.page_size * dim)
+            flat = pool.view(heads * self._pages[layer], self.page_size * dim)
             need = pages.numel() * flat.shape[1]
             if self._scratch[which].numel() < need:
                 self._scratch[which] = torch.empty(need, dtype=self._dtype, device=self._device)

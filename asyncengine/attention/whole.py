@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -25,18 +25,22 @@ class SequenceAttention(StepAttention, Protocol):
 class TorchSequences:
     """`SequenceAttention` in torch's own operations, on any device: sequence by sequence, each as if it were alone.
 
-    Raises `UnsupportedModel` for what `scaled_dot_product_attention` cannot be told: soft caps and sinks.
+    `bias`: of a sequence of so many tokens, what is added to its scores in every layer, [heads, tokens, tokens]. Raises
+    `UnsupportedModel` for what `scaled_dot_product_attention` cannot be told: soft caps and sinks.
     """
 
     name = "torch"
 
-    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+    def __init__(self, layers: Sequence[LayerSpec], bias: Callable[[int], torch.Tensor] | None = None) -> None:
         if any(spec.softcap is not None or spec.sinks is not None or spec.chunk is not None for spec in layers):
             raise UnsupportedModel("an encoder with soft caps, sinks or chunks is not written down")
+        if bias is not None and any(spec.window is not None for spec in layers):
+            raise UnsupportedModel("an encoder with windows and a bias by distance is not written down")
+        self._bias = bias
         self._layers = tuple(layers)
         self._counts: list[int] = []
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def plan(self, counts: Sequence[int]) -> None:
         self._counts, self._masks = list(counts), {}
@@ -60,7 +64,11 @@ class TorchSequences:
         return out
 
     def _mask(self, spec: LayerSpec, count: int, device: torch.device) -> torch.Tensor | None:
-        """[count, count], true where a query (row) sees a key; None: everywhere."""
+        """[count, count], true where a query (row) sees a key, or what is added to its scores; None: it sees all."""
+        if self._bias is not None:
+            if (count, None) not in self._masks:
+                self._masks[count, None] = self._bias(count)
+            return self._masks[count, None]
         if spec.window is None or spec.window >= count:
             return None
         if (count, spec.window) not in self._masks:

@@ -64,7 +64,7 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
             return form
     if rendered or not template or not drops_calls(tokenizer):
         return None
-    return told_by_sign(template, tokenizer.hf.get_vocab(), TOOL_FORMATS.values())
+    return told_by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
 
 
 def detect_tool_format(tokenizer: TextTokenizer) -> str | None:
@@ -83,8 +83,15 @@ def detect_reasoning(tokenizer: TextTokenizer) -> tuple[str, str] | None:
 
 
 def find_reasoning(tokenizer: TextTokenizer) -> Reasoning | None:
-    """The markers of reasoning, and of an answer after it, that the template mentions."""
+    """The markers of reasoning, and of an answer after it, that the template mentions, or a prompt of its."""
     template = template_text(tokenizer)
+    found = _markers_in(template)
+    if found is None and template:  # there are templates that put the markers together
+        found = _markers_in(_render(tokenizer, [{"role": "user", "content": QUESTION}], None, prompt=True))
+    return found
+
+
+def _markers_in(template: str) -> Reasoning | None:
     fitting = (pair for pair in REASONING_MARKERS if all(mark in template for mark in (pair.end, pair.answer_end)))
     return next((pair for pair in fitting if pair.sign in template), None)
 
@@ -173,9 +180,9 @@ def _call(index: int, ids: str = "zid00000{index}") -> dict[str, Any]:
     }
 
 
-def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | None) -> str:
+def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | None, *, prompt: bool = False) -> str:
     try:
-        return tokenizer.render_chat(messages, tools, add_generation_prompt=False)
+        return tokenizer.render_chat(messages, tools, add_generation_prompt=prompt)
     except InvalidParameter:
         return ""  # the template does not take such a chat
 
@@ -196,7 +203,7 @@ def _read_marked(text: str) -> ToolFormat | None:
 
 
 def _read_json(text: str) -> ToolFormat | None:
-    """A JSON object per call, perhaps in a list, perhaps behind a marker."""
+    """A JSON object per call, perhaps in a list, perhaps behind a marker; or all of them between two markers."""
     calls = [re.search(JSON_CALL.format(name=name, arguments=RENDERED_ARGUMENTS), text) for name in NAMES]
     first, second = calls
     if first is None:
@@ -211,7 +218,8 @@ def _read_json(text: str) -> ToolFormat | None:
         return None
     space = first["rest"] if not first["rest"].strip() else ""
     end = _end_marker(trigger, text[first.end() :])
-    each = bool(trigger) and not listed
+    each = bool(trigger) and not listed and (second is None or trigger in text[first.end() : second.start()])
+    last = text[(second or first).end() :]
     form = ToolFormat(
         family=_family(trigger, first["middle"], bool(end)),
         trigger=trigger,
@@ -220,7 +228,7 @@ def _read_json(text: str) -> ToolFormat | None:
         name_close=first["middle"],
         call_close=f"{space}}}{end}",
         separator="\n" if each else ", ",
-        closing=_list_end(trigger, text[(second or first).end() :]) if listed else "",
+        closing=_list_end(trigger, last) if listed else _end_marker(trigger, last) if trigger and not each else "",
         each=each,
         list_for_several=not trigger and not listed,
     )

@@ -38,6 +38,8 @@ _FORMATS = (
     # an element for the function and for each parameter
     ToolFormat("qwen3_coder", "<tool_call>", "\n", "<function=", ">\n", "</function>\n</tool_call>", "\n", each=True,
         members=Members("<parameter=", ">\n", "\n</parameter>\n", "", "raw"), signs=("<tool_call>", "<parameter=")),
+    ToolFormat("minicpm5", '<function name="', "", "", '">', "</function>", "\n", each=True,
+        members=Members('<param name="', '">', "</param>", "", "raw", cdata=True)),
     ToolFormat("seed_oss", "<seed:tool_call>", "\n", "<function=", ">\n", "</function>\n</seed:tool_call>", "\n",
         each=True, members=Members("<parameter=", ">", "</parameter>\n", "", "raw")),
     ToolFormat("minimax_m2", "<minimax:tool_call>", "\n", '<invoke name="', '">\n', "</invoke>", "\n",
@@ -56,6 +58,10 @@ _FORMATS = (
         members=Members('<steptml:parameter name="', '">', "</steptml:parameter>\n", "", "raw")),
     ToolFormat("glm", "<tool_call>", "", "", "\n", "</tool_call>", "\n", each=True,
         members=Members("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "", "raw")),
+    ToolFormat("hy3", "<tool_calls:opensource>", "\n", "<tool_call:opensource>", "<tool_sep:opensource>\n",
+        "</tool_call:opensource>", "\n", "\n</tool_calls:opensource>",
+        members=Members("<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>",
+            "</arg_value:opensource>\n", "", "raw")),
     # an expression
     ToolFormat("lfm2", "<|tool_call_start|>", "[", "", "(", ")", closing="]<|tool_call_end|>", members=Members(),
         signs=("<|tool_call_start|>",)),

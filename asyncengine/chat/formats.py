@@ -10,6 +10,8 @@ ReasoningState = Literal["none", "open", "closed", "undecided"]
 
 NUMBER = "{#}"
 """In the texts of a format: where the model writes a number of its own, such as a call's index."""
+CDATA = ("<![CDATA[", "]]>")
+"""XML's marks around text in which nothing but the second means anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,13 @@ class Members:
     string_key_close: str = ""
     """In place of `key_close` where the value is a string; empty: the same."""
     quote: str = ""
+    cdata: bool = False
+    """A raw string may stand between the two of `CDATA`, and does if it has characters of XML's or newlines."""
+
+    def string(self, text: str) -> str:
+        """A raw string as it is written."""
+        needs = self.cdata and any(char in text for char in "<&\n") and CDATA[1] not in text
+        return text.join(CDATA) if needs else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +117,9 @@ class Reasoning:
 REASONING_MARKERS = (
     Reasoning("<think>", "</think>", "<response>", "</response>", sign="<response></response>"),
     Reasoning("<think>", "</think>"),
+    Reasoning("<think:opensource>", "</think:opensource>"),
     Reasoning("[THINK]", "[/THINK]"),
+    Reasoning("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", sign="Here are my reasoning steps:"),
     Reasoning("<thinking>", "</thinking>", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
     Reasoning("<thinking>", "</thinking>"),
     Reasoning("<reasoning>", "</reasoning>"),

@@ -102,7 +102,7 @@ class _Writer:
             self._markup.append(f"think_rest: THOUGHT {self._markers.lark(reasoning.end)}")
         self._markup += [f"think: {begin}think_rest", f"THOUGHT: {ANY}"]
         if gap:
-            self._markup.append(r"NEWLINES: /\n{1,2}/")
+            self._markup.append(r"NEWLINES: /\n{1,3}/")
         whole = "think NEWLINES?" if gap else "think"
         return f"({whole})?" if self._opens_itself else whole
 

@@ -240,15 +240,16 @@ class OutputParser:
         triggered = bool(form.trigger) and text.startswith(form.trigger, at)
         if triggered:
             at = skip_blanks(text, at + len(form.trigger))
-        elif self._later and (form.is_object or text[at : at + 1] in (",", ";")):
+        elif self._later and text[at : at + 1] in (",", ";"):
             at = skip_blanks(text, at + 1)  # a separator
         if form.family == "mistral" and not form.name_open:
             return marked_head(text, at, form.name_close), triggered
         if not form.is_object:
             return self._read_text_head(form, at), triggered
-        if not form.each and not self._later and text.startswith("[", at):
-            self._in_list = True
-            at += 1
+        if not form.each and not self._later:
+            listed = text.startswith("[", at)
+            self._in_list = listed or (triggered and form.closing.strip()[:1] not in ("", "]"))
+            at += listed
         return json_head(text, at), triggered
 
     def _written_id(self, form: ToolFormat, head: Head) -> str:
@@ -348,6 +349,8 @@ class OutputParser:
         """Another call begins at `at`, or what separates it from the one before."""
         if form.each:
             return self._buffer.startswith(form.trigger, at)
+        if form.is_object and self._in_list and not form.separator.strip():
+            return self._buffer[at] in ",;{"
         if form.is_object or form.separator.strip():
             return self._buffer[at] in ",;"
         if not self._in_list:

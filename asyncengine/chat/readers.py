@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from asyncengine.chat.formats import Members, ToolFormat
+from asyncengine.chat.formats import CDATA, Members, ToolFormat
 from asyncengine.chat.scan import Balance, follow, may_begin, partial_suffix, skip_blanks
 
 Types = Mapping[str, frozenset[str]]
@@ -123,6 +123,12 @@ class RawReader:
     def _first(self, text: str) -> Read:
         """How to read a value is told by its types and, if several may be, by its beginning."""
         self._held = ""
+        if self._members.cdata and "string" in self._allowed:
+            if text.startswith(CDATA[0]):
+                self._step = self._marked
+                return Read(len(CDATA[0]), '"')
+            if not text or may_begin(text, 0, CDATA[0]):
+                return Read(0)
         if self._allowed == {"string"}:
             self._step = self._string
             return Read(0, '"')
@@ -154,6 +160,17 @@ class RawReader:
             return Read(size, piece)
         self._step = self._member
         return Read(end, piece + '"')
+
+    def _marked(self, text: str) -> Read:
+        """A string between marks of its own."""
+        end = CDATA[1]
+        found = text.find(end)
+        size = found if found >= 0 else len(text) - partial_suffix(text, end)
+        piece = json.dumps(text[:size], ensure_ascii=False)[1:-1]
+        if found < 0:
+            return Read(size, piece)
+        self._step = self._after_nested
+        return Read(found + len(end), piece + '"')
 
     def _other(self, text: str) -> Read:
         """Held back until it is known what it is."""

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from asyncengine.chat.formats import Members
+from asyncengine.chat.formats import CDATA, Members
 from asyncengine.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.chat.schemas import Schema
 from asyncengine.chat.shapes import Reader, as_schema, type_of
@@ -34,6 +34,7 @@ class ValueRules:
         self.lines: list[str] = []
         self._prefix = prefix
         self._members = members
+        self._cdata = members.cdata
         self._markers = markers
         self._reader = reader
         self._known: dict[str, str] = {}
@@ -118,7 +119,7 @@ class ValueRules:
     def raw(self, option: Schema, close: str, beside: str = "") -> str:
         """A string as it is, up to and with `close`. `beside`: a pattern of texts that mean something else."""
         core = close.strip()
-        forbidden = [f"(?s:.*){literal_pattern(core)}(?s:.*)", *([beside] if beside else [])]
+        forbidden = [*([beside] if beside else []), *([f"{literal_pattern(CDATA[0])}(?s:.*)"] if self._cdata else [])]
         if "enum" in option:
             taken = [
                 text for text in option["enum"] if core not in text and not (beside and re.fullmatch(beside, text))
@@ -126,13 +127,18 @@ class ValueRules:
             if not taken:
                 raise GrammarUnsupported("tools", [("enum", "")])
             end = self._markers.lark(close)
-            return "(" + " | ".join(sequence(literal(text) if text else "", end) for text in taken) + ")"
+            written = [self._members.string(text) for text in taken]
+            return "(" + " | ".join(sequence(literal(text) if text else "", end) for text in written) + ")"
         parts = [f"/(?s:.{{{option.get('minLength', 0)},{option.get('maxLength', '')}}})/"]
         for pattern in (option.get("pattern"), RAW_FORMATS.get(str(option.get("format")))):
             if isinstance(pattern, str):
                 parts.append(regex(portable(_anywhere(pattern))))
-        text = " & ".join([*parts, *(f"~/{pattern}/" for pattern in forbidden)])
-        return self.closed(text, close)
+        text = " & ".join([*parts, *(f"~/{pattern}/" for pattern in (_with(core), *forbidden))])
+        if not self._cdata:
+            return self.closed(text, close)
+        begin, end = CDATA
+        inside = " & ".join([*parts, f"~/{_with(end)}/"])
+        return f"({self.closed(text, close)} | {literal(begin)} {self.closed(inside, end + close)})"
 
     def closed(self, text: str, close: str) -> str:
         """A terminal of texts without `close`, and `close`."""
@@ -239,6 +245,11 @@ def chain(name: str, members: list[tuple[str, bool]], separator: str, extra: str
                 rest += f" | {after}"
         lines += [f"{name}_first{index}: {first}", f"{name}_rest{index}: {rest}"]
     return [f"{name}: {name}_first0", *lines]
+
+
+def _with(text: str) -> str:
+    """A pattern of all texts that contain `text`."""
+    return f"(?s:.*){literal_pattern(text)}(?s:.*)"
 
 
 def _anywhere(pattern: str) -> str:

@@ -72,7 +72,7 @@ def _member(members: Members, key: str, value: Any) -> str:
 
 def _value(members: Members, value: Any) -> str:
     if members.values == "raw":
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return members.string(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, str):
         return f"{members.quote}{value}{members.quote}" if members.quote else json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):

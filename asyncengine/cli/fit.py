@@ -102,7 +102,9 @@ def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> Non
     table.add_column(style="dim")
     table.add_row("weights", size(needs.weight_bytes), "")
     each = f"{tokens} tokens of {size(needs.kv_bytes_per_token)}; the model reads {needs.max_model_len}"
-    table.add_row("KV cache", size(tokens * needs.kv_bytes_per_token), each)
+    table.add_row("KV cache", size(needs.kv_bytes(tokens)), each)
+    if needs.kv_bytes(tokens) < tokens * needs.kv_bytes_per_token:
+        table.add_row("", "", "of layers with windows, those in sight")
     if needs.num_states:
         many = f"{needs.num_states} of {size(needs.state_bytes)}: running requests and snapshots"
         table.add_row("recurrent states", size(needs.num_states * needs.state_bytes), many)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -81,15 +83,46 @@ def _fail(error: Exception | str, code: int) -> int:
 
 def _interrupted() -> int:
     """Leave a clean terminal. A thread that imports torch or loads weights cannot be stopped: leave without it."""
-    if sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)
-    print("interrupted", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     if threading.active_count() > 1:
-        os._exit(INTERRUPTED)
+        _leave()
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write(SHOW_CURSOR)
+            stream.flush()
+    print("interrupted", file=sys.stderr)
     return INTERRUPTED
 
 
+def _leave() -> NoReturn:
+    """At once. Threads that draw bars, and hide the cursor for that, are cut off before it is shown again."""
+    screens = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    for screen in screens:
+        if os.isatty(screen):
+            os.write(screen, SHOW_CURSOR.encode())
+    os.write(screens[1], b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def script() -> NoReturn:
+    """The command as a process of its own: `main`, then what was registered for the exit, and out.
+
+    To take torch's and numba's modules apart one by one takes up to a fifth of a short command, and the system
+    takes back all of a process's memory at once. Where a thread is left that the interpreter would wait for, it does.
+    """
+    code = main()
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

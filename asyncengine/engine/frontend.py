@@ -262,8 +262,6 @@ class Frontend:
     def vectors(self, asked: str) -> VectorDesk:
         """Who serves `asked`. Raises `InvalidParameter` where the model writes text, and as `check_open`."""
         self.check_open()
-        if self.desk is None and self.info.task != "generate":
-            raise InvalidParameter(asked, "is served by engines, not by a fleet of them")
         if self.desk is None:
             raise wrong_task(self.info.name, self.info.task, asked)
         return self.desk

@@ -47,6 +47,7 @@ def snapshot(
         uptime=loop.clock.now() - started_at,
         adapters={} if adapters is None else adapters.counts(),
         threads=threads,
+        window_pages=scheduler.kv.window_counts(tables),
         states=scheduler.kv.state_counts(tables),
         speculation=_speculation(scheduler.speculation),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncengine.checks import as_integer
+from asyncengine.checks import as_integer, check_unicode
 from asyncengine.engine.vector_progress import progress_bar
 from asyncengine.engine.vectors import Item, TokenIds, VectorCall, VectorWork
 from asyncengine.errors import InvalidParameter
@@ -29,8 +29,6 @@ class VectorModel:
     spec: PoolingSpec
     width: int
     """Numbers that the runner gives of a text."""
-    whole: bool
-    """It computes a text in one step."""
     template: PairTemplate | None = None
     """How a pair is put before a text generator."""
 
@@ -39,6 +37,7 @@ class VectorDesk:
     """Takes calls for vectors apart, and puts their answers together. From any thread."""
 
     def __init__(self, core: Frontend, model: VectorModel) -> None:
+        self.model = model
         self.spec = spec = model.spec
         self._core = core
         self._width = model.width
@@ -47,7 +46,7 @@ class VectorDesk:
         if core.tokenizer is not None:
             frame = None if model.template is None else model.template.frame
             batches = BatchTokenizer(core.tokenizer, core.info.max_model_len, spec.lower_case, frame)
-        self.work = VectorWork(core, Pooled(whole=model.whole, every=model.whole or spec.every), batches)
+        self.work = VectorWork(core, Pooled(whole=spec.whole, every=spec.every), batches)
 
     # ---------------------------------------------------------------- embed
 
@@ -97,6 +96,7 @@ class VectorDesk:
         if prompt is not None:
             if not isinstance(prompt, str):
                 raise InvalidParameter("prompt", "must be a str or None", prompt)
+            check_unicode("prompt", prompt)
             if name is not None:
                 raise InvalidParameter("prompt", "cannot go with a prompt_name")
             return prompt
@@ -118,17 +118,19 @@ class VectorDesk:
         self._check_task("rerank", ("rerank",))
         if not isinstance(query, str):
             raise InvalidParameter("query", "must be a str", query)
+        check_unicode("query", query)
         if top_n is not None:
             as_integer("top_n", top_n, 1)
         if instruction is not None and not isinstance(instruction, str):
             raise InvalidParameter("instruction", "must be a str or None", instruction)
+        check_unicode("instruction", instruction or "")
         _check_switch("truncate", truncate)
         documents = _texts("documents", documents)
         items: list[Item]
+        if instruction is not None and (self._template is None or self._template.instruction is None):
+            raise InvalidParameter("instruction", f"is nothing that {self._core.info.name} reads", instruction)
         if self._template is not None:
             items = [self._template.pair(query, document, instruction) for document in documents]
-        elif instruction is not None:
-            raise InvalidParameter("instruction", f"is nothing that {self._core.info.name} reads", instruction)
         else:
             query = self._prompt(None, None) + query
             items = [(query, document) for document in documents]
@@ -151,12 +153,17 @@ class VectorDesk:
         """A call for labels. Raises `InvalidParameter`."""
         self._check_task("classify", ("classify", "rerank"))
         _check_switch("truncate", truncate)
-        items: list[Item] = [texts] if isinstance(texts, str) else []
-        for index, text in enumerate(() if isinstance(texts, str) else _listed("texts", texts)):
+        items: list[Item] = []
+        for index, text in enumerate([texts] if isinstance(texts, str) else _listed("texts", texts)):
             pair = isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(part, str) for part in text)
             if not isinstance(text, str) and not pair:
                 raise InvalidParameter(f"texts[{index}]", "must be a str or a pair of them", text)
-            items.append(text if isinstance(text, str) else (text[0], text[1]))
+            if self._template is None:
+                items.append(text if isinstance(text, str) else (text[0], text[1]))
+            elif pair:
+                items.append(self._template.pair(text[0], text[1], None))
+            else:
+                raise InvalidParameter(f"texts[{index}]", "must be a pair of str: a query and a document", text)
         call = self.work.new_call(items, "texts", options, self._width)
         call.truncate = truncate
         return call

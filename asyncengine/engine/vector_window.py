@@ -72,6 +72,19 @@ class VectorWindow:
             self.fault = (self.first + place, output)
         return self._wake() if self.is_done() else None
 
+    def put_all(
+        self, vectors: NDArray[np.float32] | None, cached_tokens: int, fault: tuple[int, Output] | None
+    ) -> Waiter | None:
+        """The last output of all of them at once, from where they were computed. `fault` counts from this window."""
+        self._places.clear()
+        self._left = 0
+        if vectors is not None:
+            self.vectors = list(vectors)
+        self.cached_tokens = cached_tokens
+        if fault is not None:
+            self.fault = (self.first + fault[0], fault[1])
+        return self._wake()
+
     def fail(self, failure: Callable[[], Exception]) -> Waiter | None:
         """Nothing more will come."""
         self.failure = failure

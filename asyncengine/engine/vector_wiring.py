@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
+from asyncengine.engine.pair_templates import pair_template
 from asyncengine.engine.vector_desk import VectorModel
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.info import ModelInfo
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.pooling.spec import PoolingSpec, read_pooling, root_folder
-from asyncengine.pooling.templates import qwen_template
+from asyncengine.pooling.spec import PoolingSpec, root_folder
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -21,26 +21,6 @@ if TYPE_CHECKING:
     from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.loading import LoadedModel
     from asyncengine.pooling.pool import Pooler
-
-
-def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpec | None:
-    """What the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`."""
-    from asyncengine.models.kinds import check_architectures, check_files
-
-    if checkpoint.metadata and config.task == "auto" and config.pooling is None:
-        return None  # a GGUF file; what it says of pooling is not read
-    from asyncengine.models.families.encoders import is_encoder_config
-
-    named = checkpoint.config.get("architectures")
-    writes = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
-    found = read_pooling(
-        root_folder(checkpoint.folder), checkpoint.config, config.task, config.pooling,
-        encoder=not writes and is_encoder_config(checkpoint.config),
-    )  # fmt: skip
-    if found is None:
-        check_files(checkpoint.folder)
-        check_architectures(checkpoint.folder, checkpoint.config)
-    return found
 
 
 def settings_of(spec: PoolingSpec | None, config: EngineConfig) -> EngineConfig:
@@ -62,14 +42,14 @@ def pooled_decoder(
     if spec.scores_tokens:
         tokens = spec.tokens or _yes_and_no(tokenizer, loaded.name)
         spec = replace(spec, tokens=tokens)
-        if tokenizer is not None and loaded.hf_config.model_type.startswith("qwen3"):
-            template = qwen_template(lambda text: tokenizer.encode(text, add_special_tokens=False))
+        template = pair_template(loaded.name, loaded.hf_config.model_type, spec, tokenizer)
     elif not spec.modes:
         spec, head = replace(spec, modes=("lasttoken",)), _head(checkpoint, len(spec.labels))
+        template = pair_template(loaded.name, loaded.hf_config.model_type, spec, tokenizer)
     model = PooledDecoder(loaded.model, spec.tokens)
     loaded.model = model
     pooler = Pooler(spec, model.width, head)
-    return pooler, VectorModel(spec, pooler.dimensions, whole=False, template=template)
+    return pooler, VectorModel(spec, pooler.dimensions, template)
 
 
 def _yes_and_no(tokenizer: TextTokenizer | None, name: str) -> tuple[int, int]:
@@ -119,9 +99,9 @@ def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfi
         labels = loaded.model.num_labels
         if labels != len(spec.labels):
             raise UnsupportedModel(f"{loaded.name} has a head of {labels} labels, and names {len(spec.labels)}")
-        return None, VectorModel(spec, labels, whole=True)
-    pooler = Pooler(spec, loaded.model.hidden_size, whole=True)
-    return pooler, VectorModel(spec, pooler.dimensions, whole=True)
+        return None, VectorModel(spec, labels)
+    pooler = Pooler(spec, loaded.model.hidden_size)
+    return pooler, VectorModel(spec, pooler.dimensions)
 
 
 def tokenizer_folder(path: str, checkpoint: CheckpointSource) -> str:

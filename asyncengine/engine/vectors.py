@@ -177,8 +177,8 @@ class VectorWork:
 
         Posts nothing, so it may run on any thread. Raises `InvalidParameter` or a subclass of it, naming the text.
         """
-        texts = [item for item in items if not isinstance(item, TokenIds)]
-        encoded = iter(self.batches.encode(texts, first) if texts else ())
+        texts = {place: item for place, item in enumerate(items, first) if not isinstance(item, TokenIds)}
+        encoded = iter(self.batches.encode(list(texts.values()), call.name, list(texts)) if texts else ())
         specs = []
         for place, item in enumerate(items, first):
             each = self._cut_ids(item) if isinstance(item, TokenIds) else next(encoded)

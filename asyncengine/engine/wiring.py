@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
@@ -28,7 +27,6 @@ from asyncengine.engine.vector_wiring import (
     described,
     encoder_pooler,
     pooled_decoder,
-    pooling_of,
     settings_of,
     tokenizer_folder,
 )
@@ -50,8 +48,8 @@ if TYPE_CHECKING:
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
-    from asyncengine.models.encoder_loading import LoadedEncoder
     from asyncengine.models.formats import CheckpointSource
+    from asyncengine.models.loaded import Loaded
     from asyncengine.models.loading import LoadedModel
     from asyncengine.models.progress import LoadProgress
     from asyncengine.pooling.spec import PoolingSpec
@@ -144,7 +142,6 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
         checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
         drafting = open_draft(config, device)
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
-            import_module("transformers")  # whole, before any module of ours asks it for a name
             frontend = _load_frontend(path, checkpoint, config, device, trying, drafting)
         if trying.given_up:
             frontend.discard()
@@ -168,9 +165,9 @@ def _load_frontend(
     from asyncengine.device.memory import in_words
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
-    from asyncengine.models.families.encoders import is_encoder_config
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
+    from asyncengine.models.purpose import is_headless, pooling_of
     from asyncengine.runner.building import build_runner
 
     progress = LoadProgress(config.show_progress, attempt.check)
@@ -182,14 +179,13 @@ def _load_frontend(
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
-        if pooling is not None and is_encoder_config(checkpoint.config):
+        if pooling is not None and pooling.whole:
             if drafting is not None:
                 raise InvalidParameter("draft_model", "guesses what a model writes; this one writes nothing")
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend
-        headless = pooling is not None and not pooling.scores_tokens
-        load = partial(load_model, path, config, progress, checkpoint, ahead, headless)
+        load = partial(load_model, path, config, progress, checkpoint, ahead, is_headless(pooling))
         with cores.loading():
             loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()
@@ -212,7 +208,9 @@ def _load_frontend(
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
-        runner = build_runner(loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft)
+        runner = build_runner(
+            loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True
+        )
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()
@@ -253,14 +251,13 @@ def _load_encoder_frontend(
 
 
 def _load_tokenizer(
-    path: str, checkpoint: CheckpointSource, loaded: LoadedModel | LoadedEncoder, config: EngineConfig
+    path: str, checkpoint: CheckpointSource, loaded: Loaded, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
-    from asyncengine.models.loading import LoadedModel
     from asyncengine.models.plain_config import PlainConfig
     from asyncengine.text import load_tokenizer
 
-    if not checkpoint.metadata or not isinstance(loaded, LoadedModel):
+    if not checkpoint.metadata:
         known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
         return load_tokenizer(
             tokenizer_folder(path, checkpoint),
@@ -331,7 +328,7 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
 
 def _assemble(
     path: str,
-    loaded: LoadedModel | LoadedEncoder,
+    loaded: Loaded,
     tokenizer: TextTokenizer | None,
     runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None,
@@ -342,23 +339,25 @@ def _assemble(
         name=bundled_name(path) or loaded.name,
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
-        eos_token_ids=tuple(getattr(loaded, "eos_token_ids", ())),
+        eos_token_ids=tuple(loaded.eos_token_ids),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         num_pages=runner.num_pages,
         page_size=runner.page_size,
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
-        generation_defaults=getattr(loaded, "generation_defaults", {}),
+        generation_defaults=loaded.generation_defaults,
         weight_bytes=runner.weights_bytes,
         kv_cache_bytes=runner.kv_bytes,
         state_bytes=runner.state_bytes,
         num_states=max(0, runner.num_states - 1),
+        num_window_pages=runner.num_window_pages,
+        one_pool=runner.one_pool,
         stored=runner.stored,
         fused=tuple(runner.fused),
         no_speculation=runner.no_speculation,
-        left_out=getattr(loaded, "left_out", ()),
-        placeholders=getattr(loaded, "placeholders", {}),
+        left_out=loaded.left_out,
+        placeholders=loaded.placeholders,
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)
@@ -391,9 +390,10 @@ def wire(
         eviction=config.eviction,
         num_states=executor.num_states,
         windows=executor.windows,
+        num_window_pages=executor.num_window_pages,
         most_ahead=config.most_ahead,
     )
-    whole = vectors is not None and vectors.whole  # nothing is kept of a text
+    whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
     info = replace(info, window=None if kv.sight is None else kv.sight.span + 1)
     loop = EngineLoop(

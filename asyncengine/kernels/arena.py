@@ -3,14 +3,24 @@
 In pages of 4 KiB a core looks up an address every 64 lines, and its prefetchers stop at every page: reading weights
 takes a seventh longer than from pages of 2 MiB (docs/performance.md). Linux gives those where it is asked
 (`madvise(MADV_HUGEPAGE)`, transparent huge pages); everywhere else, and where it has none, nothing changes.
+
+Memory that nobody has written to yet is found by the system as it is touched, page by page. In a virtual machine its
+host has to be asked as well: of loading 1.2 GB that may be the longest part. `find_memory` has several threads do it
+ahead (`madvise(MADV_POPULATE_WRITE)`, Linux 5.14).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import queue
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +31,10 @@ _HUGE = 2**21
 """Bytes of a huge page."""
 _CHUNK = 2**26
 """Bytes that are asked for at once, at least; those that nobody writes to are never taken."""
+_POPULATE_WRITE = 23
+"""`MADV_POPULATE_WRITE`, which Python has no name for."""
+_FOUND_AT_ONCE = 2**25
+"""Bytes that the system is asked to find at once."""
 _LINE = 64
 _SMALL = 2**16
 """Bytes of a tensor below which it does not matter where it lies."""
@@ -31,12 +45,23 @@ def ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
+class Part(NamedTuple):
+    """Some of the memory that an arena has given out."""
+
+    memory: mmap.mmap
+    """Which holds it."""
+    address: int
+    size: int
+
+
 class Arena:
     """Gives out pieces of a few large blocks; a block goes when the last tensor in it does."""
 
     def __init__(self) -> None:
         self._block: torch.Tensor | None = None
         self._used = 0
+        self._given: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
+        """Of each block: what holds it, where it begins, and how much of it was given out."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An `Empty`, aligned to a cache line. Raises `RuntimeError` or `OSError` where memory is not to be had."""
@@ -54,18 +79,68 @@ class Arena:
         if size < _SMALL or not hasattr(mmap, "MADV_HUGEPAGE"):
             return None
         if self._block is None or self._used + size > len(self._block):
-            self._block, self._used = _block(max(size, _CHUNK)), 0
+            memory, self._block = _block(max(size, _CHUNK))
+            self._used = 0
+            self._given.append((weakref.ref(memory), self._block.data_ptr(), 0))
         place = self._block[self._used : self._used + size]
         self._used += -(-size // _LINE) * _LINE
+        self._given[-1] = (*self._given[-1][:2], min(self._used, len(self._block)))
         return place.view(dtype).view(tuple(shape))
 
+    def parts(self) -> list[Part]:
+        """All memory that was given out and is still held, in parts of some megabytes, for `find_memory`."""
+        held = [(memory(), address, used) for memory, address, used in self._given]
+        return [
+            Part(memory, address + first, min(_FOUND_AT_ONCE, used - first))
+            for memory, address, used in held
+            if memory is not None
+            for first in range(0, used, _FOUND_AT_ONCE)
+        ]
 
-def _block(size: int) -> torch.Tensor:
-    """uint8 [size or a little more] that begins with a huge page."""
+
+def find_memory(parts: Sequence[Part], threads: int, told: Callable[[], object]) -> None:
+    """Have the system find memory for `parts`, which will be written to soon, by so many threads. `told` is called once
+    for each of them, by the caller's thread; what it raises ends the work.
+
+    Where the system cannot be asked that, it finds memory as it is touched.
+    """
+    waiting, done = deque(parts), queue.SimpleQueue[None]()
+    helpers = []
+    for _ in range(min(threads, len(parts))):
+        helper = threading.Thread(target=_find, args=(waiting, done), name="asyncengine-memory", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError:  # the system has no more threads
+            break
+        helpers.append(helper)
+    try:
+        for _ in parts if helpers else ():
+            done.get()
+            told()
+    finally:
+        waiting.clear()
+        for helper in helpers:
+            helper.join()
+
+
+def _find(waiting: deque[Part], done: queue.SimpleQueue[None]) -> None:
+    """One part after the other, while there are any."""
+    madvise = ctypes.CDLL(None).madvise  # lets go of the interpreter's lock, which mmap's own does not
+    while True:
+        try:
+            part = waiting.popleft()
+        except IndexError:
+            return
+        madvise(ctypes.c_void_p(part.address), ctypes.c_size_t(part.size), _POPULATE_WRITE)
+        done.put(None)
+
+
+def _block(size: int) -> tuple[mmap.mmap, torch.Tensor]:
+    """uint8 [size or a little more] that begins with a huge page, and the memory it lies in."""
     size = -(-size // _HUGE) * _HUGE
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _HUGE
-    return whole[first : first + size]
+    return memory, whole[first : first + size]

@@ -6,7 +6,8 @@ flight everything returns at once; overlap scheduling needs no other code (mini-
 happens without it).
 
 **Windows**: where every layer has one (`kvcache.sight`), a running request gives back what nobody will see any more
-(`release`), so that however long it becomes, it holds the pages of its windows and of what is being computed.
+(`release`), so that however long it becomes, it holds the pages of its windows and of what is being computed. Where
+only some have one, these have pages of their own (`kvcache.window_books`), which go back alike.
 
 **Conservation**: free + cached + held + retiring = capacity, always; `check` proves it page by page.
 """
@@ -27,26 +28,27 @@ from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node, RadixTree
 from asyncengine.kvcache.sight import Sight, Window
 from asyncengine.kvcache.states import StateBooks, StateCounts
+from asyncengine.kvcache.window_books import BESIDE, WindowBooks
 
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
     """Pages by state; they add up to `total`."""
 
-    free: int
-    cached: int
+    free: int = 0
+    cached: int = 0
     """In the radix tree and evictable."""
-    shared: int
+    shared: int = 0
     """In the radix tree and in use by requests."""
-    held: int
+    held: int = 0
     """Owned by single requests."""
-    retiring: int
+    retiring: int = 0
     """Given up, but a step in flight still names them."""
-    total: int
+    total: int = 0
 
-
-_BESIDE = 3
-"""Pages that a request may hold beside as many as its window and what is computed fill."""
+    @property
+    def add_up(self) -> bool:
+        return self.free + self.cached + self.shared + self.held + self.retiring == self.total
 
 
 class _Lock(NamedTuple):
@@ -71,10 +73,13 @@ class KVCache:
         eviction: str = "lru",
         num_states: int = 0,
         windows: Iterable[Window] = (),
+        num_window_pages: int = 0,
         most_ahead: int = sys.maxsize,
     ) -> None:
         """`num_states`: slots for recurrent states, slot 0 included; 0: the model keeps none. `windows`: kinds of its
-        attention layers. `most_ahead`: tokens of a request that launched steps compute at a time, at most."""
+        attention layers. `num_window_pages`: pages of those with a window, page 0 included; 0: all layers have the same
+        pages. `most_ahead`: tokens of a request that launched steps compute at a time, at most."""
+        windows = tuple(windows)
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_pages)
@@ -89,6 +94,12 @@ class KVCache:
         if num_states:
             self.states = StateBooks(num_states)
             self.tree.losing_state = self.states.forget
+        self.windows: WindowBooks | None = None
+        """None: all layers have the same pages."""
+        near = Sight.of(kind for kind in windows if any(kind))
+        if num_window_pages and near is not None and self.states is None:
+            self.windows = WindowBooks(num_window_pages, page_size, near, most_ahead)
+            self.tree.losing_window = self.windows.forget
 
     @property
     def num_available(self) -> int:
@@ -96,9 +107,14 @@ class KVCache:
         return self.pool.num_free + self.tree.num_evictable
 
     @property
+    def num_free(self) -> int:
+        """Pages for which nothing has to go that somebody may want to start from."""
+        return self.pool.num_free if self.windows is None else min(self.pool.num_free, self.windows.num_idle)
+
+    @property
     def anything_retiring(self) -> bool:
         """Pages or locks are on their way back: they need no preemption, only patience."""
-        return bool(self._retiring)
+        return bool(self._retiring) or (self.windows is not None and self.windows.anything_retiring)
 
     def keep_log(self, limit: int) -> None:
         """From now on, take note of pages that come and go, for `news`; at most `limit` of them. Before the first."""
@@ -121,7 +137,7 @@ class KVCache:
     def _pages_around(self, sight: Sight, ahead: int) -> int:
         """Most pages that a request holds of which `ahead` tokens are being computed: those its next position sees,
         wherever that is in a page, the last full one, and the one in the tree that the next is joined to."""
-        return self.pages_for(sight.span + ahead) + _BESIDE
+        return self.pages_for(sight.span + ahead) + BESIDE
 
     @property
     def longest(self) -> int:
@@ -132,9 +148,11 @@ class KVCache:
         """Of a request's `num_tokens`, how many from `start` on it may compute in a step. Less than all only of one
         that is longer than the pool, so that it can run when it is alone."""
         wanted = num_tokens - start
+        if self.windows is not None and self.pages_for(num_tokens) >= self.windows.pool.capacity:
+            return min(wanted, self.windows.most_at_once)
         if self.sight is None or self.pages_for(num_tokens) < self.pool.capacity:
             return wanted
-        return min(wanted, (self.pool.capacity - _BESIDE) * self.page_size - self.sight.span)
+        return min(wanted, (self.pool.capacity - BESIDE) * self.page_size - self.sight.span)
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
         """How many pages more than `table` has its request will hold at a time, to have `num_tokens` computed."""
@@ -144,28 +162,45 @@ class KVCache:
         most = min(self._pages_around(self.sight, min(self.most_ahead, num_tokens)), self.pool.capacity)
         return min(missing, most - table.num_in_use)
 
+    def missing_windows(self, table: PageTable, num_tokens: int) -> int:
+        """The same of window pages; 0 where there are none."""
+        if self.windows is None or table.window is None:
+            return 0
+        return self.windows.missing(table.window, num_tokens)
+
+    def has_room(self, pages: int, windows: int) -> bool:
+        """Can so many pages and window pages be had now, without preempting anybody?"""
+        return pages <= self.num_available and (self.windows is None or windows <= self.windows.num_available)
+
     def open(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> PageTable:
         """A page table that begins with the longest cached prefix of `tokens[:limit]`, locked.
 
         `limit` is at most len(tokens) - 1 for a prompt: the last token is always computed, its logits are needed.
 
-        Where states are kept, it begins with as much of that prefix as ends with a snapshot. The rest is computed
-        again, into pages of the request's own; publishing exchanges them for those that are there.
+        Where states are kept, it begins with as much of that prefix as ends with a snapshot, and where there are window
+        pages, with as much as ends with those that are seen there. The rest is computed again, into pages of the
+        request's own; publishing exchanges them for those that are there.
         """
         matched = self.tree.match(namespace, tokens, limit)
-        node = matched if self.states is None else self.states.deepest(matched)
+        node = self._start(matched)
         unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
         self.tree.lock(node, unseen)
         table = PageTable(namespace, node, [0] * unseen + self.tree.path_pages(node, unseen), unseen)
         table.matched = matched
+        if self.windows is not None:
+            table.window = self.windows.open(node, (matched.depth, (len(tokens) - 1) // self.page_size))
         return table
+
+    def _start(self, matched: Node) -> Node:
+        """Behind which a request can start that has found `matched`."""
+        if self.states is not None:
+            return self.states.deepest(matched)
+        return matched if self.windows is None else self.windows.deepest(matched)
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> int:
         """How many tokens `open` would find. Changes nothing (policies use it)."""
         node = self.tree.peek(namespace, tokens, limit)
-        if node is not None and self.states is not None:
-            node = self.states.deepest(node)
-        return 0 if node is None else node.depth * self.page_size
+        return 0 if node is None else self._start(node).depth * self.page_size
 
     def take_state(self, table: PageTable, num_tokens: int, *, shared: bool) -> bool:
         """A slot for the state of the request of `table`, which begins to run and has `num_tokens` tokens. False: there
@@ -189,17 +224,21 @@ class KVCache:
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
-        if missing > self.num_available:
+        if not self.has_room(missing, missing):
             return False
         short = missing - self.pool.num_free
         if short > 0:
             self.pool.give(self.tree.evict(short))
         table.pages.extend(self.pool.take(missing))
+        if self.windows is not None and table.window is not None:
+            self.windows.grow(table.window, missing)
         return True
 
     def release(self, table: PageTable, computed: int, fence: int) -> None:
         """Give back what no position from `computed` on sees: all that its request computes from now on. Pages in the
         tree stay there until they are evicted; its own are free once step `fence`, which may name them, has retired."""
+        if self.windows is not None and table.window is not None:
+            self.windows.release(table.window, table.node, computed, fence)
         if self.sight is None:
             return
         last_full = computed // self.page_size - 1
@@ -214,7 +253,8 @@ class KVCache:
 
     def will_release(self, computed: int, launched: int) -> bool:
         """Can a request give back pages when what is launched of it has been computed?"""
-        return self.sight is not None and self.sight.first(computed) < self.sight.first(launched)
+        sight = self.sight if self.windows is None else self.windows.sight
+        return sight is not None and sight.first(computed) < sight.first(launched)
 
     @staticmethod
     def _unlocking(node: Node, above: int, depth: int) -> _Lock | None:
@@ -236,6 +276,7 @@ class KVCache:
         pages = table.pages
         first, locked_from = table.node, table.num_unlocked
         node = first
+        joining: list[Node] = []
         for index in range(node.depth, computed // size):
             key = tuple(tokens[index * size : (index + 1) * size])
             if index < table.num_unseen:
@@ -247,8 +288,11 @@ class KVCache:
                     pages = list(pages)
                 duplicates.append(pages[index])
                 pages[index] = node.page
+            joining.append(node)
         table.node = node
         table.pages = pages
+        if self.windows is not None and table.window is not None:
+            self.windows.join(table.window, joining, fence)
         joined = self._unlocking(first, locked_from, min(table.num_unlocked, first.depth))
         if duplicates or joined is not None:
             self._give_back(duplicates, joined, fence)
@@ -258,11 +302,13 @@ class KVCache:
         if table.state is not None and self.states is not None:
             self.states.close(table.state, table.node, self.page_size, fence)
             table.state = None
+        if self.windows is not None and table.window is not None:
+            self.windows.close(table.window, table.node, fence)
         self._give_back(table.own_pages(), _Lock(table.node, table.num_unlocked, table.namespace), fence)
 
     def clear(self) -> None:
         """Forget all that is cached, since it would be computed otherwise now. Nothing may be held or retiring."""
-        if self._retiring:
+        if self.anything_retiring:
             raise InvariantViolation("a cache is cleared while steps in flight name its pages")
         self.pool.give(self.tree.clear())
 
@@ -271,6 +317,8 @@ class KVCache:
         self._retired = step
         if self.states is not None:
             self.states.retire(step)
+        if self.windows is not None:
+            self.windows.retire(step)  # before the pages, without which nothing holds what it unlocks
         while self._retiring and self._retiring[0][0] <= step:
             _, pages, lock = self._retiring.popleft()
             self._num_retiring -= len(pages)
@@ -305,6 +353,13 @@ class KVCache:
             total=self.pool.capacity,
         )
 
+    def window_counts(self, tables: Iterable[PageTable]) -> PageCounts:
+        """Window pages by state, given all open tables; all 0 where there are none."""
+        if self.windows is None:
+            return PageCounts()
+        own = (len(table.window.own(table.num_shared)) for table in tables if table.window is not None)
+        return PageCounts(*self.windows.counts(sum(own)))
+
     def state_counts(self, tables: Iterable[PageTable]) -> StateCounts:
         """Slots of states by use, given all open tables."""
         if self.states is None:
@@ -319,9 +374,10 @@ class KVCache:
         tables = list(tables)
         if self.states is not None:
             self.states.check_sums(sum(table.state is not None for table in tables), idle=idle)
-        pages = self.counts(tables)
-        if pages.free + pages.cached + pages.shared + pages.held + pages.retiring != pages.total:
+        if not (pages := self.counts(tables)).add_up:
             raise InvariantViolation(f"pages do not add up: {pages}")
+        if not (pages := self.window_counts(tables)).add_up:
+            raise InvariantViolation(f"window pages do not add up: {pages}")
 
     def check(self, tables: Iterable[PageTable]) -> None:
         """Prove conservation: every page has exactly one owner and every lock exactly one holder.
@@ -349,6 +405,12 @@ class KVCache:
         self._check_locks(tables)
         if self.states is not None:
             self.states.check([table.state for table in tables if table.state is not None], self.tree.nodes())
+        if self.windows is not None:
+            opened = [(table.window, table.node) for table in tables if table.window is not None]
+            self.windows.check(opened, self.tree.nodes())
+            known = [len(table.window.pages) + table.window.first for table in tables if table.window is not None]
+            if known != [len(table.pages) for table in tables]:
+                raise InvariantViolation("a page in sight has no window page, or one has no page")
 
     def _check_locks(self, tables: list[PageTable]) -> None:
         expected: dict[Node, int] = {}

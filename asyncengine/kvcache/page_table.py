@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncengine.kvcache.radix_tree import Namespace, Node
 from asyncengine.kvcache.states import WorkingState
+from asyncengine.kvcache.window_books import WindowTable
 
 
 class PageTable:
@@ -15,7 +16,7 @@ class PageTable:
     The first `num_unseen` pages are not its any more: windows have gone past them, and page 0 stands in their places.
     """
 
-    __slots__ = ("matched", "namespace", "node", "num_unseen", "pages", "state")
+    __slots__ = ("matched", "namespace", "node", "num_unseen", "pages", "state", "window")
 
     def __init__(self, namespace: Namespace, node: Node, pages: list[int], num_unseen: int = 0) -> None:
         self.namespace = namespace
@@ -23,10 +24,12 @@ class PageTable:
         self.pages = pages
         self.num_unseen = num_unseen
         self.matched = node
-        """The deepest cached page when it was opened: below `node` where that has a snapshot of the state and this not.
-        """
+        """The deepest cached page when it was opened: below `node` where nobody can start from this one, for want of a
+        snapshot of the state or of window pages."""
         self.state: WorkingState | None = None
         """None: the model keeps none, or the request has not started."""
+        self.window: WindowTable | None = None
+        """Its pages in layers with windows; None: they are those of all layers."""
 
     @property
     def num_shared(self) -> int:

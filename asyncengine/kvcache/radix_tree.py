@@ -33,7 +33,7 @@ class Node:
 
     __slots__ = (
         "children", "created", "depth", "hash", "hits", "last_used", "locks", "namespace", "page", "parent", "priority",
-        "queued", "state", "tokens",
+        "queued", "state", "tokens", "window", "window_locks",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:
@@ -49,6 +49,8 @@ class Node:
         self.priority = priority
         self.queued = False  # has an entry in the eviction heap
         self.state = 0  # slot of the snapshot of the recurrent state after this page (`kvcache.states`); 0: none
+        self.window = 0  # page of the layers with windows (`kvcache.window_books`); 0: none
+        self.window_locks = 0
         self.namespace: Namespace | None = None  # roots only
         self.hash = 0  # where a log is kept
 
@@ -77,6 +79,8 @@ class RadixTree:
         """Pages in the tree, and those of them that a request is using now."""
         self.losing_state: Callable[[Node], None] | None = None
         """Called with each node with a snapshot that leaves the tree."""
+        self.losing_window: Callable[[Node], None] | None = None
+        """Likewise, with each that has a window page."""
         self.log: CacheLog | None = None
         """Told of every page that comes or goes. Nobody who has none pays for it."""
         self._roots: dict[Namespace, Node] = {}
@@ -232,8 +236,7 @@ class RadixTree:
             stack.extend(node.children.values())
             if node.page:
                 pages.append(node.page)
-                if node.state and self.losing_state is not None:
-                    self.losing_state(node)
+                self._lose(node)
                 if self.log is not None:
                     self.log.evicted(node.hash)
             node.parent, node.children = None, {}  # dead for the heap
@@ -287,8 +290,7 @@ class RadixTree:
         parent = node.parent
         if parent is None:
             raise InvariantViolation("a root holds no page to remove")
-        if node.state and self.losing_state is not None:
-            self.losing_state(node)
+        self._lose(node)
         self.num_pages -= 1
         if self.log is not None:
             self.log.evicted(node.hash)
@@ -300,3 +302,10 @@ class RadixTree:
         node.parent = None
         self._settle(parent)
         return page
+
+    def _lose(self, node: Node) -> None:
+        """What goes with a page that leaves the tree."""
+        if node.state and self.losing_state is not None:
+            self.losing_state(node)
+        if node.window and self.losing_window is not None:
+            self.losing_window(node)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from asyncengine.layers.kernels import ACTIVATIONS, Activation
+from asyncengine.layers.kernels import ACTIVATIONS
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.mlp import MLP, MLPConfig
 from asyncengine.layers.options import LayerOptions
@@ -125,7 +125,7 @@ class Experts:
     def __init__(self, options: LayerOptions, config: ExpertsConfig, prefix: str, width: int) -> None:
         self.config, self._prefix = config, prefix
         self._gated = options.kernels.gated(config.activation) if config.gated else None
-        number = _activation_number(options, config, self._gated)
+        number = _activation_number(options, config)
         up, down = _forms(options, config, prefix, width, compiled=number is not None)
         bias = config.bias is not None
         self.up = ExpertMatrices(options, up, config.experts, bias=bias)
@@ -279,14 +279,16 @@ def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[li
     return found
 
 
-def _activation_number(options: LayerOptions, config: ExpertsConfig, gated: Activation | None) -> int | None:
+def _activation_number(options: LayerOptions, config: ExpertsConfig) -> int | None:
     """What the compiled kernel calls the activation; None: it has none like it, or there is no such kernel here."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
     from asyncengine.kernels.cpu.activation import activation_id
     from asyncengine.kernels.cpu.experts import CLAMPED
 
-    return CLAMPED if config.activation == "clamped" else activation_id(gated)
+    if config.activation == "clamped":
+        return CLAMPED
+    return activation_id((options.kernels.gated if config.gated else options.kernels.activation)(config.activation))
 
 
 def _product(form: WeightForm, bias: torch.Tensor | None) -> Any:
@@ -302,6 +304,15 @@ def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: t
     from asyncengine.kernels.cpu.experts import ExpertsForm, ExpertsKernel
 
     return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
+
+
+def _adding(options: LayerOptions) -> Any:
+    """`kernels.cpu.scaling.add_gated`, where there are such kernels."""
+    if options.kernels.name != "compiled":
+        return None
+    from asyncengine.kernels.cpu.scaling import add_gated
+
+    return add_gated
 
 
 def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -355,6 +366,7 @@ class SparseMLP:
             ]
         self.experts = Experts(options, config.experts, prefix, width if latent is None else latent.width)
         self.shared = None if config.shared is None else MLP(options, config.shared, prefix, width)
+        self._dtype, self._add_gated = options.dtype, _adding(options)
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         chosen, weights, gate = self.router(x)
@@ -365,9 +377,12 @@ class SparseMLP:
         if self.shared is None:
             return y
         shared = self.shared(x, adapters)
-        if gate is not None:
-            return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
-        return y.add_(shared)
+        if gate is None:
+            return y.add_(shared)
+        if self._add_gated is not None:
+            added: torch.Tensor = self._add_gated(y, shared, gate)
+            return added
+        return torch.addcmul(y.float(), shared.float(), gate.sigmoid()[:, None]).to(x.dtype)
 
     def _scaled(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Each (row, expert) pair as a row of its own, which has one expert."""
@@ -377,16 +392,22 @@ class SparseMLP:
         return y if count == 1 else y.view(len(x), count, x.shape[1]).float().sum(1).to(x.dtype)
 
     def fused(self) -> Any:
-        """All of it as what fused layers take (`kernels.cpu.mixture.MixtureKernel`); None: they do not take this."""
+        """All of it but what is shared, as fused layers take it (`kernels.cpu.mixture.MixtureKernel`); None: they do
+        not."""
         router = self.router.product()
-        if router is None or self.experts.kernel is None or self.config.scales_inputs:
+        if router is None or self.experts.kernel is None or self.config.scales_inputs or self.latent:
             return None
-        if self.shared is not None or self.latent:
-            return None
-        from asyncengine.kernels.cpu.mixture import MixtureKernel
+        from asyncengine.kernels.cpu import mixture
 
         vectors = self.router.correction, self.router.by_expert
-        return MixtureKernel(router, vectors, self.router.settings, self.experts.kernel)
+        added = mixture.ALONE if self.shared is None else mixture.ADDED
+        added = mixture.GATED if self.config.shared_gate is not None else added
+        return mixture.MixtureKernel(router, vectors, self.router.settings, self.experts.kernel, added, self._dtype)
+
+    @property
+    def adds_gated(self) -> bool:
+        """Whether a compiled kernel adds what all rows share, times their gates."""
+        return self._add_gated is not None and self.config.shared_gate is not None
 
     def linears(self) -> list[Linear]:
         """Where adapters may act: not on experts."""

@@ -2,14 +2,15 @@
 
 Calling kernels one by one from Python is a tenth of a decoding step for one token; CUDA graphs save the same on a GPU.
 The kernels are those of the layers themselves and give the same bits. It serves models whose layers are all of the
-commonest shape: an RMS norm before attention and before a gated feed-forward part, nothing after them. A layer that
-keeps a state may stand in the place of attention.
+commonest shape: an RMS norm before attention and before a feed-forward part or a mixture, nothing after them. A layer
+that keeps a state may stand in the place of attention, or beside it. Where layers are a mixer or a feed-forward part
+alone (Nemotron-H), a mixer and what follows it are one layer here (`_spans`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from asyncengine.device.output_buffers import new_tensor
 from asyncengine.layers.attention import Attention
 from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.linear import Linear
+from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
@@ -27,8 +29,6 @@ from asyncengine.layers.step import StepContext
 
 MOST_TOKENS = 64
 """Tokens of a step up to which the time of calls shows."""
-_PRODUCTS = 4
-"""Of a layer: queries, keys and values; attention's result; gate and up; down."""
 
 
 class LayerParts(Protocol):
@@ -43,30 +43,29 @@ class LayerParts(Protocol):
     merged: MergedHeads | None
     inputs: Any
     scalar: Any
-
-    def linears(self) -> list[Linear]: ...
+    side: Any
 
 
 class FusedLayers:
     """From embedded tokens to what the output layer reads."""
 
     def __init__(
-        self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...], mixers: Sequence[Attention | FusedMix]
+        self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...], mixers: Sequence[Mixers], layers: Sequence[int]
     ) -> None:
         """`paths`: of the products in the order in which they are made, as adapters name them. `mixers`: what each
-        layer mixes tokens by."""
+        layer mixes tokens by; `layers`: the places of those that have them in the model."""
         from asyncengine.kernels.cpu.state_segments import segment_places
 
         self._chain, self._segment_places = chain, segment_places
-        self._mixers = mixers
-        self._keeps_states = any(isinstance(mixer, FusedMix) for mixer in mixers)
+        self._mixers, self._layers = mixers, layers
+        self._keeps_states = any(own.state is not None for own in mixers)
         self.forms = chain.forms
         """As `kernels.cpu.fused_layer.run_fused_layer` takes them."""
         self._scratch = scratch
         self._paths = paths
 
     def serves(self, tokens: int, step: StepContext, angles: Sequence[Angles]) -> bool:
-        """True if a step of so many tokens, all of them wanted, can be run here."""
+        """True if a step of so many tokens can be run here."""
         if tokens > MOST_TOKENS or not hasattr(step.backend, "place"):
             return False
         if self._keeps_states and step.states is None:
@@ -79,10 +78,8 @@ class FusedLayers:
         """[T, width] of embedded tokens `h` [T, width], which are overwritten; `angles` are those of each layer."""
         backend: Any = step.backend
         places = [
-            _pools_of(mixer, step)
-            if isinstance(mixer, FusedMix)
-            else (*backend.place(mixer.index), own.cos.data_ptr(), own.sin.data_ptr(), own.cos.shape[-1])
-            for mixer, own in zip(self._mixers, angles, strict=True)
+            (*_attended_at(own.attention, backend, angles[layer]), *_pools_of(own.state, step))
+            for own, layer in zip(self._mixers, self._layers, strict=True)
         ]
         out = new_tensor(tuple(h.shape), h.dtype)
         adapters = None if step.adapters is None else step.adapters.records(self._paths)
@@ -95,99 +92,197 @@ class FusedLayers:
         return out
 
 
-def _pools_of(mixer: FusedMix, step: StepContext) -> tuple[int, ...]:
-    """Where the layer's states and windows lie, in the places of what attention has."""
+class Mixers(NamedTuple):
+    """What a layer mixes tokens by."""
+
+    attention: Attention | None
+    state: FusedMix | None
+
+    @property
+    def inputs(self) -> list[Linear]:
+        """What reads the layer's input."""
+        found = [] if self.attention is None else [self.attention.qkv]
+        return found if self.state is None else [*found, self.state.inputs]
+
+    @property
+    def outs(self) -> list[Linear]:
+        found = [] if self.attention is None else [self.attention.out]
+        return found if self.state is None else [*found, self.state.out]
+
+
+class Span(NamedTuple):
+    """What one `FusedLayerKernel` computes: a layer, or a mixer alone and the feed-forward part that follows it."""
+
+    place: int
+    """Of the layer that mixes, among the model's."""
+    mixing: LayerParts
+    feeding: LayerParts | None
+    """None: a mixer alone, which another follows."""
+
+    @property
+    def middle(self) -> Norm | None:
+        """The norm before the feed-forward part."""
+        if self.feeding is None:
+            return None
+        return self.mixing.before_mlp if self.feeding is self.mixing else self.feeding.before_attention
+
+
+def _attended_at(attention: Attention | None, backend: Any, angles: Angles) -> tuple[int, ...]:
+    """Where the layer's keys, values and angles lie."""
+    if attention is None:
+        return (0,) * 6
+    return (*backend.place(attention.index), angles.cos.data_ptr(), angles.sin.data_ptr(), angles.cos.shape[-1])
+
+
+def _pools_of(mixer: FusedMix | None, step: StepContext) -> tuple[int, ...]:
+    """Where the layer's states and windows lie."""
+    if mixer is None:
+        return 0, 0
     assert step.states is not None
     pools = step.states.pools
     found = (pools.recurrent[mixer.place], pools.windows[mixer.place])
-    states, windows = (0 if own is None else own.data_ptr() for own in found)
-    return states, windows, 0, 0, 0, 0
+    return tuple(0 if own is None else own.data_ptr() for own in found)
 
 
 def fused_layers(
     layers: Sequence[LayerParts], norm: Norm | None, options: LayerOptions, scale: float
 ) -> FusedLayers | None:
     """None: a layer is of another shape, or of weights in a form that the kernel does not take."""
-    if norm is None or not options.compiled or options.kernels.name != "compiled":
+    if norm is None or not options.compiled or options.kernels.name != "compiled" or not norm.fusable:
         return None
-    from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
+    from asyncengine.kernels.cpu.fused_layer import NEXT, FusedLayerKernel
     from asyncengine.kernels.cpu.fused_layers import FusedLayersKernel
 
-    if not all(_common(layer) for layer in layers) or not norm.fusable:
+    spans = _spans(layers)
+    if spans is None or not all(_common(span) for span in spans):
         return None
-    spans = []
-    first: Any = layers[0].before_attention
-    mixers: Any = [layer.state.fused() if layer.attention is None else layer.attention for layer in layers]
-    inputs = [own.inputs if isinstance(own, FusedMix) else own.qkv for own in mixers]
-    products = [linear.weight.products(linear.bias) for linear in inputs]
-    for layer, mixer, following, product in zip(
-        layers, mixers, [*layers[1:], None], [*products[1:], None], strict=True
-    ):
-        mixture = layer.mlp.fused() if isinstance(layer.mlp, SparseMLP) else None
-        linears = (mixer.out, *([] if mixture is not None else layer.mlp.linears()))
-        own: Any = [linear.weight.products(linear.bias) for linear in linears]
-        own += [] if following is None else [product]
-        if any(each is None for each in own):
+    mixers = [_mixers(span.mixing) for span in spans]
+    inputs = [_products(own.inputs) for own in mixers]
+    kernels = []
+    for place, (span, own) in enumerate(zip(spans, mixers, strict=True)):
+        last = place + 1 == len(spans)
+        linears = _linears(span, own) | ({} if last else dict(enumerate(inputs[place + 1], NEXT)))
+        if any(each is None for each in (*linears.values(), *inputs[place])):
             return None
-        before: Any = layer.before_mlp
-        after: Any = norm if following is None else following.before_attention
-        norms = [(each.weight, each.config.epsilon) for each in (before, after)]
-        form = 0 if mixture is not None else _form(layer)
-        spans.append(FusedLayerKernel(own, norms, form, scale, options.dtype, mixture))
-    if products[0] is None:
-        return None
-    mixes = [_mix(layer, mixer, options.dtype) for layer, mixer in zip(layers, mixers, strict=True)]
-    chain = FusedLayersKernel((first.weight, first.config.epsilon), products[0], spans, mixes, options.dtype)
-    needed = max(span.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for span in spans)
+        after: Any = norm if last else spans[place + 1].mixing.before_attention
+        norms = [None if each is None else (each.weight, each.config.epsilon) for each in (span.middle, after)]
+        mlp = None if span.feeding is None else span.feeding.mlp
+        mixture = mlp.fused() if isinstance(mlp, SparseMLP) else None
+        kernels.append(
+            FusedLayerKernel(
+                linears, norms, _form(_dense_part(mlp)) or 0, scale, options.dtype, mixture, _factors(span)
+            )
+        )
+    first: Any = spans[0].mixing.before_attention
+    mixes = [_mix(span.mixing, own, options.dtype) for span, own in zip(spans, mixers, strict=True)]
+    chain = FusedLayersKernel((first.weight, first.config.epsilon), inputs[0], kernels, mixes, options.dtype)
+    needed = max(kernel.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for kernel in kernels)
     scratch = torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8)
-    return FusedLayers(chain, scratch, tuple(path for layer in layers for path in _paths(layer)), mixers)
+    paths = tuple(path for span, own in zip(spans, mixers, strict=True) for path in _paths(span, own))
+    return FusedLayers(chain, scratch, paths, mixers, [span.place for span in spans])
 
 
-def _mix(layer: LayerParts, mixer: Attention | FusedMix, dtype: torch.dtype) -> Any:
+def _spans(layers: Sequence[LayerParts]) -> list[Span] | None:
+    """None: a feed-forward part alone has no mixer alone before it."""
+    found: list[Span] = []
+    for index, layer in enumerate(layers):
+        if layer.attention is not None or layer.state is not None:
+            found.append(Span(index, layer, None if layer.mlp is None else layer))
+        elif found and found[-1].feeding is None:
+            found[-1] = found[-1]._replace(feeding=layer)
+        else:
+            return None
+    return found
+
+
+def _mixers(layer: LayerParts) -> Mixers:
+    return Mixers(layer.attention, None if layer.state is None else layer.state.fused())
+
+
+def _products(linears: Sequence[Linear]) -> list[Any]:
+    return [linear.weight.products(linear.bias) for linear in linears]
+
+
+def _linears(span: Span, mixers: Mixers) -> dict[int, Any]:
+    """The products of a layer but for what the next one reads, by place; None for one that no kernel makes."""
+    from asyncengine.kernels.cpu.fused_layer import GATE_UP, OUT
+
+    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    found = dict(enumerate(_products(mixers.outs), OUT))
+    return found if mlp is None else found | dict(enumerate(_products(mlp.linears()), GATE_UP))
+
+
+def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
+    """What all rows go through: the feed-forward part, or what a mixture has beside its experts."""
+    return mlp.shared if isinstance(mlp, SparseMLP) else mlp
+
+
+def _factors(span: Span) -> Any:
+    """What numbers are multiplied by on the way."""
+    from asyncengine.kernels.cpu.fused_layer import Factors
+
+    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    gate, inner = (1.0, 1.0) if mlp is None else mlp.config.scales
+    return Factors(gate, inner, span.mixing.config.attention_scale)
+
+
+def _mix(layer: LayerParts, mixers: Mixers, dtype: torch.dtype) -> Any:
     """What a layer mixes tokens by, as the kernel takes it."""
-    from asyncengine.kernels.cpu.fused_layers import Heads, StateMix
+    from asyncengine.kernels.cpu.fused_layers import Heads, Mix, StateMix
 
-    if isinstance(mixer, FusedMix):
-        return StateMix(mixer.kernel.address, mixer.kernel.code(dtype), mixer.kernel.outputs)
-    heads: Any = layer.merged
-    return Heads(
-        heads.num_heads, heads.key_dim, heads.value_dim, heads.q_norm, heads.k_norm, heads.epsilon,
-        mixer.gate is not None,
-    )  # fmt: skip
-
-
-def _paths(layer: LayerParts) -> list[str]:
-    """Of a layer's four products, as adapters name them; "" for what no adapter acts on."""
-    paths = [linear.path for linear in layer.linears()]
-    return paths + [""] * (_PRODUCTS - len(paths))
+    heads = state = None
+    if mixers.state is not None:
+        kernel, width = mixers.state.kernel, mixers.state.inputs.outputs
+        state = StateMix(kernel.address, kernel.code(dtype), kernel.outputs, width, mixers.state.factors)
+    if mixers.attention is not None:
+        own: Any = layer.merged
+        heads = Heads(
+            own.num_heads, own.key_dim, own.value_dim, own.q_norm, own.k_norm, own.epsilon,
+            mixers.attention.gate is not None,
+        )  # fmt: skip
+    return Mix(heads, state)
 
 
-def _common(layer: LayerParts) -> bool:
-    config = layer.config
-    if layer.mlp is None or not _mixes(layer):
+def _paths(span: Span, mixers: Mixers) -> list[str]:
+    """Of a layer's products, as adapters name them; "" for what there is not."""
+    mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
+    pairs = [mixers.inputs, mixers.outs, [] if mlp is None else mlp.linears()]
+    return [path for pair in pairs for path in ([linear.path for linear in pair] + ["", ""])[:2]]
+
+
+def _common(span: Span) -> bool:
+    layers = [span.mixing] if span.feeding is None or span.feeding is span.mixing else [span.mixing, span.feeding]
+    norms = [span.mixing.before_attention] + ([] if span.feeding is None else [span.middle])
+    if not _mixes(span.mixing) or any(each is None or not each.fusable for each in norms):
         return False
-    before, middle = layer.before_attention, layer.before_mlp
-    if config.parallel or config.post_norm or config.after_attention is not None or config.after_mlp is not None:
+    for layer in layers:
+        config = layer.config
+        if config.parallel or config.post_norm or config.after_attention is not None or config.after_mlp is not None:
+            return False
+        if layer.inputs is not None or layer.scalar is not None or layer.side is not None:
+            return False
+        if layer.state is None and config.attention_scale != 1.0:
+            return False
+    if span.feeding is None:
+        return True
+    mlp = span.feeding.mlp
+    if isinstance(mlp, SparseMLP) and mlp.fused() is None:
         return False
-    if layer.inputs is not None or layer.scalar is not None:
-        return False
-    if before is None or middle is None or not (before.fusable and middle.fusable):
-        return False
-    if isinstance(layer.mlp, SparseMLP):
-        return layer.mlp.fused() is not None
-    return config.mlp.gated and _form(layer) is not None
+    dense = _dense_part(mlp)
+    return dense is None or _form(dense) is not None
 
 
 def _mixes(layer: LayerParts) -> bool:
     """Whether there is a kernel for what stands between the layer's first two products."""
     attention, state = layer.attention, layer.state
+    if state is not None and not (isinstance(state, FusableState) and state.fused() is not None):
+        return False
     if attention is None:
-        return isinstance(state, FusableState) and state.fused() is not None
-    return state is None and layer.merged is not None and attention.only_merged and not attention.makes_values
+        return True
+    return layer.merged is not None and attention.only_merged and not attention.makes_values
 
 
-def _form(layer: LayerParts) -> Any:
+def _form(mlp: MLP | None) -> Any:
     from asyncengine.kernels.cpu import activation
 
-    gated = layer.mlp.gated
-    return None if gated is None else activation.activation_id(gated)
+    return None if mlp is None else activation.activation_id(mlp.between)

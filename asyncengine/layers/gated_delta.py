@@ -23,7 +23,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments
+from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments, by_kernel
 from asyncengine.layers.step import StepContext
 
 _TINY = 1e-6
@@ -114,11 +114,7 @@ class GatedDelta:
         """[T, value heads * value dim] of the projections [T, all]."""
         if self.kernel is None:
             return self._mix(projected, step)
-        pools = step.pools
-        made: torch.Tensor = self.kernel(
-            projected, pools.recurrent[self.index], pools.windows[self.index], step.segments
-        )
-        return made
+        return by_kernel(self.kernel, projected, step, self.index)
 
     def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """The same by torch's operations."""
@@ -154,11 +150,7 @@ class GatedDelta:
         group = config.value_heads // config.key_heads
         query, key = (part.repeat_interleave(group, 0) for part in (query * config.key_dim**-0.5, key))
         decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
-        state = state * decay[:, None, None]
-        known = (state * key[:, :, None]).sum(1)
-        delta = (value.view(-1, config.value_dim) - known) * b.float().sigmoid()[:, None]
-        state = state + key[:, :, None] * delta[:, None, :]
-        return (state * query[:, :, None]).sum(1), state
+        return learn(state * decay[:, None, None], query, key, value.view(-1, config.value_dim), b.float().sigmoid())
 
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
@@ -189,6 +181,20 @@ class GatedDelta:
     def nbytes(self) -> int:
         """Of all that is in no linear and no norm."""
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+
+def learn(
+    state: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule for one token, behind the gate: (what is read [heads, value dim], the state after).
+
+    `state` [heads, key dim, value dim] learns `value` [heads, value dim] under `key` [heads, key dim] by `rate` [heads]
+    as far as it does not know it, and is read at `query` [heads, key dim].
+    """
+    known = (state * key[:, :, None]).sum(1)
+    delta = (value - known) * rate[:, None]
+    state = state + key[:, :, None] * delta[:, None, :]
+    return (state * query[:, :, None]).sum(1), state
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

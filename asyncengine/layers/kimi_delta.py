@@ -18,12 +18,12 @@ import torch
 from torch.nn import functional
 
 from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.gated_delta import Columns, unit
+from asyncengine.layers.gated_delta import Columns, learn, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep, advance_segments
+from asyncengine.layers.states import StateSpec, StateStep, advance_segments, by_kernel
 from asyncengine.layers.step import StepContext
 
 
@@ -104,11 +104,7 @@ class KimiDelta:
         """[T, heads * head dim] of `projected`."""
         if self.kernel is None:
             return self._mix(projected, step)
-        pools = step.pools
-        made: torch.Tensor = self.kernel(
-            projected, pools.recurrent[self.index], pools.windows[self.index], step.segments
-        )
-        return made
+        return by_kernel(self.kernel, projected, step, self.index)
 
     def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """The same by torch's operations."""
@@ -143,11 +139,8 @@ class KimiDelta:
         query, key, value = qkv.float().view(3, config.heads, config.head_dim)
         query, key = unit(query) * config.head_dim**-0.5, unit(key)
         soft = functional.softplus(forget.float() + self.dt_bias).view(config.heads, config.head_dim)
-        state = state * torch.exp(-self.rate[:, None] * soft)[:, :, None]
-        known = (state * key[:, :, None]).sum(1)
-        delta = (value - known) * rate.float().sigmoid()[:, None]
-        state = state + key[:, :, None] * delta[:, None, :]
-        return (state * query[:, :, None]).sum(1), state
+        decay = torch.exp(-self.rate[:, None] * soft)
+        return learn(state * decay[:, :, None], query, key, value, rate.float().sigmoid())
 
     def linears(self) -> list[Linear]:
         return [self.inputs, self.gate, self.forget, self.out]

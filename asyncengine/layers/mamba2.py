@@ -21,7 +21,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments, each_token
+from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments, by_kernel, each_token
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -87,8 +87,8 @@ class Mamba2:
             sizes = torch.tensor([self.inner, self.inner, self.shared, self.shared, config.heads])
             made = torch.tensor(config.scales, dtype=torch.float32).repeat_interleave(sizes)
             self.scales = options.zeros(outputs, dtype=torch.float32).copy_(made)
-        width = outputs if self.scales is not None else self.projection.outputs
-        self.kernel = _kernel(options, config, width, self.conv, (self.decay, self.skip, self.step_bias, self.weight))
+        parameters = (self.decay, self.skip, self.step_bias, self.weight)
+        self.kernel = _kernel(options, config, self.projection.outputs, self.conv, parameters)
         self.spec = StateSpec((config.heads, config.state_size, config.head_dim), self.conv.window)
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
@@ -96,11 +96,10 @@ class Mamba2:
         assert step.states is not None
         projected = self.projection(x, step.adapters)
         if self.scales is not None:
-            projected = (projected[:, : len(self.scales)].float() * self.scales).to(x.dtype)
+            scaled = projected[:, : len(self.scales)]
+            scaled.copy_(scaled.float() * self.scales)
         if self.kernel is not None:
-            pools = step.states.pools
-            y = self.kernel(projected, pools.recurrent[self.index], pools.windows[self.index], step.states.segments)
-            return self.out(y, step.adapters)
+            return self.out(by_kernel(self.kernel, projected, step.states, self.index), step.adapters)
         gate, mixed, times = torch.split(projected[:, : sum(self._sizes)], self._sizes, dim=-1)
         y = self._gated(self._scanned(mixed, times, step.states), gate)
         return self.out((y * self.config.out_scale).to(x.dtype), step.adapters)
@@ -156,9 +155,9 @@ class Mamba2:
 
     def fused(self) -> FusedMix | None:
         """As fused layers take it."""
-        if self.kernel is None or self.scales is not None:
+        if self.kernel is None:
             return None
-        return FusedMix(self.projection, self.kernel, self.out, self.index)
+        return FusedMix(self.projection, self.kernel, self.out, self.index, self.scales)
 
     def linears(self) -> list[Linear]:
         return [self.projection, self.out]

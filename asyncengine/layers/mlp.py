@@ -54,6 +54,8 @@ class MLP:
         self.in_place = options.kernels.name == "compiled" and not config.gated and self.xielu is None
         """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
+        self.between: Activation | None = self.gated if config.gated else self._activation
+        """What is between the two products, of all that the first gives; None: there is no such function."""
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """[rows, width] -> [rows, width]."""

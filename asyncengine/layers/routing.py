@@ -67,7 +67,7 @@ class Router:
         self._prefix, self._width, self._gate = prefix, width, gate
         dtype = torch.float32 if config.exact else options.dtype
         self.weight = _unrounded(replace(options, bits=None, dtype=dtype), config.experts + (gate is not None), width)
-        self._dtype, self._same = dtype, dtype == options.dtype
+        self._dtype = dtype
         self.bias: torch.Tensor | None = None
         if config.bias is not None:
             self.bias = options.zeros(self.weight.outputs, dtype=self.weight.bias_dtype)
@@ -97,8 +97,8 @@ class Router:
         return *route(logits[:, : self.config.experts], self.correction, self.by_expert, self.config), gate
 
     def product(self) -> Any:
-        """As fused layers take it; None: it is of another form or type than theirs, or the choice is torch's."""
-        found = self.weight.products(self.bias) if self._same and self.settings is not None else None
+        """As fused layers take it; None: it is of another form than theirs, or the choice is torch's."""
+        found = self.weight.products(self.bias) if self.settings is not None else None
         return None if found is None else found[0]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:

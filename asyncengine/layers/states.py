@@ -114,6 +114,12 @@ def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
             windows[target] = window
 
 
+def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
+    """What the compiled `kernel` of state layer `index` makes of its projections [T, all], its states moved on."""
+    made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
+    return made
+
+
 def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """`function`, which takes numbers one by one, of x [tokens, ...], one token after the other on a CPU.
 
@@ -168,6 +174,8 @@ class FusedMix(NamedTuple):
     out: Linear
     place: int
     """Of its states among the pools."""
+    factors: torch.Tensor | None = None
+    """What the first numbers of a row of `inputs` are multiplied by, float32."""
 
 
 @runtime_checkable

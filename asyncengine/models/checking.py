@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.checkpoint import first_line
 from asyncengine.models.decoder import DecoderConfig, has_chunks
 from asyncengine.models.families import MULTIMODAL
+from asyncengine.models.families.common import unknown_layers
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.kinds import not_causal
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_LAYERS = _ATTENTION_LAYERS | {"chunked_attention", "linear_attention", "mamba", "conv", "mlp", "moe"}
+"""That some family's file has."""
 _STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
 """Last parts of the names of weights that recurrent layers have and attention has not."""
 
@@ -40,9 +44,21 @@ def load_config(checkpoint: CheckpointSource, config: EngineConfig) -> Any:
             str(checkpoint.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # config classes validate in many ways, each with its own exception
+        if unknown := _unknown_layers(checkpoint.config):
+            raise unknown_layers(family, unknown[0], sorted(_LAYERS)) from error
         raise ModelNotFound(
             f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
         ) from error
+
+
+def _unknown_layers(config: Mapping[str, Any]) -> list[object]:
+    """Layer types in a config.json, or within, that no family's file has."""
+    inside = config.get("text_config")
+    named: list[object] = []
+    for part in (config, inside if isinstance(inside, Mapping) else {}):
+        for listed in (part.get("layer_types"), part.get("layers_block_type")):
+            named += listed if isinstance(listed, list) else []
+    return [kind for kind in named if kind not in _LAYERS]
 
 
 def check_config(hf_config: Any, checkpoint: CheckpointSource, described: DecoderConfig | None) -> None:

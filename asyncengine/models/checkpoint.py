@@ -149,14 +149,15 @@ def _transformer_of(folder: Path) -> Path:
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:
     """The same by the names that its matrices have without quantization."""
-    from asyncengine.models.families import MULTIMODAL
     from asyncengine.models.formats.methods import by_logical_name, find_matrices, method_of, quantization_of
-    from asyncengine.models.formats.stored_tensors import StoredTensors
-    from asyncengine.models.multimodal import language_names
 
     settings = quantization_of(plain.folder, plain.config)
     if settings is None:
         return plain
+    from asyncengine.models.families import MULTIMODAL
+    from asyncengine.models.formats.stored_tensors import StoredTensors
+    from asyncengine.models.multimodal import language_names
+
     if not plain.files:
         raise UnsupportedModel(f"load_format='dummy' makes up no quantized weights ({method_of(settings)})")
 

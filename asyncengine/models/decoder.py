@@ -298,8 +298,11 @@ class Decoder:
         angles = [rotary(step.positions) for rotary in self.rotary]
         chosen = [None if (spec := layer.config.attention) is None else spec.rotary for layer in self.layers]
         by_layer = [self._unrotated if own is None else angles[own] for own in chosen]
-        if self.fused is not None and rows is None and self.fused.serves(len(ids), step, by_layer):
-            return self.fused(h, step, by_layer)
+        if self.fused is not None and self.fused.serves(len(ids), step, by_layer):
+            if rows is None:
+                return self.fused(h, step, by_layer)
+            if step.adapters is None:  # else the last feed-forward part has its rows' own
+                return self.fused(h, step, by_layer).index_select(0, rows)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from asyncengine.attention.whole import SequenceAttention, TorchSequences
+from asyncengine.layers.distance_bias import DistanceBias
 from asyncengine.layers.embedding import Embedding
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
@@ -24,6 +25,9 @@ from asyncengine.layers.sequence_head import SequenceHead, SequenceHeadConfig
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import DecoderConfig, DecoderLayer
+
+DISTANCES = 32
+"""Buckets of distances, of every model that has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class EncoderConfig:
     """On the sum of all embeddings."""
     padding: int | None = None
     """Learned positions count from behind this token id, and over no token that is it (RoBERTa). None: from 0."""
+    distance_bias: str | None = None
+    """Added to all layers' scores, by how far apart a query and a key are (MPNet); None: nothing is."""
     head: SequenceHeadConfig | None = None
     """Of a classifier."""
 
@@ -65,6 +71,10 @@ class Encoder:
         self.rotary = [Rotary(each, config.max_model_len, options.dtype, options.device) for each in stack.rotary]
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         self.head: SequenceHead | None = None
+        self.distance_bias: DistanceBias | None = None
+        if config.distance_bias is not None:
+            heads = next(each.attention.num_heads for each in stack.layers if each.attention is not None)
+            self.distance_bias = DistanceBias(options, config.distance_bias, DISTANCES, heads)
         self.num_labels = 0
         if config.head is not None:
             self.num_labels = config.head.num_labels
@@ -116,8 +126,8 @@ class Encoder:
 
     def _make_attention(self) -> SequenceAttention:
         specs = [layer.attention.spec for layer in self.layers if layer.attention is not None]
-        if self.options.kernels.name != "compiled":
-            return TorchSequences(specs)
+        if self.options.kernels.name != "compiled" or self.distance_bias is not None:
+            return TorchSequences(specs, self.distance_bias)
         from asyncengine.attention.cpu_whole import CompiledSequences
 
         return CompiledSequences(specs, self.dtype)
@@ -128,7 +138,8 @@ class Encoder:
 
     def _parts(self) -> list[Any]:
         every = (
-            self.embedding, self.positions, self.segments, self.embedding_norm, *self.layers, self.norm, self.head
+            self.embedding, self.positions, self.segments, self.embedding_norm, *self.layers, self.norm,
+            self.distance_bias, self.head,
         )  # fmt: skip
         return [part for part in every if part is not None]
 

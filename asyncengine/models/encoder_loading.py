@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,53 +14,35 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.layers.kernels import TorchKernels, layer_kernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.models.checking import load_config
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.encoder import Encoder, EncoderConfig
 from asyncengine.models.encoder_names import by_stored_name
-from asyncengine.models.families.encoders import encoder_config_of, is_encoder_config, spelling_of
+from asyncengine.models.families.encoders import encoder_config_of, spelling_of
 from asyncengine.models.first_kernels import encoder_kernels_of
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.loaded import Loaded
 from asyncengine.models.loading import (
     check_memory,
+    find_room,
     quantization_bits,
     resolve_device,
     resolve_dtype,
     stored_kinds,
     typed,
 )
-from asyncengine.models.outline import kept_forms
+from asyncengine.models.outline import Weights, weights_of
 from asyncengine.models.progress import LoadProgress
-from asyncengine.models.weights import assign, fill_randomly, load_weights, stored_forms
+from asyncengine.models.weights import fill_randomly, load_weights
 
 _CLASSIFIER = "ForSequenceClassification"
 
 
-@dataclass(slots=True)
-class LoadedEncoder:
-    """An encoder ready to run."""
+@dataclass(slots=True, kw_only=True)
+class LoadedEncoder(Loaded):
+    """An encoder, which gives hidden states or scores."""
 
-    name: str
-    folder: Path
     model: Encoder
-    hf_config: Any
-    vocab_size: int
-    """Token ids are below it."""
-    max_model_len: int
-    dtype: torch.dtype
-    device: torch.device
-    weights_bytes: int
-    fused: list[str] = field(default_factory=list)
-    """How it runs, e.g. "encoder x 1", "packed x 24"."""
-    stored: dict[str, str] = field(default_factory=dict)
-    """What quantized matrices are stored as, by name."""
-
-
-def is_encoder(hf_config: Any) -> bool:
-    """Whether a configuration (transformers' object, or config.json as a mapping) is that of a model whose tokens see
-    those after them; also of one that `load_encoder` refuses by name."""
-    return is_encoder_config(hf_config)
 
 
 def load_encoder(
@@ -119,18 +100,11 @@ def read_encoder_config(checkpoint: CheckpointSource, config: EngineConfig) -> t
 
 
 class EncoderOutline(NamedTuple):
-    """What an encoder's weights take, before any memory is taken."""
+    """What is known of an encoder and its checkpoint before any memory is taken."""
 
-    names: dict[str, str]
-    """The slot of each of the checkpoint's tensors."""
-    forms: dict[str, StoredForm]
-    """How matrices that stay as they are stored are stored, by path."""
-    elements: dict[str, int]
-    """Of all others, by path."""
-    kept_bytes: int
-    """Of the first."""
+    weights: Weights
     embeddings: int
-    """Of `elements`, those of tables, which are never quantized."""
+    """Of the elements, those of tables, which are never quantized."""
 
 
 def outline_of_encoder(
@@ -140,13 +114,10 @@ def outline_of_encoder(
     """Names and shapes are looked at. Raises `ModelNotFound` for those that are not as they should be."""
     outline = Encoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()))
     slots = by_stored_name(outline.slots(), checkpoint.tensors, spelling_of(family))
-    names = {} if config.load_format == "dummy" else assign(checkpoint, slots, described.stack.ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
-    elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    weights = weights_of(checkpoint, slots, described.stack.ignored, config, dtype, device, bits)
     tables = [table for table in (outline.embedding, outline.positions, outline.segments) if table is not None]
     embeddings = sum(math.prod(slot.shape) for table in tables for _, slot in table.slots())
-    return EncoderOutline(names, forms, elements, kept, embeddings)
+    return EncoderOutline(weights, embeddings)
 
 
 def _load(
@@ -154,16 +125,18 @@ def _load(
     device: torch.device, bits: int | None, bar: LoadProgress, ahead: CompileAhead | None,
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
-    outline = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
-    check_memory(sum(outline.elements.values()), dtype, device, bits, outline.kept_bytes)
+    weights = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits).weights
+    check_memory(sum(weights.elements.values()), dtype, device, bits, weights.kept_bytes)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    model = Encoder(described, LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=outline.forms))
+    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=weights.forms)
+    model = Encoder(described, options)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(encoder_kernels_of(model))
+    find_room(options, config, bar)
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(model.slots(), dtype, device)
     else:
         slots = by_stored_name(model.slots(), checkpoint.tensors, spelling_of(family))
-        load_weights(checkpoint, slots, outline.names, bar)
+        load_weights(checkpoint, slots, weights.names, bar)
     return model

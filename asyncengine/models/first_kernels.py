@@ -114,6 +114,7 @@ def _states(decoder: Decoder, kind: str) -> list[str]:
 def _mixtures(decoder: Decoder, kind: str) -> list[str]:
     """Of routers and experts, which are called one by one where layers are not fused, and in long steps."""
     from asyncengine.kernels.cpu.linears import forms_of
+    from asyncengine.kernels.cpu.mixture import MixtureKernel
 
     names = []
     for mixture in (found for layer in decoder.layers for found in layer.mixtures()):
@@ -127,6 +128,10 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         else:
             names += [name for each in weights for leaf in _leaves(each) for name in _products(leaf, kind, kind)]
         names += _products(router.weight, "float32" if router.config.exact else kind, "float32")
+        if decoder.fused is not None and router.config.exact and kind != "float32":
+            names.append(MixtureKernel.exact_code(decoder.dtype))
+        if getattr(mixture, "adds_gated", False):
+            names.append(_named("scaling:add_shared", 7, kind, 1))
         if router.settings is not None:
             signature = (9, "bool", 2, "bool", "float32", "float32")
             names += [_named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]

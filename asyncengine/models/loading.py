@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
+from asyncengine.device.cores import threads_for
 from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
+from asyncengine.kernels.arena import find_memory
 from asyncengine.kernels.compile_ahead import CompileAhead
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import layer_kernels
@@ -32,6 +34,7 @@ from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import MULTIMODAL, decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.loaded import Loaded
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.multimodal import TextPart, placeholders, text_part
 from asyncengine.models.outline import outline_of
@@ -48,37 +51,17 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _DEFAULT_LENGTH = 2048
 
 
-@dataclass(slots=True)
-class LoadedModel:
-    """A model ready to run."""
+@dataclass(slots=True, kw_only=True)
+class LoadedModel(Loaded):
+    """A causal language model."""
 
-    name: str
-    folder: Path
     model: CausalLM
-    hf_config: Any
-    """transformers' config object, or a `PlainConfig` in its place."""
-    generation_defaults: dict[str, Any]
-    """What generation_config.json sets (temperature, top_p, top_k, ...)."""
-    eos_token_ids: list[int]
-    vocab_size: int
-    """Width of the logits; token ids of an input must be below `input_vocab_size`."""
     input_vocab_size: int
-    max_model_len: int
-    dtype: torch.dtype
-    device: torch.device
+    """Token ids of an input are below it."""
     layers: Sequence[LayerSpec]
-    weights_bytes: int
     unsteady: str | None = None
     """Why a token's numbers may depend on the tokens that are computed beside it."""
     states: Sequence[StateSpec] = ()
-    stored: dict[str, str] = field(default_factory=dict)
-    """What quantized matrices are stored as, by name."""
-    fused: list[str] = field(default_factory=list)
-    """How it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
-    left_out: tuple[str, ...] = ()
-    """Parts of the checkpoint that were not read, e.g. "vision_tower x 437"."""
-    placeholders: dict[int, str] = field(default_factory=dict)
-    """Tokens in whose place an image or a sound would go, and which of them."""
 
 
 def load_model(
@@ -99,11 +82,7 @@ def load_model(
         bar.stage("looking for the model")
         checkpoint = checkpoint or open_checkpoint(path_or_id, config)
         with typed(checkpoint.folder):
-            hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
-            described = _without_head(hf_config, described) if headless else described
-            if described is not None and hf_config.model_type in MULTIMODAL:
-                checkpoint = text_part(checkpoint, described)
-            check_config(hf_config, checkpoint, described)
+            hf_config, described, max_model_len, checkpoint = read_model(path_or_id, checkpoint, config, headless)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config, hf_config, checkpoint, device)
         defaults = _generation_defaults(checkpoint, config)
@@ -142,6 +121,19 @@ def load_model(
     )
 
 
+def read_model(
+    path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig, headless: bool
+) -> tuple[Any, DecoderConfig | None, int, CheckpointSource]:
+    """(the configuration, what the decoder is built of, if it is native, the longest sequence, that of the checkpoint
+    which is the language model). Raises as `load_model` does before it reads weights."""
+    hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
+    described = _without_head(hf_config, described) if headless else described
+    if described is not None and hf_config.model_type in MULTIMODAL:
+        checkpoint = text_part(checkpoint, described)
+    check_config(hf_config, checkpoint, described)
+    return hf_config, described, max_model_len, checkpoint
+
+
 def _without_head(hf_config: Any, described: DecoderConfig | None) -> DecoderConfig:
     """An output layer takes no memory where it is the embedding, and is not missed where the files have none."""
     if described is None:
@@ -176,18 +168,29 @@ def _load_decoder(
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline = outline_of(described, checkpoint, config, dtype, device, bits)
-    check_memory(sum(outline.elements.values()), dtype, device, bits, outline.kept_bytes)
+    weights = outline.weights
+    check_memory(sum(weights.elements.values()), dtype, device, bits, weights.kept_bytes)
     kernels = layer_kernels(config.attention_backend, dtype, device)
-    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=outline.forms)
+    options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=weights.forms)
     decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(kernels_of(decoder, config.page_size))
+    find_room(options, config, bar)
     if config.load_format == "dummy":
         bar.stage("making up weights")
         fill_randomly(decoder.slots(), dtype, device)
     else:
-        load_weights(checkpoint, slots_of(decoder, checkpoint), outline.names, bar)
+        load_weights(checkpoint, slots_of(decoder, checkpoint), weights.names, bar)
     return decoder, decoder.describe(), decoder.nbytes
+
+
+def find_room(options: LayerOptions, config: EngineConfig, bar: LoadProgress) -> None:
+    """Have the system find the memory that the model's layers were given, by all threads: packing weights into memory
+    that has to be found meanwhile takes several times as long."""
+    parts = options.memory.parts()
+    if parts:
+        bar.stage("making room for weights", len(parts))
+        find_memory(parts, threads_for(config.num_threads, options.device), bar.advance)
 
 
 def _load_module(

@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncengine.attention.base import page_bytes
+from asyncengine.attention.base import LayerSpec, page_bytes
 from asyncengine.attention.factory import kv_dtype
+from asyncengine.attention.pool_sizes import TwoPools, two_pools, why_one_pool
 from asyncengine.config import EngineConfig
 from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.layers.states import StateSpec
-from asyncengine.models.checking import check_config
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
-from asyncengine.models.encoder_loading import is_encoder, outline_of_encoder, read_encoder_config
+from asyncengine.models.encoder_loading import outline_of_encoder, read_encoder_config
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.models.loading import quantization_bits, read_config, resolve_device, resolve_dtype
+from asyncengine.models.loading import quantization_bits, read_model, resolve_device, resolve_dtype
 from asyncengine.models.outline import outline_of
+from asyncengine.models.purpose import is_headless, pooling_of
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
 """How often a step holds logits of the rows it samples, and hidden states of its tokens, in float32."""
@@ -44,7 +45,7 @@ class ModelNeeds:
     dtype: str
     weight_bytes: int
     kv_bytes_per_token: int
-    """0: it keeps no keys and values."""
+    """Of all layers; 0: it keeps no keys and values."""
     state_bytes: int
     """Of the recurrent states of one sequence, all layers together; 0: it keeps none."""
     num_states: int
@@ -56,23 +57,37 @@ class ModelNeeds:
     num_heads: int
     """Of attention; 0: it has none."""
     vocab_size: int
+    page_size: int
+    two_pools: TwoPools | None = None
+    """How the KV cache is divided where layers with windows have pages of their own; None: they have not."""
 
     def kv_tokens(self, config: EngineConfig) -> int:
         """Tokens that the KV cache is to hold: those of `kv_cache_memory`, or those of one long request."""
         if isinstance(config.kv_cache_memory, int) and self.kv_bytes_per_token:
+            if self.two_pools is not None:
+                return max(self.two_pools.split(config.kv_cache_memory)[0] * self.page_size, 1)
             return max(config.kv_cache_memory // self.kv_bytes_per_token, 1)
         return min(self.max_model_len, _LONG)
+
+    def kv_bytes(self, kv_tokens: int) -> int:
+        """Of a KV cache for so many tokens."""
+        every = kv_tokens * self.kv_bytes_per_token
+        if self.two_pools is None:
+            return every
+        return min(every, self.two_pools.budget_for(-(-kv_tokens // self.page_size)))
 
     def total(self, kv_tokens: int) -> int:
         """With a KV cache for so many tokens."""
         states = self.num_states * self.state_bytes
-        return self.weight_bytes + kv_tokens * self.kv_bytes_per_token + states + self.step_bytes
+        return self.weight_bytes + self.kv_bytes(kv_tokens) + states + self.step_bytes
 
 
 class _Sizes(NamedTuple):
     weights: int
     per_token: int
     states: Sequence[StateSpec]
+    layers: Sequence[LayerSpec] = ()
+    """As far as they are known before anything is loaded."""
 
 
 def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | None = None) -> ModelNeeds:
@@ -82,13 +97,14 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     Raises what loading it would raise of its files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
     checkpoint = open_checkpoint(path_or_id, config, writes=config.task == "generate")
-    whole = config.task != "generate" and is_encoder(checkpoint.config)
+    pooling = pooling_of(checkpoint, config)
+    whole = pooling is not None and pooling.whole
     if whole:
         hf_config, encoder = read_encoder_config(checkpoint, config)
         max_model_len = encoder.max_model_len
     else:
-        hf_config, described, max_model_len = read_config(path_or_id, checkpoint, config)
-        check_config(hf_config, checkpoint, described)
+        headless = is_headless(pooling)
+        hf_config, described, max_model_len, checkpoint = read_model(path_or_id, checkpoint, config, headless)
     device = device or resolve_device(config.device)
     dtype = resolve_dtype(config, hf_config, checkpoint, device)
     text = hf_config.get_text_config()
@@ -102,6 +118,9 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     tokens = config.max_num_batched_tokens
     logits = 0 if whole else min(config.max_num_seqs, tokens) * text.vocab_size * _COPIES_OF_LOGITS
     hidden = tokens * text.hidden_size * _COPIES_OF_STATES
+    pools = None
+    if why_one_pool(sizes.layers, device, states=bool(sizes.states)) is None:
+        pools = two_pools(sizes.layers, config, max_model_len, dtype)
     return ModelNeeds(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         dtype=str(dtype).removeprefix("torch."),
@@ -113,6 +132,8 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
         max_model_len=max_model_len,
         num_heads=getattr(text, "num_attention_heads", 0) if sizes.per_token else 0,
         vocab_size=text.vocab_size,
+        page_size=config.page_size,
+        two_pools=pools,
     )
 
 
@@ -121,12 +142,12 @@ def _of_decoder(
     device: torch.device, bits: int | None,
 ) -> _Sizes:  # fmt: skip
     """Of an outline of the decoder without memory."""
-    outline = outline_of(described, checkpoint, config, dtype, device, bits)
-    elements = dict(outline.elements)
+    decoder, weights = outline_of(described, checkpoint, config, dtype, device, bits)
+    elements = dict(weights.elements)
     vocabulary = sum(elements.pop(path, 0) for path in (described.embedding, described.head))
     plain = _plain(sum(elements.values()), dtype, bits) + _plain(vocabulary, dtype, bits and 8)
-    decoder = outline.decoder
-    return _Sizes(outline.kept_bytes + plain, page_bytes(decoder.specs, 1, kv_dtype(config, dtype)), decoder.states)
+    per_token = page_bytes(decoder.specs, 1, kv_dtype(config, dtype))
+    return _Sizes(weights.kept_bytes + plain, per_token, decoder.states, decoder.specs)
 
 
 def _of_encoder(
@@ -134,10 +155,10 @@ def _of_encoder(
     device: torch.device, bits: int | None,
 ) -> _Sizes:  # fmt: skip
     """Of an encoder, which keeps nothing of a text."""
-    outline = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
-    matrices = sum(outline.elements.values()) - outline.embeddings
-    plain = _plain(matrices, dtype, bits) + _plain(outline.embeddings, dtype, None)
-    return _Sizes(outline.kept_bytes + plain, 0, ())
+    weights, embeddings = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits)
+    matrices = sum(weights.elements.values()) - embeddings
+    plain = _plain(matrices, dtype, bits) + _plain(embeddings, dtype, None)
+    return _Sizes(weights.kept_bytes + plain, 0, ())
 
 
 def _of_module(hf_config: Any, text: Any, config: EngineConfig, dtype: torch.dtype, bits: int | None) -> _Sizes:

@@ -36,12 +36,12 @@ class Span(NamedTuple):
 class Pooler:
     """Pools the rows of one runner's steps, in their order. Keeps what it knows of texts that come in chunks."""
 
-    def __init__(self, spec: PoolingSpec, width: int, head: torch.Tensor | None = None, *, whole: bool = False) -> None:
-        """`width`: of the hidden states. `head`: a matrix [labels, width] behind the pooling. `whole`: all positions of
-        a text come at once. Raises `ModelNotFound` for Dense modules whose weights are missing or do not fit."""
+    def __init__(self, spec: PoolingSpec, width: int, head: torch.Tensor | None = None) -> None:
+        """`width`: of the hidden states. `head`: a matrix [labels, width] behind the pooling. Raises `ModelNotFound`
+        for Dense modules whose weights are missing or do not fit."""
         self.spec = spec
         self._head = None if head is None else np.ascontiguousarray(head.float().numpy())
-        self.every = whole or spec.every
+        self.every = spec.every
         """Whether it needs all positions; else the last one."""
         self.layers = [Dense(layer) for layer in spec.dense]
         sizes = [max(1, len(spec.modes)) * width, *(layer.spec.outputs for layer in self.layers)]

@@ -61,6 +61,8 @@ class PoolingSpec:
     """Empty: there is a classification head, which pools itself."""
     include_prompt: bool = True
     """False: a prompt's positions are left out of the pooling."""
+    whole: bool = False
+    """The model is an encoder, whose tokens see those after them: a text is computed in one step."""
     dense: tuple[DenseSpec, ...] = ()
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -75,13 +77,11 @@ class PoolingSpec:
     tokens: tuple[int, ...] = ()
     """The score is the logit of the first less that of the second, behind the last position. None: "yes" and "no"."""
     scores_tokens: bool = False
-    chat: bool = False
-    """Pairs are rendered by the chat template, in the roles "query" and "document"."""
 
     @property
     def every(self) -> bool:
         """Whether other hidden states than the last are needed."""
-        return any(mode != "lasttoken" for mode in self.modes)
+        return self.whole or any(mode != "lasttoken" for mode in self.modes)
 
     def in_words(self) -> str:
         """E.g. "mean, dense 384 -> 128, normalized"."""
@@ -96,7 +96,7 @@ def read_pooling(
     """What the files in `folder` ask for, whose config.json says `config`; None: it writes text.
 
     `task`: as the caller wants it, or "auto". `pooling`: modes that take the place of those of the files, joined by
-    "+". `encoder`: it cannot write; without such files its hidden states are averaged.
+    "+". `encoder`: its tokens see those after them; without such files its hidden states are averaged.
 
     Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for what they ask for and is not
     written down here.
@@ -104,7 +104,7 @@ def read_pooling(
     settings = _read(folder / "config_sentence_transformers.json") or {}
     modules = _modules(folder)
     found = _task(config, modules, settings, task, pooling)
-    if found == "generate" and encoder and task == "auto":
+    if found == "generate" and encoder and task == "auto" and not _writes(config):
         logger.warning("%s says nothing of pooling: the mean of its hidden states is taken", folder)
         found = "embed"
     if found == "generate":
@@ -120,10 +120,11 @@ def read_pooling(
         "default_prompt": _default_prompt(settings, prompts),
         "max_length": length if isinstance(length, int) and length > 0 else None,
         "lower_case": bool(sentence.get("do_lower_case", False)),
+        "whole": encoder,
     }
     if found == "embed":
         return _embedder(folder, modules, pooling, common)
-    return _scorer(folder, found, config, modules, settings, sentence, common)
+    return _scorer(folder, found, config, modules, settings, common)
 
 
 def _task(
@@ -145,9 +146,17 @@ def _task(
 
 def has_head(config: Mapping[str, Any]) -> bool:
     """Whether config.json names a model with a classification head."""
+    return _named(config, "ForSequenceClassification")
+
+
+def _writes(config: Mapping[str, Any]) -> bool:
+    """Whether config.json names a text generator."""
+    return _named(config, "ForCausalLM")
+
+
+def _named(config: Mapping[str, Any], ending: str) -> bool:
     named = config.get("architectures")
-    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    return isinstance(named, list) and any(isinstance(name, str) and name.endswith(ending) for name in named)
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -185,7 +194,7 @@ def _embedder(
             )
     if pooling is not None:
         modes = parse_modes(pooling)
-    return PoolingSpec("embed", modes, include, tuple(dense), normalize, **common)
+    return PoolingSpec("embed", modes, include, dense=tuple(dense), normalize=normalize, **common)
 
 
 def parse_modes(pooling: str) -> tuple[str, ...]:
@@ -240,7 +249,7 @@ def activation_of(where: str, named: Any, otherwise: str) -> str:
 
 def _scorer(
     folder: Path, task: Task, config: Mapping[str, Any], modules: list[tuple[str, Path]],
-    settings: Mapping[str, Any], sentence: Mapping[str, Any], common: Mapping[str, Any],
+    settings: Mapping[str, Any], common: Mapping[str, Any],
 ) -> PoolingSpec:  # fmt: skip
     """A cross-encoder, a classifier, or a text generator whose "yes" and "no" are the score."""
     head, scorer = has_head(config), next((where for kind, where in modules if kind == "LogitScore"), None)
@@ -265,7 +274,6 @@ def _scorer(
         raise UnsupportedModel(f"{folder} has no classification head (...ForSequenceClassification)")
     content = {} if scorer is None else _read(scorer / "config.json") or {}
     tokens = tuple(content[key] for key in ("true_token_id", "false_token_id") if isinstance(content.get(key), int))
-    chat = "message" in (sentence.get("modality_config") or {})
     return PoolingSpec(
         task,
         ("lasttoken",),
@@ -273,7 +281,6 @@ def _scorer(
         activation=activation,
         tokens=tokens,
         scores_tokens=True,
-        chat=chat,
         **common,
     )
 

@@ -19,13 +19,21 @@ class PairTemplate:
 
     frame: tuple[tuple[int, ...], tuple[int, ...]]
     """Token ids before and behind."""
+    texts: tuple[str, str, str]
+    """Before the query, between the two, behind the document."""
+    instruction: str | None = None
+    """What a pair is judged by where nobody says; it stands before the query. None: none is read."""
 
     def pair(self, query: str, document: str, instruction: str | None) -> str:
-        """The text between."""
-        told = _INSTRUCTION if instruction is None else instruction
-        return f"<Instruct>: {told}\n<Query>: {query}\n<Document>: {document}"
+        """What is between `frame`'s two halves."""
+        before, between, behind = self.texts
+        if self.instruction is not None:
+            told = self.instruction if instruction is None else instruction
+            before = f"<Instruct>: {told}\n{before}"
+        return f"{before}{query}{between}{document}{behind}"
 
 
 def qwen_template(encode: Callable[[str], list[int]]) -> PairTemplate:
     """That of Qwen3-Reranker (Zhang et al. 2025). `encode`: without special tokens of the tokenizer's own."""
-    return PairTemplate((tuple(encode(_JUDGE)), tuple(encode(_ANSWER))))
+    frame = tuple(encode(_JUDGE)), tuple(encode(_ANSWER))
+    return PairTemplate(frame, ("<Query>: ", "\n<Document>: ", ""), _INSTRUCTION)

@@ -10,25 +10,27 @@ from functools import partial
 
 import torch
 
-from asyncengine.attention.factory import make_backend, num_pages_for
+from asyncengine.attention.factory import make_backend
+from asyncengine.attention.pool_sizes import pool_sizes
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.errors import InvalidParameter
-from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
+from asyncengine.runner.first_steps import GREEDY, first_lengths
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.step_times import KeptTimes, measure_steps
 from asyncengine.sampling_params import SamplingParams
-from asyncengine.speculation.costs import SIZES
+from asyncengine.speculation.costs import SIZES, least_chance
 from asyncengine.speculation.draft_model import DraftModel
-from asyncengine.step import Batch, Row, StateUse
+from asyncengine.step import Batch, Row, StateUse, WindowPages
 
 logger = logging.getLogger("asyncengine")
 
@@ -51,6 +53,7 @@ def build_runner(
     progress: LoadProgress | None = None,
     pooler: Pooler | None = None,
     draft: LoadedModel | None = None,
+    two_pools: bool = False,
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -59,18 +62,19 @@ def build_runner(
     What `lora` has allocated by now is not counted as free; `LoraLayers.allocate` takes it in advance.
 
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
-    a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed.
+    a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
+    window pages, where there are any (`Row.window`).
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
         cores = cores or Cores(config.num_threads, model.device)
-        work = partial(_build, model, config, lora, cores, bar, pooler, draft)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
-    pooler: Pooler | None, draft: LoadedModel | None,
+    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool,
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
@@ -79,9 +83,13 @@ def _build(
     if device.type == "cuda" and config.kv_cache_memory is None:
         taken += _working_bytes(model, config, num_states, pooler)
     free = free_bytes(device) - taken
-    layers = [*model.layers, *(() if draft is None else draft.layers)]
-    pages = num_pages_for(layers, config, model.max_model_len, model.dtype, device, free)
-    backend = make_backend(config, model.layers, pages, model.dtype, device, model.max_model_len)
+    pages, window_pages, one_pool = pool_sizes(
+        model.layers, config, model.max_model_len, model.dtype, device, free,
+        others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
+    )  # fmt: skip
+    backend = make_backend(
+        config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages
+    )
     runner = ModelRunner(
         model,
         backend,
@@ -91,8 +99,10 @@ def _build(
         lora=lora,
         cores=cores,
         num_states=num_states,
+        num_window_pages=window_pages,
         pooler=pooler,
     )
+    runner.one_pool = one_pool
     runner.no_speculation = (
         "texts are given and none is written" if pooler else _no_speculation(model, backend.name, config)
     )
@@ -101,7 +111,7 @@ def _build(
         _compile_kernels(runner, config, most, progress, model.weights_bytes)
         release_cached(device)
     if runner.no_speculation is None:
-        runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
+        runner.step_costs = config.speculation_costs or _measure_steps(runner, model, config)
     if draft is not None:
         _add_draft(runner, draft, config, cores)
     # a graph's kernels have their places by heart, and which states a step moves differs from step to step
@@ -110,27 +120,19 @@ def _build(
     return runner
 
 
-_MEASURED = 3
-_AGREE = 0.04
-"""A step is run until two runs of it agree to that share, or three times: the shortest counts."""
-_NARROW, _LONG_PROMPT = 2**26, 513
-"""Bytes of a model that may be narrow, and the tokens of a prompt that is long for the narrowest."""
-
-
 def _compile_kernels(
     runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int
 ) -> None:
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
     compiler. `most`: positions that a sequence may have here."""
-    greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
-    most = max(1, min(most, config.max_num_batched_tokens))
     progress.stage("running a first step")
-    # embeddings of many numbers are looked up by a kernel of their own: of a narrow model that is a longer prompt
-    long = MOST_TOKENS + 1 if model_bytes > _NARROW else _LONG_PROMPT
-    for count in sorted({1, min(2, most), min(long, most)}):
+    for count in first_lengths(model_bytes, max(1, min(most, config.max_num_batched_tokens))):
         pages = list(range(1, 1 + -(-count // config.page_size)))
-        spec = RequestSpec(0, (0,) * count, greedy, count + 1, pooled=wanted_of(runner.pooler))
-        row = Row(spec, 0, 0, count, [0] * count, False, pages, True, state=first_state(runner.num_states, 0))
+        spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
+        row = Row(
+            spec, 0, 0, count, [0] * count, False, pages, True, state=first_state(runner.num_states, 0),
+            window=some_windows(runner, pages),
+        )  # fmt: skip
         runner.profile_run(Batch(0, (row,)))
     runner.cores.forget()  # compiling is in what they took
 
@@ -182,39 +184,40 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
         raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
     backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
     second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
-    runner.draft_costs = config.draft_costs or _measure_steps(second, config)
-    runner.draft_model = DraftModel(second, draft.max_model_len)
+    runner.draft_costs = config.draft_costs or _measure_steps(second, draft, config)
+    assert runner.step_costs is not None
+    least = least_chance(runner.step_costs, runner.draft_costs)
+    runner.draft_model = DraftModel(second, draft.max_model_len, least_chance=least)
     runner.kv_bytes += second.kv_bytes
     runner.weights_bytes += second.weights_bytes
 
 
-def _measure_steps(runner: ModelRunner, config: EngineConfig) -> tuple[float, ...]:
-    """Seconds of steps in which one row computes and samples `SIZES` tokens: what guesses cost."""
-    greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
-    costs = []
-    for count in SIZES:
+def _measure_steps(runner: ModelRunner, model: LoadedModel, config: EngineConfig) -> tuple[float, ...]:
+    """Seconds of steps in which one row of `model` computes and samples `SIZES` tokens: what guesses cost."""
+
+    def run(count: int) -> float:
         pages = list(range(1, 1 + -(-count // config.page_size)))
-        spec = RequestSpec(0, (0,), greedy, count + 1)
-        row = Row(spec, 0, 0, count, [0], False, pages, True, drafts=(0,) * (count - 1))
-        costs.append(_shortest(runner, Batch(0, (row,))))
+        spec = RequestSpec(0, (0,), GREEDY, count + 1)
+        row = Row(
+            spec, 0, 0, count, [0], False, pages, True, window=some_windows(runner, pages), drafts=(0,) * (count - 1)
+        )
+        return runner.profile_run(Batch(0, (row,))).seconds
+
+    compiled = runner.attention_backend == "compiled"
+    times = measure_steps(run, KeptTimes(model, config, runner.cores.most) if compiled else None)
     runner.cores.forget()
-    return tuple(costs)
-
-
-def _shortest(runner: ModelRunner, batch: Batch) -> float:
-    """Seconds of the shortest of some runs: of two, where nothing disturbs them."""
-    taken = [runner.profile_run(batch).seconds]
-    while len(taken) < _MEASURED:
-        taken.append(runner.profile_run(batch).seconds)
-        first, second = sorted(taken)[:2]
-        if second <= first * (1 + _AGREE):
-            break
-    return min(taken)
+    return times
 
 
 def first_state(num_states: int, slot: int) -> StateUse | None:
     """For the first row of a sequence in a profile run."""
     return StateUse(slot + 1, 0) if num_states else None
+
+
+def some_windows(runner: ModelRunner, pages: list[int]) -> WindowPages | None:
+    """For a row of a profile run over `pages`: any will do, one several times if need be, for nobody reads them."""
+    most = runner.num_window_pages - 1
+    return WindowPages(0, [1 + place % most for place in range(len(pages))]) if most > 0 else None
 
 
 def largest_step(

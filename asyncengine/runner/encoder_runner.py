@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,24 +12,18 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
-from asyncengine.device.memory import is_out_of_memory, release_cached
+from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
-from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.models.encoder import Encoder
 from asyncengine.models.encoder_loading import LoadedEncoder
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import NON_FINITE, Pooler, Span
 from asyncengine.request_spec import Pooled, RequestSpec
-from asyncengine.runner.model_runner import OUT_OF_MEMORY, SMALL
-from asyncengine.runner.pending import SplitStep
-from asyncengine.sampling_params import SamplingParams
+from asyncengine.runner.first_steps import GREEDY, first_lengths
+from asyncengine.runner.model_runner import SMALL
+from asyncengine.runner.parts import launch_in_parts
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, FinishedStep, Row, StepHandle, StepResult
-
-logger = logging.getLogger("asyncengine")
-
-_NARROW, _LONG_TEXT = 2**26, 513
-"""Bytes of a model that may be narrow, and the tokens of a text that is long for the narrowest (`building`)."""
+from asyncengine.step import Batch, Row, StepHandle, StepResult
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +61,9 @@ class PendingVectors:
 class EncoderRunner:
     """Holds the weights of one encoder. One step at a time, on any one thread."""
 
-    num_pages, page_size, num_states = 2, 16, 0
+    num_pages, page_size, num_states, num_window_pages = 2, 16, 0, 0
     """No page is ever asked for; a cache without any is not to be had."""
+    one_pool = "nothing is kept of a text"
     kv_bytes = state_bytes = 0
     no_speculation = "texts are given and none is written"
     step_costs = draft_costs = None
@@ -88,20 +82,8 @@ class EncoderRunner:
         self._compiled = loaded.model.unsteady is None
 
     def launch(self, batch: Batch) -> StepHandle:
-        """Start one step. One that does not fit in memory is launched in halves; a text that does not fit alone ends
-        with an error. Raising means the runner is broken."""
-        try:
-            return self._launch(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release_cached(self._device)  # not above: the error's traceback would hold what the step had taken
-        if len(batch.rows) == 1:
-            return FinishedStep(StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
-        half = len(batch.rows) // 2
-        logger.warning("step %d does not fit in memory: its %d texts are halved", batch.step, len(batch.rows))
-        first = self.launch(Batch(batch.step, batch.rows[:half]))
-        return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
+        """Start one step, in parts where it does not fit in memory (`parts`). Raising means the runner is broken."""
+        return launch_in_parts(batch, self._launch, self._device)
 
     def _launch(self, batch: Batch) -> PendingVectors:
         assert self._model is not None
@@ -141,10 +123,8 @@ class EncoderRunner:
 
     def warm_up(self, most: int) -> None:
         """Run first steps, so that no request's step waits for a compiler. `most`: tokens of a text."""
-        greedy = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
-        long = MOST_TOKENS + 1 if self.weights_bytes > _NARROW else _LONG_TEXT
-        for count in sorted({1, min(2, most), min(long, most)}):
-            spec = RequestSpec(0, (0,) * count, greedy, count, pooled=Pooled(whole=True, every=True))
+        for count in first_lengths(self.weights_bytes, most):
+            spec = RequestSpec(0, (0,) * count, GREEDY, count, pooled=Pooled(whole=True, every=True))
             self._launch(Batch(0, (Row(spec, 0, 0, count, [0] * count, False, [], True),))).wait()
         self.cores.forget()  # compiling is in what they took
 

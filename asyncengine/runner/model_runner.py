@@ -12,7 +12,7 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.device.cores import Cores
-from asyncengine.device.memory import is_out_of_memory, release_cached
+from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.state_memory import state_bytes
@@ -22,14 +22,15 @@ from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
-from asyncengine.runner.pending import PartialStep, PendingStep, SplitStep
+from asyncengine.runner.parts import launch_in_parts
+from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, FinishedStep, Row, StepHandle, StepResult, sampling_places
+from asyncengine.step import Batch, Row, StepHandle, StepResult, sampling_places
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
@@ -39,7 +40,6 @@ logger = logging.getLogger("asyncengine")
 
 SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
-OUT_OF_MEMORY = "the device has not enough memory for this request's step"
 _HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited", "_states")
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
 
@@ -58,12 +58,17 @@ class ModelRunner:
         lora: LoraLayers | None = None,
         cores: Cores | None = None,
         num_states: int = 0,
+        num_window_pages: int = 0,
         pooler: Pooler | None = None,
     ) -> None:
-        """`num_states`: slots for recurrent states, slot 0 included. `pooler`: of a model that is asked for vectors,
+        """`num_states`: slots for recurrent states, slot 0 included. `num_window_pages`: of layers with windows, page 0
+        included; 0: all have the same pages. `pooler`: of a model that is asked for vectors,
         and whose logits are hidden states."""
         self.num_pages = backend.num_pages
         self.num_states = num_states
+        self.num_window_pages = num_window_pages
+        self.one_pool: str | None = None
+        """Why all layers share their pages; None: those with windows have their own."""
         self.page_size = page_size
         self.windows = tuple(dict.fromkeys((each.window or 0, each.chunk or 0) for each in model.layers))
         self.kv_bytes = backend.kv_bytes
@@ -107,32 +112,13 @@ class ModelRunner:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
         raising means the runner is broken.
 
-        A step that does not fit in memory is launched in halves; a row that does not fit alone ends with an error. One
-        whose state was to be moved where it lies is `lost`: half the layers may have done so.
+        A step that does not fit in memory is launched in parts (`parts`), with the guesses that were made for it.
         """
         if self.draft_model is not None:
             batch = self.draft_model.guess(batch)
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
-        try:
-            return self._launch(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        release_cached(self._device)  # not above: the error's traceback would hold what the step had taken
-        if len(batch.rows) == 1:
-            return FinishedStep(StepResult(batch.step, [-1], errors={0: OUT_OF_MEMORY}))
-        intact = tuple(index for index, row in enumerate(batch.rows) if not row.moves_state)
-        if len(intact) < len(batch.rows):
-            logger.warning("step %d does not fit in memory: some of its rows start again", batch.step)
-            if not intact:
-                return FinishedStep(StepResult(batch.step, [-1] * len(batch.rows), lost=list(range(len(batch.rows)))))
-            part = self.launch(Batch(batch.step, tuple(batch.rows[index] for index in intact)))
-            return PartialStep(batch, intact, part)
-        half = len(batch.rows) // 2
-        logger.warning("step %d does not fit in memory: its %d rows are halved", batch.step, len(batch.rows))
-        first = self.launch(Batch(batch.step, batch.rows[:half]))
-        return SplitStep(batch.step, (first, self.launch(Batch(batch.step, batch.rows[half:]))), half)
+        return launch_in_parts(batch, self._launch, self._device)
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig) -> Callable[[], None]:
         """What gives the model other weights, while no step runs, once they have been looked at. From any thread.

@@ -14,10 +14,7 @@ from asyncengine.pooling.pool import Pooler, Span
 from asyncengine.sampling.logprobs import LogprobTensors, token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, grammar_failed
 from asyncengine.sampling.sampler import NON_FINITE, Sampled
-from asyncengine.step import Batch, ConstrainedToken, Row, StepHandle, StepResult, TokenLogprob
-
-BY_ROW = ("further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
-"""Of a result, what is kept by row."""
+from asyncengine.step import Batch, ConstrainedToken, Row, StepResult, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -168,51 +165,3 @@ def _agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """How many of `drafts` are the first of `tokens`."""
     pairs = zip(drafts, tokens, strict=False)
     return next((count for count, (draft, token) in enumerate(pairs) if draft != token), min(len(drafts), len(tokens)))
-
-
-@dataclass(frozen=True, slots=True)
-class SplitStep:
-    """A `step.StepHandle` of a step that was launched in two parts, one after the other."""
-
-    step: int
-    parts: tuple[StepHandle, StepHandle]
-    size: int
-    """Rows of the first part."""
-
-    @property
-    def ready(self) -> bool:
-        return all(part.ready for part in self.parts)
-
-    def wait(self) -> StepResult:
-        first, second = (part.wait() for part in self.parts)
-        joined = StepResult(self.step, [*first.tokens, *second.tokens], seconds=first.seconds + second.seconds)
-        for name in BY_ROW:
-            moved = {self.size + index: value for index, value in getattr(second, name).items()}
-            getattr(joined, name).update(getattr(first, name) | moved)
-        joined.lost = first.lost + [self.size + index for index in second.lost]
-        return joined
-
-
-@dataclass(frozen=True, slots=True)
-class PartialStep:
-    """A `step.StepHandle` of a step of which only some rows could be launched."""
-
-    batch: Batch
-    rows: tuple[int, ...]
-    """Those of `batch` that `part` computes."""
-    part: StepHandle
-
-    @property
-    def ready(self) -> bool:
-        return self.part.ready
-
-    def wait(self) -> StepResult:
-        part = self.part.wait()
-        whole = StepResult(self.batch.step, [-1] * len(self.batch.rows), seconds=part.seconds)
-        for place, index in enumerate(self.rows):
-            whole.tokens[index] = part.tokens[place]
-        for name in BY_ROW:
-            getattr(whole, name).update({self.rows[place]: value for place, value in getattr(part, name).items()})
-        launched = {*self.rows} - {self.rows[place] for place in part.lost}
-        whole.lost = [index for index in range(len(self.batch.rows)) if index not in launched]
-        return whole

@@ -7,7 +7,7 @@ place, so the same list object means the same leading pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,15 +43,40 @@ class Step:
     """What is done with the rows' states; None: they have none."""
 
 
+class _SlotTables:
+    """Page tables of one pool, a row for each slot."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.rows = np.zeros((max_num_seqs, 16), dtype=np.int32)
+        self._lists: list[list[int] | None] = [None] * max_num_seqs
+        self._copied = [0] * max_num_seqs
+
+    def update(self, slot: int, pages: list[int], first: int, need: int) -> None:
+        """`pages` are the slot's from its page `first` on; those before `need` are wanted."""
+        if self._lists[slot] is pages and self._copied[slot] >= need:
+            return
+        if len(pages) < need - first:
+            raise ValueError(f"row of slot {slot}: {len(pages)} pages do not cover {need - first}")
+        if need > self.rows.shape[1]:
+            grown = np.zeros((len(self.rows), max(need, 2 * self.rows.shape[1])), dtype=np.int32)
+            grown[:, : self.rows.shape[1]] = self.rows
+            self.rows = grown
+        if self._lists[slot] is not pages:
+            self._lists[slot] = pages
+            self._copied[slot] = first
+        copied = self._copied[slot]
+        self.rows[slot, copied:need] = pages[copied - first : need - first]
+        self._copied[slot] = max(copied, need)
+
+
 class StepBuffers:
     """Builds steps for one runner. Keeps page tables per slot; everything else is made anew."""
 
     def __init__(self, max_num_seqs: int, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
         self._device = device
-        self._tables = np.zeros((max_num_seqs, 16), dtype=np.int32)
-        self._page_lists: list[list[int] | None] = [None] * max_num_seqs
-        self._copied = [0] * max_num_seqs
+        self._tables = _SlotTables(max_num_seqs)
+        self._window_tables = _SlotTables(max_num_seqs)
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
@@ -61,8 +86,12 @@ class StepBuffers:
         rows = batch.rows
         tokens: list[int] = []
         in_flight: list[tuple[int, int]] = []
+        windows = bool(rows) and rows[0].window is not None
         for row in rows:
-            self._update_table(row)
+            need = -(-(row.start + row.num_scheduled) // self._page_size)
+            self._tables.update(row.slot, row.pages, 0, need)
+            if row.window is not None:
+                self._window_tables.update(row.slot, row.window.pages, row.window.first, need)
             tokens += self._input_tokens(row)
             if row.in_flight:
                 in_flight.append((len(tokens) - 1, row.slot))
@@ -73,20 +102,23 @@ class StepBuffers:
         np.cumsum(counts, out=indptr[1:])
         row_of_token = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(indptr[-1]) + (starts - indptr[:-1])[row_of_token]
-        pages = self._tables[slots[row_of_token], positions // self._page_size].astype(np.int64)
-        kv_slots = pages * self._page_size + positions % self._page_size
+        places = (slots[row_of_token], positions // self._page_size)
+        offsets = positions % self._page_size
+        kv_slots = self._tables.rows[places].astype(np.int64) * self._page_size + offsets
         logit_rows, sampling, sample_logits, prompt_spans, pooled = _wanted_logits(rows, indptr)
         width = int(-(-(starts + counts).max() // self._page_size))
 
-        packed = np.concatenate((np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows))
-        on_device = upload(packed, self._device)
-        total = len(tokens)
-        parts = torch.split(on_device, [total, total, total, len(logit_rows)])
-        input_ids, where, targets, keep = parts
+        packed = [np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows]
+        if windows:
+            packed.append(self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets)
+        on_device = upload(np.concatenate(packed), self._device)
+        input_ids, where, targets, keep, *near = torch.split(on_device, [len(part) for part in packed])
         if in_flight:
             index = upload(np.array(in_flight, dtype=np.int64), self._device)
             input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
-        view = StepView(starts, counts, indptr, self._tables[slots, :width], targets)
+        view = StepView(starts, counts, indptr, self._tables.rows[slots, :width], targets)
+        if windows:
+            view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
         segments = _segments(rows, indptr)
         return Step(view, input_ids, where, keep, sampling, sample_logits, prompt_spans, pooled, segments)
 
@@ -101,22 +133,6 @@ class StepBuffers:
         if row.in_flight:
             tokens.append(0)
         return tokens
-
-    def _update_table(self, row: Row) -> None:
-        need = -(-(row.start + row.num_scheduled) // self._page_size)
-        if len(row.pages) < need:
-            raise ValueError(f"row of slot {row.slot}: {len(row.pages)} pages do not cover {need}")
-        if need > self._tables.shape[1]:
-            grown = np.zeros((len(self._tables), max(need, 2 * self._tables.shape[1])), dtype=np.int32)
-            grown[:, : self._tables.shape[1]] = self._tables
-            self._tables = grown
-        slot = row.slot
-        if self._page_lists[slot] is not row.pages:
-            self._page_lists[slot] = row.pages
-            self._copied[slot] = 0
-        if self._copied[slot] < need:
-            self._tables[slot, self._copied[slot] : need] = row.pages[self._copied[slot] : need]
-            self._copied[slot] = need
 
 
 def _segments(rows: tuple[Row, ...], indptr: Int64Array) -> StateSegments | None:

@@ -122,8 +122,10 @@ class Admission:
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
         if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
-        needed = self._kv.missing(table, len(request.tokens))
-        if needed > self._kv.num_available - self._promised(running):
+        pages, windows = self._promised(running)
+        pages += self._kv.missing(table, len(request.tokens))
+        windows += self._kv.missing_windows(table, len(request.tokens))
+        if not self._kv.has_room(pages, windows):
             return Verdict.FULL
         if self._kv.states is not None and not self._kv.take_state(
             table, len(request.tokens), shared=self._kv.prefix_caching or request.spec.group is not None
@@ -132,18 +134,21 @@ class Admission:
         self._slots.acquire(request, running.values())
         return Verdict.ADMITTED
 
-    def _promised(self, running: dict[int, Request]) -> int:
-        """Pages that running requests will need for tokens they already have, and one each to go on decoding.
+    def _promised(self, running: dict[int, Request]) -> tuple[int, int]:
+        """Pages and window pages that running requests will need for tokens they already have, and one each to go on
+        decoding.
 
         Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
         """
-        promised = 0
+        pages = windows = 0
         for request in running.values():
             if request.spec.whole:
                 continue
             assert request.table is not None
-            promised += max(1, self._kv.missing(request.table, len(request.tokens)))
-        return promised
+            pages += max(1, self._kv.missing(request.table, len(request.tokens)))
+            if self._kv.windows is not None:
+                windows += max(1, self._kv.missing_windows(request.table, len(request.tokens)))
+        return pages, windows
 
     def namespace(self, request: Request) -> Namespace:
         """What must match besides the tokens. Without caching, samples of one prompt still share its pages."""

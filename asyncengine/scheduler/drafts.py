@@ -24,13 +24,14 @@ def add_drafts(
     namespace: Callable[[Request], Namespace],
     adapters: bool,
 ) -> None:
-    """Give `rows`, by ticket, the drafts that are worth their time: none where a prompt is computed, at most `budget`
-    of them, and pages that are free and nobody's only. `adapters`: also where there is one."""
-    tokens = 0
+    """Give `rows`, by ticket, the drafts that are worth their time: none where somebody else's prompt is computed, at
+    most `budget` of them, and pages that are free and nobody's only. `adapters`: also where there is one."""
+    tokens, prompt = 0, False
     for row in rows.values():
         tokens += row.num_scheduled
-        if row.start < len(row.spec.prompt):
-            return
+        prompt = prompt or row.start < len(row.spec.prompt)
+    if prompt and len(rows) > 1:
+        return
     if any(row.adapter_slot for row in rows.values()):
         budget = min(budget, LONG - 1 - tokens)  # a token's sums are those of a step without drafts
     candidates: list[Candidate] = []
@@ -42,12 +43,15 @@ def add_drafts(
                 candidates.append(Candidate(ticket, row.spec, request.tokens, namespace(request), most))
     if not candidates:
         return
-    drafted = planner.plan(candidates, tokens, len(rows))
+    if prompt:
+        drafted = {one.key: planner.plan_behind_prompt(one, tokens) for one in candidates}
+    else:
+        drafted = planner.plan(candidates, tokens, len(rows))
     for ticket, planned in drafted.items():
         row, table = rows[ticket], running[ticket].table
         assert table is not None
         end = row.start + row.num_scheduled
-        if end + len(planned) > len(table.pages) * kv.page_size and kv.pool.num_free:
+        if end + len(planned) > len(table.pages) * kv.page_size and kv.num_free:
             kv.grow(table, end + len(planned))
         drafts = planned[: min(budget, len(table.pages) * kv.page_size - end)]
         budget -= len(drafts)
@@ -85,7 +89,7 @@ def _room(request: Request, row: Row, kv: KVCache) -> int:
     table = request.table
     assert table is not None
     end = row.start + row.num_scheduled
-    held = len(table.pages) + (1 if kv.pool.num_free else 0)
+    held = len(table.pages) + (1 if kv.num_free else 0)
     return min(request.spec.max_total - len(request.tokens) - 1, held * kv.page_size - end)
 
 

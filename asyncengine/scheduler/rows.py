@@ -7,7 +7,7 @@ from typing import NamedTuple
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.request import Request
-from asyncengine.step import Batch, ConstrainedToken, GrammarMatcher, Row
+from asyncengine.step import Batch, ConstrainedToken, GrammarMatcher, Row, WindowPages
 
 
 class InFlight(NamedTuple):
@@ -89,18 +89,22 @@ def next_row(request: Request, count: int) -> Row:
     """The next `count` positions of `request`."""
     start = request.num_launched
     known = len(request.tokens)
-    return Row(
+    table = request.table
+    row = Row(
         request.spec,
         request.slot,
         start,
         count,
         request.tokens,
         start + count > known,
-        [] if request.table is None else request.table.pages,
+        [] if table is None else table.pages,
         start + count == known + request.num_pending,
         request.adapter_slot,
         request.matcher,
     )
+    if table is None or table.window is None:
+        return row
+    return row._replace(window=WindowPages(table.window.first, table.window.pages))
 
 
 def widened(row: Row, request: Request, budget: TokenBudget, kv: KVCache) -> Row:

@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from asyncengine.speculation.evidence import USUAL, Evidence
+from asyncengine.speculation.lookup import Draft
 
-from asyncengine.speculation.lookup import MOST
-
-BY_MODEL = MOST + 1
-"""In the place of an agreement: a draft model guesses."""
-_LEVELS = (2, 3, 4, 6, 9, BY_MODEL)
-"""Agreements from which a guess is better than one of less."""
-_USUAL = (0.35, 0.5, 0.65, 0.8, 0.9, 0.75)
-_WEIGHT = 1.5
+_WEIGHT = 1.0
 """Of what is usual, in drafted tokens."""
 _KEEP = 0.99
 """What of earlier tokens counts when there is a new one: a text changes."""
 _REST = 0.998
 """What of it counts after a step in which a draft was not worth its time: what was useless is tried again, seldom."""
+_PATIENCE = 3
+"""Drafts in a row whose first token was wrong, after which the next one has to wait: twice as long each time, up to
+`_LONGEST` steps."""
+_LONGEST = 64
 
 
 class Acceptance:
-    """Counts of one request, by how long its drafts' places agreed. A function of tokens alone: replays agree."""
+    """Counts of one request, by what its drafts rested on. A function of tokens alone: replays agree."""
 
-    __slots__ = ("_others", "_right", "_tried")
+    __slots__ = ("_missed", "_others", "_right", "_tried", "_waits")
 
     def __init__(self, others: Acceptance | None = None) -> None:
         """`others`: what has been seen of requests like this one, which a new one is taken for."""
         self._others = others
-        self._tried = [0.0] * len(_LEVELS)
-        self._right = [0.0] * len(_LEVELS)
+        self._tried = [0.0] * len(USUAL)
+        self._right = [0.0] * len(USUAL)
+        self._missed = [0] * len(USUAL)
+        self._waits = [0] * len(USUAL)
 
-    def rate(self, agreed: int) -> float:
-        """Share of tokens that are right, of those whose predecessors were."""
-        usual = _USUAL[_level(agreed)] if self._others is None else self._others.rate(agreed)
-        level = _level(agreed)
-        return (usual * _WEIGHT + self._right[level]) / (_WEIGHT + self._tried[level])
+    def rates(self, draft: Draft, count: int) -> list[float]:
+        """Of the first `count` tokens of `draft`: how likely each is right, if those before it are. Nothing: it is not
+        to be tried now."""
+        if self._waits[draft.evidence]:
+            return []
+        known: dict[Evidence, float] = {}
+        found = []
+        for evidence in draft.rests_on(count):
+            rate = known.get(evidence)
+            if rate is None:
+                rate = known[evidence] = self._mean(evidence)
+            found.append(rate)
+        return found
 
-    def learn(self, agreed: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` tokens stood; what lay behind the first wrong one says nothing."""
+    def _mean(self, evidence: Evidence) -> float:
+        usual = USUAL[evidence] if self._others is None else self._others._mean(evidence)
+        return (usual * _WEIGHT + self._right[evidence]) / (_WEIGHT + self._tried[evidence])
+
+    def learn(self, draft: Draft, drafted: int, accepted: int) -> None:
+        """`accepted` of the first `drafted` tokens of `draft` stood; those behind the first wrong one say nothing."""
         if self._others is not None:
-            self._others.learn(agreed, drafted, accepted)
-        level = _level(agreed)
-        tried = min(accepted + 1, drafted)
-        keep = _KEEP**tried
-        self._tried[level] = self._tried[level] * keep + tried
-        self._right[level] = self._right[level] * keep + accepted
+            self._others.learn(draft, drafted, accepted)
+        evidence = draft.evidence
+        missed = 0 if accepted else self._missed[evidence] + 1
+        self._missed[evidence] = missed
+        self._waits[evidence] = min(_LONGEST, 2 ** (missed - _PATIENCE)) if missed > _PATIENCE else 0
+        for place, evidence in enumerate(draft.rests_on(min(accepted + 1, drafted))):
+            self._tried[evidence] = self._tried[evidence] * _KEEP + 1
+            self._right[evidence] = self._right[evidence] * _KEEP + (place < accepted)
 
-    def rest(self, agreed: int) -> None:
+    def rest(self, evidence: Evidence) -> None:
         """A draft was there and not taken."""
         if self._others is not None:
-            self._others.rest(agreed)
-        level = _level(agreed)
-        self._tried[level] *= _REST
-        self._right[level] *= _REST
-
-
-def _level(agreed: int) -> int:
-    return max(0, bisect_right(_LEVELS, agreed) - 1)
+            self._others.rest(evidence)
+        self._waits[evidence] = max(0, self._waits[evidence] - 1)
+        self._tried[evidence] *= _REST
+        self._right[evidence] *= _REST

@@ -25,8 +25,9 @@ class StepCosts:
         self._table = [0.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
 
     def of(self, tokens: int) -> float:
-        """`tokens` from 0 to 32."""
-        return self._table[tokens]
+        """`tokens` from 0 on; beyond 32, as the last measured ones rise."""
+        last, rise = self._table[-1], (self._table[-1] - self._table[SIZES[-2]]) / (SIZES[-1] - SIZES[-2])
+        return self._table[tokens] if tokens <= SIZES[-1] else last + (tokens - SIZES[-1]) * rise
 
     @staticmethod
     def _between(rising: Sequence[float], tokens: int) -> float:
@@ -36,3 +37,10 @@ class StepCosts:
         low, high = SIZES[place - 1], SIZES[place]
         share = (tokens - low) / (high - low)
         return rising[place - 1] * (1 - share) + rising[place] * share
+
+
+def least_chance(costs: Sequence[float], draft_costs: Sequence[float]) -> float:
+    """That a draft model's guesses so far are right, below which another is not worth making: each brings a token with
+    that chance at most, and costs a step of the draft model and a place in the other's (both measured, of `SIZES`)."""
+    place = max(0.0, costs[2] - costs[0]) / (SIZES[2] - SIZES[0])
+    return min(1.0, (draft_costs[0] + place) / costs[0])

@@ -3,7 +3,8 @@
 It draws as the larger one will, with the same parameters and the same noise of each position: where the two
 distributions are alike they pick the same token, also at temperature 1. Its keys and values lie in a pool of its own
 under the larger one's page numbers, so the scheduler knows nothing of it. A row says how many guesses it wants
-(`step.OPEN`), and gets as many as there are, perhaps none.
+(`step.OPEN`), and gets as many as there are, perhaps none: guesses end where they get unsure, by the probabilities that
+the smaller model gives them.
 
 It computes nothing for requests that are not guessed for. One that is first catches up with its prompt, a part in each
 step, so that no step of others waits long for it.
@@ -11,6 +12,7 @@ step, so that no step of others waits long for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -37,17 +39,23 @@ class _Guessing:
     wanted: int
     spec: RequestSpec
     guesses: list[int] = field(default_factory=list)
+    chance: float = 1.0
+    """That all guesses are right, going by the probabilities that the smaller model gives them."""
 
 
 class DraftModel:
     """Fills in the guesses of rows. Used by one thread at a time, that of the steps."""
 
-    def __init__(self, executor: Executor, max_model_len: int, catch_up: int = CATCH_UP) -> None:
+    def __init__(
+        self, executor: Executor, max_model_len: int, catch_up: int = CATCH_UP, least_chance: float = 0.0
+    ) -> None:
         """`executor` runs the smaller model, over as many pages of the same size as the larger one has.
-        `max_model_len`: positions that it knows. `catch_up`: see `CATCH_UP`."""
+        `max_model_len`: positions that it knows. `catch_up`: see `CATCH_UP`. `least_chance`: that the guesses so far
+        are right; below it there are no further ones (`costs.least_chance`)."""
         self._executor = executor
         self._most = max_model_len
         self._catch_up = catch_up
+        self._least = least_chance
         self._pages = DraftPages(executor.num_pages, executor.page_size)
         self._specs: dict[int, tuple[RequestSpec, RequestSpec]] = {}
         """Slot -> the specification of its request, and what is left of it here."""
@@ -80,13 +88,13 @@ class DraftModel:
         return _Guessing(row, row.tokens[:known], known, begin, wanted, self._plain(row))
 
     def _plain(self, row: Row) -> RequestSpec:
-        """What matters for a draw: scores of tokens are nobody's business here."""
-        spec, params = row.spec, row.spec.params
-        if not params.logprobs and not params.prompt_logprobs:
+        """What matters for a draw; of scores only the drawn token's, where it says when to stop."""
+        spec, params, scored = row.spec, row.spec.params, self._least > 0
+        if params.logprobs == scored and not params.top_logprobs and not params.prompt_logprobs:
             return spec
         kept = self._specs.get(row.slot)
         if kept is None or kept[0] is not spec:
-            kept = spec, replace(spec, params=replace(params, logprobs=False, top_logprobs=0, prompt_logprobs=False))
+            kept = spec, replace(spec, params=replace(params, logprobs=scored, top_logprobs=0, prompt_logprobs=False))
             self._specs[row.slot] = kept
         return kept[1]
 
@@ -105,7 +113,10 @@ class DraftModel:
                 if row.samples:
                     each.guesses.append(token)
                     each.tokens.append(token)
-                    if len(each.guesses) < each.wanted and token not in each.spec.stop_ids:
+                    if self._least > 0:
+                        each.chance *= math.exp(result.logprobs[index][-1].logprob)
+                    sure = each.chance >= self._least
+                    if sure and len(each.guesses) < each.wanted and token not in each.spec.stop_ids:
                         left.append(each)
             work = left
 

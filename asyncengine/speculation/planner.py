@@ -1,6 +1,7 @@
 """How many drafted tokens a step is worth: expected tokens against the time that computing them takes.
 
-Only what is left over is spent on drafts: steps that compute a prompt have none, and no page is taken from anybody.
+Only what is left over is spent on drafts: steps that compute a prompt have none, but for what the prompt's own caller
+predicts, and no page is taken from anybody.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.acceptance import BY_MODEL, Acceptance
+from asyncengine.speculation.acceptance import Acceptance
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.drafter import Drafter, LookupDrafter, MakeDrafter
+from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
+from asyncengine.speculation.records import Habits
 from asyncengine.speculation.store import OutputStore
 from asyncengine.step import OPEN
 
@@ -66,6 +69,13 @@ class _Drafting:
         """Tokens of its caller's guess that were right, and that were wrong."""
 
 
+class _Others(NamedTuple):
+    """What has been learnt from all requests of a namespace."""
+
+    acceptance: Acceptance
+    habits: Habits
+
+
 class DraftPlanner:
     """Drafts for the rows of a step, and what became of them. A function of requests, their tokens and the settings."""
 
@@ -83,17 +93,21 @@ class DraftPlanner:
         self._costs = costs
         self._model_costs = model_costs
         self._most = most
+        self._hopes: dict[tuple[int, int], bool] = {}
+        """(tokens, sampled tokens) of a step -> `_hopeful`."""
         self._store = OutputStore(store_bytes) if store_bytes else None
         self._make = make_drafter or self._lookup
         self._requests: dict[int, _Drafting] = {}
-        self._seen: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
-        """Of all requests of a namespace, the last ones."""
+        self._seen: OrderedDict[tuple[Hashable, ...], _Others] = OrderedDict()
+        """By namespace, the last ones."""
 
     def _lookup(self, spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Drafter:
-        return LookupDrafter(spec, tokens, namespace, self._store)
+        # what a grammar wrote says nothing about what others would write
+        habits = None if spec.params.grammar is not None else self._others(namespace).habits
+        return LookupDrafter(spec, tokens, namespace, self._store, habits)
 
-    def _others(self, namespace: tuple[Hashable, ...]) -> Acceptance:
-        found = self._seen.pop(namespace, None) or Acceptance()
+    def _others(self, namespace: tuple[Hashable, ...]) -> _Others:
+        found = self._seen.pop(namespace, None) or _Others(Acceptance(), Habits())
         self._seen[namespace] = found
         if len(self._seen) > _NAMESPACES:
             self._seen.popitem(last=False)
@@ -117,9 +131,8 @@ class DraftPlanner:
                 continue
             known.draft = draft
             drafts[candidate.key] = draft
-            rate = known.acceptance.rate(draft.agreed)
             chance = 1.0
-            for number in range(min(len(draft.tokens), limit)):
+            for number, rate in enumerate(known.acceptance.rates(draft, limit)):
                 chance *= rate
                 chances.append((-chance, place, number))
         chances.sort()
@@ -131,8 +144,29 @@ class DraftPlanner:
             counts[key] = counts.get(key, 0) + 1
         for key, draft in drafts.items():
             if key not in counts:
-                self._requests[key].acceptance.rest(draft.agreed)
+                self._requests[key].acceptance.rest(draft.evidence)
         return {key: draft.tokens[: counts[key]] for key, draft in drafts.items() if key in counts}
+
+    def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
+        """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself: those that its
+        caller predicts, which save a pass. Nobody else's first token may come later for the sake of a guess."""
+        if not candidate.spec.prediction:
+            return ()
+        known = self._known(candidate)
+        limit = min(candidate.most, self._most)
+        draft = known.drafter.propose(candidate.tokens, limit)
+        if not draft.predicted:
+            return ()
+        known.draft = draft
+        chance = expected = best = 1.0
+        count = 0
+        for number, rate in enumerate(known.acceptance.rates(draft, limit), 1):
+            chance *= rate
+            expected += chance
+            gain = expected / (1.0 + self._costs.of(num_tokens + number) - self._costs.of(num_tokens))
+            if gain > best:
+                best, count = gain, number
+        return draft.tokens[:count]
 
     def promises(self, candidate: Candidate, num_rows: int) -> bool:
         """Whether a request whose next token is on its way had better wait for it than be computed behind it, among
@@ -144,9 +178,10 @@ class DraftPlanner:
         found = known.drafter.propose(candidate.tokens, limit)
         if not found.tokens:
             return False
-        gain = self._best_gain(known.acceptance.rate(found.agreed), min(limit, len(found.tokens)), num_rows, 0.0)
+        rates = known.acceptance.rates(found, limit)
+        gain = self._best_gain(rates, num_rows, 0.0)
         if gain * self._costs.of(num_rows) < _WAIT:
-            known.acceptance.rest(found.agreed)
+            known.acceptance.rest(found.evidence)
             return False
         return True
 
@@ -154,30 +189,31 @@ class DraftPlanner:
         known = self._requests.get(candidate.key)
         if known is None:
             made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
-            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace))
+            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace).acceptance)
         return known
 
     @staticmethod
     def _is_model(draft: Draft) -> bool:
-        return draft.agreed == BY_MODEL
+        return draft.evidence is Evidence.MODEL
 
     def _propose(self, known: _Drafting, candidate: Candidate, limit: int, num_tokens: int) -> Draft:
         """What is found, or guesses that a draft model is to make, whichever promises more for its time."""
         found = known.drafter.propose(candidate.tokens, limit)
         if self._model_costs is None or found.predicted:
             return found
-        modelled = Draft((OPEN,) * limit, BY_MODEL)
+        modelled = Draft((OPEN,) * limit, Evidence.MODEL)
         if not found.tokens:
             return modelled
-        rates = known.acceptance.rate(found.agreed), known.acceptance.rate(BY_MODEL)
-        free = self._best_gain(rates[0], min(limit, len(found.tokens)), num_tokens, 0.0)
-        return found if free >= self._best_gain(rates[1], limit, num_tokens, self._model_costs.of(1)) else modelled
+        free = known.acceptance.rates(found, limit)
+        made = known.acceptance.rates(modelled, limit)
+        gains = self._best_gain(free, num_tokens, 0.0), self._best_gain(made, num_tokens, self._model_costs.of(1))
+        return found if gains[0] >= gains[1] else modelled
 
-    def _best_gain(self, rate: float, most: int, num_tokens: int, each: float) -> float:
+    def _best_gain(self, rates: Sequence[float], num_tokens: int, each: float) -> float:
         """Expected tokens of one row for the time of a step, with the best number of drafts, each of which costs `each`
-        to make."""
+        to make. `rates`: how likely each is right, if those before it are."""
         chance = expected = best = 1.0
-        for number in range(1, most + 1):
+        for number, rate in enumerate(rates, 1):
             chance *= rate
             expected += chance
             best = max(best, expected / (self._costs.of(num_tokens + number) + each * number))
@@ -185,13 +221,16 @@ class DraftPlanner:
 
     def _hopeful(self, num_tokens: int, num_sampling: int) -> bool:
         """Could any draft be worth its time? Else nobody is asked for one."""
-        costs = self._costs
-        now = num_sampling / costs.of(num_tokens)
-        return any(
-            (num_sampling + _SURE * more) / costs.of(num_tokens + more) > now
-            for more in (1, 3, 7, 15, 31)
-            if num_tokens + more <= SIZES[-1]
-        )
+        known = self._hopes.get((num_tokens, num_sampling))
+        if known is None:
+            costs = self._costs
+            now = num_sampling / costs.of(num_tokens)
+            known = self._hopes[num_tokens, num_sampling] = any(
+                (num_sampling + _SURE * more) / costs.of(num_tokens + more) > now
+                for more in (1, 3, 7, 15, 31)
+                if num_tokens + more <= SIZES[-1]
+            )
+        return known
 
     def _worth(
         self, chances: Sequence[tuple[float, int, int]], modelled: Collection[int], num_tokens: int, num_sampling: int
@@ -223,7 +262,7 @@ class DraftPlanner:
             counters.by_position[place] += 1
         known = self._requests.get(key)
         if known is not None:
-            known.acceptance.learn(known.draft.agreed, drafted, accepted)
+            known.acceptance.learn(known.draft, drafted, accepted)
             if self._is_model(known.draft):
                 made, right = counters.by_model
                 counters.by_model = made + drafted, right + accepted

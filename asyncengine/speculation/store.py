@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-from asyncengine.speculation.lookup import Place
+from asyncengine.speculation.evidence import LONG, of_places
+from asyncengine.speculation.lookup import Match, agreement
 
 Namespace = tuple[Hashable, ...]
 
-BYTES_PER_TOKEN = 160
-"""Of a token here: an entry of a dictionary, a pair, a place."""
+BYTES_PER_TOKEN = 640
+"""Of a token here, where few repeat: two entries of a dictionary, a pair, two places."""
+_SURE = 3
+"""Times in a row that tokens went on in the same way, after which earlier ones count no more."""
 
 
 class _Text:
@@ -27,13 +31,40 @@ class _Text:
         self.tokens = tuple(tokens)
 
 
+@dataclass(slots=True)
+class _Latest:
+    """Where one or two tokens stood last, and how steadily the same token has followed them."""
+
+    text: _Text
+    position: int
+    """Of the token that follows."""
+    seen: int = 1
+    """Times they stood somewhere."""
+    alike: int = 1
+    """The last so many times they went on in the same way."""
+
+
+_Key = int | tuple[int, int]
+
+
+def _put(places: dict[_Key, _Latest], key: _Key, text: _Text, position: int) -> None:
+    found = places.get(key)
+    if found is None:
+        places[key] = _Latest(text, position)
+        return
+    same = found.text.tokens[found.position] == text.tokens[position]
+    found.alike = found.alike + 1 if same else 1
+    found.seen += 1
+    found.text, found.position = text, position
+
+
 class OutputStore:
     """Outputs by namespace, the oldest dropped first when they take more than `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._most = max_bytes // BYTES_PER_TOKEN
         self._texts: OrderedDict[int, _Text] = OrderedDict()
-        self._places: dict[Namespace, dict[tuple[int, int], tuple[_Text, int]]] = {}
+        self._places: dict[Namespace, dict[_Key, _Latest]] = {}
         self._added = 0
         self.num_tokens = 0
 
@@ -48,18 +79,27 @@ class OutputStore:
             return
         text = _Text(namespace, tokens)
         places = self._places.setdefault(namespace, {})
-        for position in range(2, len(text.tokens)):
-            places[text.tokens[position - 2], text.tokens[position - 1]] = (text, position)
+        for position in range(1, len(text.tokens)):
+            _put(places, text.tokens[position - 1], text, position)
+            if position > 1:
+                _put(places, (text.tokens[position - 2], text.tokens[position - 1]), text, position)
         self._texts[self._added] = text
         self._added += 1
         self.num_tokens += len(text.tokens)
         while self.num_tokens > self._most:
             self._drop_oldest()
 
-    def places(self, namespace: Namespace, first: int, second: int) -> list[Place]:
-        """The latest one."""
-        found = self._places.get(namespace, {}).get((first, second))
-        return [] if found is None else [Place(found[0].tokens, found[1])]
+    def match(self, namespace: Namespace, tokens: Sequence[int]) -> Match | None:
+        """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time."""
+        places = self._places.get(namespace)
+        if places is None:
+            return None
+        found = places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
+        if found is None:
+            return None
+        place = found.text.tokens, found.position
+        sure = found.seen == 1 or found.alike >= min(found.seen, _SURE)
+        return Match(place, of_places(agreement(tokens, place, LONG), found.seen, sure))
 
     def clear(self) -> None:
         """Keep nothing."""
@@ -70,10 +110,11 @@ class OutputStore:
     def _drop_oldest(self) -> None:
         _, text = self._texts.popitem(last=False)
         places = self._places[text.namespace]
-        for pair in zip(text.tokens, text.tokens[1:], strict=False):
-            found = places.get(pair)
-            if found is not None and found[0] is text:
-                del places[pair]
+        for position in range(1, len(text.tokens)):
+            for key in (text.tokens[position - 1], (text.tokens[position - 2], text.tokens[position - 1])):
+                found = places.get(key)
+                if found is not None and found.text is text:
+                    del places[key]
         if not places:
             del self._places[text.namespace]
         self.num_tokens -= len(text.tokens)

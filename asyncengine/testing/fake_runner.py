@@ -3,7 +3,8 @@
 A fake that answered from the request's token list would hide the bugs that matter (a page freed too early, a stale
 prefix, a wrong remap): the next token here is a hash of the tokens found in the pages, in order, so any page that
 holds something else than it should changes the output. `oracle` computes what the answer must be from the tokens alone.
-It may keep recurrent states as well, which are hashes of a history in slots, and the next token depends on them too.
+It may keep recurrent states as well, which are hashes of a history in slots, and the next token depends on them too;
+and what windows see may lie in pages of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ EMPTY = -1
 class FakeModel:
     """A "language model": the next token is a pure function of all tokens so far, and of the seed when sampling.
 
-    With `windows`, one of how many there are and of those that the last one sees.
+    With `windows`, one of how many there are and of those that the last one sees; where some layers have none, of all
+    and, apart from them, of those that the last one sees by windows.
     """
 
     def __init__(
@@ -40,14 +42,23 @@ class FakeModel:
         """Stands for its weights: another number, another model."""
         self.windows = windows
         self.sight = Sight.of(windows)
+        self.near = Sight.of(kind for kind in windows if any(kind))
 
     def first_seen(self, position: int) -> int:
         return 0 if self.sight is None else self.sight.first(position)
 
-    def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
+    def first_near(self, position: int) -> int:
+        """The first that a layer with a window sees."""
+        return 0 if self.near is None else self.near.first(position)
+
+    def next_token(self, tokens: Sequence[int], seed: int = 0, near: Sequence[int] | None = None) -> int:
+        """`near`: the same tokens as layers with windows know them, where their pages are others."""
         state = ((seed + 31 * self.weights) * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
         for token in islice(tokens, self.first_seen(len(tokens) - 1), None):
             state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        if self.near is not None and self.sight is None:
+            for token in islice(tokens if near is None else near, self.first_near(len(tokens) - 1), None):
+                state = ((state ^ (token + 7)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29
         if self.eos_every and (state >> 7) % self.eos_every == 0:
             return self.eos
@@ -73,17 +84,20 @@ class FakeExecutor:
 
     def __init__(
         self, num_pages: int = 64, page_size: int = 16, model: FakeModel | None = None, num_states: int = 0,
-        width: int = 1,
+        width: int = 1, num_window_pages: int = 0,
     ) -> None:  # fmt: skip
-        """`width`: numbers of a vector, for requests that ask for one."""
+        """`width`: numbers of a vector, for requests that ask for one. `num_window_pages`: pages of layers with
+        windows, page 0 included; 0: all layers have the same."""
         self.pooling = FakePooling(width)
         self.num_pages = num_pages
         self.page_size = page_size
         self.num_states = num_states
+        self.num_window_pages = num_window_pages
         self.states = FakeStates(num_states) if num_states else None
         self.model = model or FakeModel()
         self.windows = self.model.windows
         self.memory = [[EMPTY] * page_size for _ in range(num_pages)]
+        self.window_memory = [[EMPTY] * page_size for _ in range(num_window_pages)]
         self.last_token: dict[int, int] = {}
         self.confirmed: dict[int, bool] = {}
         """Slot -> whether its last constrained row's output grew by the sampled token alone and goes on."""
@@ -101,6 +115,7 @@ class FakeExecutor:
         """Give the model other weights. What the old ones wrote may be read by nobody: as if nobody had written it."""
         self.model.weights = weights
         self.memory = [[EMPTY] * self.page_size for _ in range(self.num_pages)]
+        self.window_memory = [[EMPTY] * self.page_size for _ in range(self.num_window_pages)]
         if self.states is not None:
             self.states.forget()
 
@@ -135,33 +150,55 @@ class FakeExecutor:
     def _write(self, batch: Batch) -> None:
         """All rows write before any reads, as one forward pass does layer by layer."""
         written: dict[tuple[int, int], int] = {}
+        near: dict[tuple[int, int], int] = {}
         for row in batch.rows:
             if row.num_scheduled < 1:
                 raise AssertionError(f"row {row.spec.ticket} computes nothing: a model has no logits to sample from")
             if row.spec.whole:
                 continue
+            if (row.window is not None) != bool(self.num_window_pages):
+                raise AssertionError(f"row {row.spec.ticket} has other pages than the model's layers")
             for position in range(row.start, row.start + row.num_scheduled):
-                page = row.pages[position // self.page_size]
-                offset = position % self.page_size
-                if not 0 < page < self.num_pages:
-                    raise AssertionError(f"row {row.spec.ticket} writes to page {page}")
-                if (page, offset) in written:
-                    raise AssertionError(f"rows {written[page, offset]} and {row.spec.ticket} both write page {page}")
-                written[page, offset] = row.spec.ticket
                 last = position == row.start + row.num_scheduled - 1
                 in_flight = row.in_flight and last
                 known = row.start + row.num_scheduled - len(row.drafts)
                 if position >= known:
-                    self.memory[page][offset] = row.drafts[position - known]
+                    token = row.drafts[position - known]
                 else:
-                    self.memory[page][offset] = self.last_token[row.slot] if in_flight else row.tokens[position]
+                    token = self.last_token[row.slot] if in_flight else row.tokens[position]
+                self._put_token(self.memory, row.pages, 0, position, token, written, row)
+                if row.window is not None:
+                    self._put_token(self.window_memory, row.window.pages, row.window.first, position, token, near, row)
+
+    def _put_token(
+        self, memory: list[list[int]], pages: Sequence[int], first: int, position: int, token: int,
+        written: dict[tuple[int, int], int], row: Row,
+    ) -> None:  # fmt: skip
+        """`first`: the page that pages[0] stands for. `written`: what has been in this step, and for whom."""
+        page, offset = _place(pages, first, position // self.page_size), position % self.page_size
+        if not 0 < page < len(memory):
+            raise AssertionError(f"row {row.spec.ticket} writes to page {page}")
+        if (page, offset) in written:
+            raise AssertionError(f"rows {written[page, offset]} and {row.spec.ticket} both write page {page}")
+        written[page, offset] = row.spec.ticket
+        memory[page][offset] = token
 
     def context(self, row: Row) -> list[int]:
         """The tokens that `row` attends to, as its pages hold them; 0 for those that none of it sees."""
-        first = self.model.first_seen(row.start)
-        tokens = [0] * first
-        for position in range(first, row.start + row.num_scheduled):
-            tokens.append(self.memory[row.pages[position // self.page_size]][position % self.page_size])
+        return self._read(self.memory, row.pages, 0, self.model.first_seen(row.start), row)
+
+    def near(self, row: Row) -> list[int] | None:
+        """The same of layers with windows that have pages of their own; None: they have not."""
+        if row.window is None:
+            return None
+        first = self.model.first_near(row.start)
+        return self._read(self.window_memory, row.window.pages, row.window.first, first, row)
+
+    def _read(self, memory: list[list[int]], pages: Sequence[int], first: int, seen: int, row: Row) -> list[int]:
+        size = self.page_size
+        tokens = [0] * seen
+        for position in range(seen, row.start + row.num_scheduled):
+            tokens.append(memory[_place(pages, first, position // size)][position % size])
         if EMPTY in tokens:
             raise AssertionError(f"row {row.spec.ticket} reads position {tokens.index(EMPTY)}, which nobody wrote")
         return tokens
@@ -178,7 +215,7 @@ class FakeExecutor:
         for place in sampling_places(row):
             if len(produced) != len(place.drafts):
                 continue  # the grammar forced what was guessed here
-            token = self.model.next_token(self.context(place), row.spec.seed ^ wrong)
+            token = self.model.next_token(self.context(place), row.spec.seed ^ wrong, self.near(place))
             forced: list[int] = []
             if row.grammar is not None:
                 try:
@@ -227,3 +264,9 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.closed = True
+
+
+def _place(pages: Sequence[int], first: int, index: int) -> int:
+    if index < first:
+        raise AssertionError(f"page {index} is read, which has been given back: {first} is the first")
+    return pages[index - first]

@@ -25,6 +25,8 @@ def assert_nothing_held(core: Frontend) -> None:
     problems["shared pages"] = pages.shared
     problems["retiring pages"] = pages.retiring
     problems["missing pages"] = pages.total - pages.free - pages.cached
+    near = scheduler.kv.window_counts([])
+    problems["missing window pages"] = near.total - near.free - near.cached
     states = scheduler.kv.state_counts([])
     problems["missing states"] = states.total - states.free - states.snapshots
     held = {name: count for name, count in problems.items() if count}

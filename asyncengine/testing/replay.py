@@ -53,6 +53,8 @@ class Recording:
     """Slots for recurrent states, slot 0 included; 0: the model keeps none."""
     windows: tuple[Window, ...] = ()
     """Kinds of the model's attention layers."""
+    num_window_pages: int = 0
+    """Pages of those with windows, page 0 included; 0: all layers have the same."""
 
     def record(self, kind: str, value: object) -> None:
         self.entries.append((kind, value))
@@ -62,7 +64,8 @@ class Recording:
         texts. Raises `TypeError` for a grammar that is not a `Grammar`."""
         path = Path(path)
         head = {"config": asdict(self.config), "num_pages": self.num_pages}
-        lines = [json.dumps({**head, "num_states": self.num_states, "windows": self.windows})]
+        kept = {"num_states": self.num_states, "windows": self.windows, "num_window_pages": self.num_window_pages}
+        lines = [json.dumps({**head, **kept})]
         for kind, value in self.entries:
             lines.append(json.dumps([kind, value if kind != "apply" else _message_to_json(value)]))
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -75,6 +78,7 @@ class Recording:
         recording = cls(EngineConfig(**fields["config"]), fields["num_pages"])
         recording.num_states = fields.get("num_states", 0)  # 0.1 had none
         recording.windows = tuple((window, chunk) for window, chunk in fields.get("windows", ()))
+        recording.num_window_pages = fields.get("num_window_pages", 0)
         older = _OldForm()
         for line in lines:
             kind, value = json.loads(line)
@@ -107,6 +111,7 @@ def replay(
         eviction=config.eviction,
         num_states=recording.num_states,
         windows=recording.windows,
+        num_window_pages=recording.num_window_pages,
         most_ahead=config.most_ahead,
     )
     scheduler = Scheduler(config, kv, adapters)

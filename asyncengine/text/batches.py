@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from asyncengine.checks import check_unicode
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.tokenizer import TextTokenizer
 
@@ -52,9 +53,11 @@ class BatchTokenizer:
         ids = self.encode([prompt])[0].ids
         return len(ids) - (bool(ids) and ids[-1] in self._hf.all_special_ids)
 
-    def encode(self, texts: Sequence[TextOrPair], first: int = 0) -> list[EncodedText]:
-        """Raises `InvalidParameter` for a text that cannot be encoded (lone surrogates). `first`: which text of its
-        caller's the first one is."""
+    def encode(
+        self, texts: Sequence[TextOrPair], name: str = "texts", places: Sequence[int] | None = None
+    ) -> list[EncodedText]:
+        """Raises `InvalidParameter` for a text that cannot be encoded (lone surrogates), by the caller's `name` for
+        them all and its place among them; None: they are all there are."""
         if self._lower is not None:
             lower = self._lower
             texts = [lower(text) if isinstance(text, str) else (lower(text[0]), lower(text[1])) for text in texts]
@@ -67,8 +70,11 @@ class BatchTokenizer:
             if max(map(_size, texts), default=0) <= most:
                 return self._encode(texts)
             return [self._encode([text])[0] if _size(text) <= most else self._cut(text) for text in texts]
-        except (UnicodeEncodeError, TypeError) as error:
-            raise _unencodable(texts, first) or error from None
+        except (UnicodeEncodeError, TypeError, InvalidParameter):
+            for place, text in zip(range(len(texts)) if places is None else places, texts, strict=True):
+                for part in (text,) if isinstance(text, str) else text:
+                    check_unicode(f"{name}[{place}]", part)
+            raise
 
     def _encode(self, texts: Sequence[TextOrPair]) -> list[EncodedText]:
         backend: Any = self._backend
@@ -141,13 +147,3 @@ def _lowering() -> Callable[[str], str]:
 
     normalize: Callable[[str], str] = Lowercase().normalize_str
     return normalize
-
-
-def _unencodable(texts: Sequence[TextOrPair], first: int) -> InvalidParameter | None:
-    for index, text in enumerate(texts, first):
-        for part in (text,) if isinstance(text, str) else text:
-            try:
-                part.encode()
-            except UnicodeEncodeError as error:
-                return InvalidParameter(f"texts[{index}]", f"is not valid Unicode: {error.reason} at {error.start}")
-    return None

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.chat_messages import Budget, TemplateForm, check_messages, check_tools, plain
 
-GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+RESERVED = frozenset(
+    {
+        "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+        "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs", "kwargs",
+    }
+)  # fmt: skip
+"""Arguments of transformers' `apply_chat_template`: no variables of a template, whoever renders it."""
+TOOLS = ("tools", "xml_tools")
+"""What templates call them; the second is SmolLM3's name, for functions without a wrapper."""
 PROBE = "Xprobe7"
 PROBE_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"probe_key": 1}}}
 
 
 class ChatTemplate:
-    """One template text of a transformers tokenizer.
+    """One template text of a tokenizer.
 
-    Rendering happens in transformers: jinja2's ImmutableSandboxedEnvironment, with the environment's usual filters. On
+    Rendering happens in the tokenizer: jinja2's ImmutableSandboxedEnvironment, with the environment's usual filters. On
     top of that, only plain JSON data gets in, only variables the template really reads can be set, and the sizes of
     input and output are bounded. A template comes with the model (or from the host), never from a request: a template
     may loop for long, so callers render off the event loop.
@@ -27,13 +35,15 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
+        from asyncengine.text.template_environment import template_environment
+
         self._tokenizer = tokenizer
         self._template = template
         self.variables = template_variables(template)
         """Names the template reads from outside."""
-        reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"}
-        reserved |= {"messages", "tools", *tokenizer.special_tokens_map, *_environment().globals}
-        reserved |= {"raise_exception", "strftime_now"}
+        reserved = RESERVED | (set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
+        reserved |= {*tokenizer.special_tokens_map, *template_environment().globals}
+        self._tools = next((name for name in TOOLS if name in self.variables), None)
         self.settable = sorted(self.variables - reserved)
         """Those a caller may set by keyword."""
         self.form = self._probe_form()
@@ -49,9 +59,10 @@ class ChatTemplate:
         chat = check_messages(messages, self.form, budget)
         inputs = {name: self._variable(name, value, budget) for name, value in variables.items()}
         if tools is not None and (checked := check_tools(tools, budget)):
-            if "tools" not in self.variables:
+            if self._tools is None:
                 raise InvalidParameter("tools", "this model's chat template does not read tools")
-            inputs["tools"] = checked
+            usual = self._tools == "tools"
+            inputs[self._tools] = checked if usual else [tool.get("function", tool) for tool in checked]
         try:
             text = self._render(chat, **inputs, **flags)
         except Exception as error:  # a template is a program: it can fail in any way, and only this request is affected
@@ -106,15 +117,10 @@ def template_variables(template: str) -> frozenset[str]:
     """Names a template reads from outside. Raises `InvalidParameter` if it is not a valid template."""
     from jinja2 import TemplateError, meta
 
+    from asyncengine.text.template_environment import template_environment
+
     try:
-        # transformers' own tag has no effect on variables, and only its environment knows it
-        tree = _environment().parse(GENERATION_TAG.sub("", template))
+        tree = template_environment().parse(template)
     except TemplateError as error:
         raise InvalidParameter("chat_template", f"is not a valid template: {error}") from error
     return frozenset(meta.find_undeclared_variables(tree))
-
-
-def _environment() -> Any:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

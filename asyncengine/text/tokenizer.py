@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncengine.checks import MIN_INT64, as_integer, as_items
+from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
+from asyncengine.text.plain_tokenizer import read_plain_tokenizer
 from asyncengine.text.token_table import SAMPLES, TokenTable
 
 MAX_CHAT_CHARS = 4_000_000
@@ -25,11 +26,13 @@ TOKENIZER_FILES = (
 
 
 class TextTokenizer:
-    """Encodes, decodes and renders chats with a transformers tokenizer. All methods may be called from any thread.
+    """Encodes, decodes and renders chats with a tokenizer: transformers', or a `PlainTokenizer` in its place. All
+    methods may be called from any thread.
 
     `max_chat_chars` bounds a chat, both what goes into the template and what comes out. `chat_template` replaces the
     model's own; it is code, though sandboxed, so it is the host's to give, never a request's. `end_token_ids` are the
-    ids that end an answer, where something tells more of them than the tokenizer does (a GGUF header).
+    ids that end an answer, where something tells more of them than the tokenizer does (a GGUF header). `load_hf` gives
+    the transformers tokenizer of the same files, where `tokenizer` is none.
     """
 
     def __init__(
@@ -39,14 +42,17 @@ class TextTokenizer:
         max_chat_chars: int = MAX_CHAT_CHARS,
         chat_template: str | None = None,
         end_token_ids: Sequence[int] = (),
+        load_hf: Callable[[], Any] | None = None,
     ) -> None:
         self._hf = tokenizer
+        self._load_hf = load_hf
         self._end_token_ids = tuple(end_token_ids)
         self._max_chat_chars = max_chat_chars
         self._chat_template = chat_template
         self._lock = threading.Lock()
         self._templates: dict[str, ChatTemplate] = {}
         self._table: TokenTable | None = None
+        self._own_hf: Any = None
         self._backend = self._direct_backend()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,6 +62,7 @@ class TextTokenizer:
             max_chat_chars=self._max_chat_chars,
             chat_template=self._chat_template,
             end_token_ids=self._end_token_ids,
+            load_hf=self._load_hf,
         )
         return make, (self._hf,)
 
@@ -87,8 +94,21 @@ class TextTokenizer:
 
     @property
     def hf(self) -> Any:
-        """The transformers tokenizer itself, for libraries that want one (grammars). Do not change its settings."""
-        return self._hf
+        """The transformers tokenizer itself, for libraries that want one. Do not change its settings.
+
+        The first use may have to import transformers and to read the files again.
+        """
+        if self._load_hf is None:
+            return self._hf
+        with self._lock:
+            if self._own_hf is None:
+                self._own_hf = self._load_hf()
+            return self._own_hf
+
+    def get_vocab(self) -> dict[str, int]:
+        """{token: id}, added tokens included."""
+        vocabulary: dict[str, int] = self._hf.get_vocab()
+        return vocabulary
 
     @property
     def backend(self) -> Any | None:
@@ -114,10 +134,7 @@ class TextTokenizer:
         """
         if not isinstance(text, str):
             raise InvalidParameter("prompt", "must be a str", text)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidParameter("prompt", f"is not valid Unicode: {error.reason} at {error.start}") from error
+        check_unicode("prompt", text)
         if self._backend is not None:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
@@ -236,15 +253,16 @@ def load_tokenizer(
     Raises `ModelNotFound` if there is nothing or it cannot be read, `UnsupportedModel` if it needs code of its own and
     `trust_remote_code` is off.
     """
-    from transformers import AutoTokenizer
-
     folder = Path(path)
     if folder.is_dir() and not _has_tokenizer(folder):
         return None
+    load_hf = partial(_load_hf, str(path), config.revision, config.trust_remote_code, model_config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(path), revision=config.revision, trust_remote_code=config.trust_remote_code, config=model_config
-        )
+        plain = None if model_config is None else read_plain_tokenizer(folder, model_config.model_type)
+        if plain is not None:
+            own = chat_template or (None if plain.chat_template else _template_beside(beside or folder))
+            return TextTokenizer(plain, max_chat_chars=max_chat_chars, chat_template=own, load_hf=load_hf)
+        tokenizer = load_hf()
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             chat_template = _template_beside(beside or folder)
         return TextTokenizer(tokenizer, max_chat_chars=max_chat_chars, chat_template=chat_template)
@@ -254,6 +272,14 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(f"the tokenizer of {path} needs its own code: set trust_remote_code=True") from error
         raise ModelNotFound(f"no usable tokenizer at {path}: {shorten(str(error), 300)}") from error
+
+
+def _load_hf(path: str, revision: str | None, trust_remote_code: bool, model_config: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        path, revision=revision, trust_remote_code=trust_remote_code, config=model_config
+    )
 
 
 def _panicked(error: BaseException) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import gguf_mixed
+
 TYPES = {"BF16": "uint16", "F32": "float32"}
 LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -66,26 +68,38 @@ def write(source: Path, config: dict[str, Any], target: Path) -> None:
     import numpy
 
     family = config["model_type"]
-    writer = gguf.GGUFWriter(target, family)
-    _write_settings(writer, config, family)
+    mixed = gguf_mixed.FAMILIES.get(family)
+    writer = gguf.GGUFWriter(target, family if mixed is None else mixed.architecture)
+    if mixed is None:
+        _write_settings(writer, config, family)
+    else:
+        mixed.settings(writer, config)
     _write_vocabulary(writer, int(config["vocab_size"]))
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, kind, found in tensors(source):
-        numbers = found
-        part = name.split(".")[-2]
-        if family == "llama" and part in heads:
-            numbers = numpy.ascontiguousarray(interleave(numbers, heads[part]))
-        if kind == "BF16" and numbers.ndim == 1:
-            numbers = (numbers.astype("uint32") << 16).view("float32")
+    found = _dense(source, config) if mixed is None else gguf_mixed.entries(config, tensors(source))
+    for name, numbers in found:
         if numbers.dtype == numpy.uint16:
             raw = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(gguf_name(name), numbers.view("uint8"), raw_dtype=raw)
+            writer.add_tensor(name, numpy.ascontiguousarray(numbers).view("uint8"), raw_dtype=raw)
         else:
-            writer.add_tensor(gguf_name(name), numbers)
+            writer.add_tensor(name, numpy.ascontiguousarray(numbers))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _dense(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and numbers of each tensor of the file of a dense decoder."""
+    import numpy
+
+    family = config["model_type"]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, _, found in tensors(source):
+        numbers = found
+        part = name.split(".")[-2]
+        if family == "llama" and part in heads:
+            numbers = numpy.ascontiguousarray(interleave(numbers, heads[part]))
+        yield gguf_name(name), gguf_mixed.single(numbers) if numbers.ndim == 1 else numbers
 
 
 def _write_settings(writer: Any, config: dict[str, Any], family: str) -> None:

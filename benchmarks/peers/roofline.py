@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.peers.mixed_shapes import MixedShape
 from benchmarks.peers.shapes import Shape
 from benchmarks.peers.workloads import Request
 
@@ -31,9 +32,13 @@ class Machine:
     def __init__(self, threads: int, dtype: str) -> None:
         import torch
 
+        from asyncengine.kernels.arena import Arena
+
         torch.set_num_threads(threads)
         self._torch = torch
-        buffer = torch.empty(_BUFFER, dtype=torch.int8).fill_(0)  # written, or it would be one page mapped many times
+        # in huge pages, as weights lie: in small ones all three may read a third slower than products do; and written,
+        # or it would be one page mapped many times
+        buffer = Arena().empty((_BUFFER,), torch.int8).fill_(0)
         self._reads: tuple[Callable[[], Any], ...] = (
             buffer.amax, buffer.view(torch.int64).sum, buffer.view(torch.float64).sum,
         )  # fmt: skip
@@ -61,12 +66,13 @@ def _least(work: Callable[[], Any]) -> float:
     return min(spent)
 
 
-def least_decode(shape: Shape, dtype: str, weights: float, context: float, bandwidth: float) -> float:
-    """Seconds that one step of one stream takes at least: weights and the keys and values before it are read once."""
-    return (weights + context * shape.kv_bytes(dtype)) / bandwidth
+def least_decode(shape: Shape | MixedShape, dtype: str, weights: float, context: float, bandwidth: float) -> float:
+    """Seconds that one step of one stream takes at least: weights that it needs, states, and the keys and values before
+    it are read once."""
+    return (shape.read_bytes(weights, 1, dtype) + context * shape.kv_bytes(dtype)) / bandwidth
 
 
-def least_prefill(shape: Shape, prompts: Sequence[int], rate: float) -> float:
+def least_prefill(shape: Shape | MixedShape, prompts: Sequence[int], rate: float) -> float:
     """Seconds that these prompts take at least: each token passes the layers, attends to those before it, and the last
     of each needs logits.
     """
@@ -75,14 +81,14 @@ def least_prefill(shape: Shape, prompts: Sequence[int], rate: float) -> float:
 
 
 def least_alike(
-    shape: Shape, dtype: str, weights: float, requests: Sequence[Request], bandwidth: float, rate: float
+    shape: Shape | MixedShape, dtype: str, weights: float, requests: Sequence[Request], bandwidth: float, rate: float
 ) -> float:
     """Seconds for requests of equal lengths that come at once: their prompts, then a step for each further token, which
     takes as long as its reading or its arithmetic, whichever is longer.
     """
     prompt, output, count = len(requests[0].prompt), requests[0].output, len(requests)
     context = prompt + output / 2
-    reading = (weights + count * context * shape.kv_bytes(dtype)) / bandwidth
+    reading = (shape.read_bytes(weights, count, dtype) + count * context * shape.kv_bytes(dtype)) / bandwidth
     arithmetic = shape.operations(count, int(count * context), count) / rate
     return least_prefill(shape, [prompt] * count, rate) + (output - 1) * max(reading, arithmetic)
 

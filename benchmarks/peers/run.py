@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.peers.company import Company
 from benchmarks.peers.drivers.base import Settings
 from benchmarks.peers.memory import Peak
+from benchmarks.peers.mixed_shapes import MixedShape
 from benchmarks.peers.pool import MachineLock, PeerAbsent, PeerFailed, Pool, Worker
 from benchmarks.peers.results import Results
 from benchmarks.peers.shapes import Shape
@@ -46,7 +47,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Run:
-    shape: Shape
+    shape: Shape | MixedShape
     settings: Settings
     places: Places
     systems: list[System]

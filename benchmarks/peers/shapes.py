@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BYTES = {"bfloat16": 2, "float32": 4}
+from benchmarks.peers.mixed_shapes import BYTES, MIXED, MixedShape
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """A chat is its contents, so that a chat of ids written out has these ids."""
 
@@ -46,6 +47,10 @@ class Shape:
         """Bytes of keys and values of one token."""
         return BYTES[dtype] * 2 * self.layers * self.kv_heads * self.head_dim
 
+    def read_bytes(self, weights: float, rows: int, dtype: str) -> float:
+        """Of `weights` bytes, those that a step of so many rows reads: all of them."""
+        return weights
+
     def operations(self, tokens: int, attended: int, sampled: int) -> int:
         """Multiplications and additions of a step: `tokens` in all, which attend to `attended` positions together,
         `sampled` of which need logits.
@@ -65,15 +70,16 @@ class Shape:
         )  # fmt: skip
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, Shape | MixedShape] = {
     "qwen3-0.6b": Shape("qwen3-0.6b", "qwen3", 151936, 1024, 3072, 28, 16, 8, 128, 40960, 0.8),
     "llama-110m": Shape("llama-110m", "llama", 32000, 768, 2048, 12, 12, 12, 64, 4096, 3.0),
     "tiny": Shape("tiny", "llama", 1000, 128, 256, 2, 4, 2, 32, 4096, 8.0),
+    **MIXED,
 }
 """`tiny` only shows that everything runs."""
 
 
-def write_checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
+def write_checkpoint(shape: Shape | MixedShape, dtype: str, folder: Path) -> Path:
     """Random weights, the same at every call, with a tokenizer; written once, then found again."""
     import torch
     from transformers import AutoModelForCausalLM

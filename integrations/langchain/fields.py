@@ -83,6 +83,6 @@ class LangChainFields(EngineFields):
         if isinstance(given.get("max_tokens"), int):
             params["ls_max_tokens"] = given["max_tokens"]
         stops = stop if stop is not None else given.get("stop")
-        if stops:
+        if isinstance(stops, (str, list, tuple)) and stops:
             params["ls_stop"] = [stops] if isinstance(stops, str) else list(stops)
         return params

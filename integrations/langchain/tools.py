@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from langchain_core.tools import BaseTool
@@ -25,6 +25,9 @@ def openai_tools(tools: Sequence[AnyTool], strict: bool | None = None) -> list[O
 
     Raises `InvalidParameter` naming the tool for one that is no function, such as a provider's web search.
     """
+    given: Any = tools
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InvalidParameter("tools", "must be a sequence of tools", given)
     return [_openai_tool(f"tools[{position}]", tool, strict) for position, tool in enumerate(tools)]
 
 

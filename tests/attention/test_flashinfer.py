@@ -11,6 +11,7 @@ from support.attention_pair import CPU, Pair, make_flashinfer
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 
 from asyncengine.attention.base import LayerSpec, page_bytes
+from asyncengine.attention.flashinfer_plan import in_chunks
 
 BASE = LayerSpec(index=0, num_heads=4, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.3)
 VARIANTS = {
@@ -23,12 +24,20 @@ VARIANTS = {
     "window": replace(BASE, window=6),
     "window of one": replace(BASE, window=1),
     "softcap": replace(BASE, softcap=0.7),
+    "chunks": replace(BASE, chunk=16),
+    "chunks and a window": replace(BASE, chunk=32, window=5),
     "window and softcap": replace(BASE, window=9, softcap=1.1),
 }
 GEMMA = [
     replace(BASE, window=6, softcap=2.0),
     replace(BASE, index=1, softcap=2.0),
     replace(BASE, index=2, window=6, softcap=2.0),
+]
+LLAMA4 = [
+    replace(BASE, chunk=8),
+    replace(BASE, index=1),
+    replace(BASE, index=2, chunk=8),
+    replace(BASE, index=3, chunk=12),
 ]
 
 
@@ -104,6 +113,21 @@ def test_inputs_with_gaps_inside_a_head_are_packed(fake: FakeFlashInfer) -> None
     assert torch.allclose(backend.attend(0, inputs[0]), pair.expected(BASE, inputs), atol=1e-5)
 
 
+def test_a_prompt_is_cut_where_chunks_end(fake: FakeFlashInfer) -> None:
+    """Rows of one token after the cut are still a prompt's, and what is before the chunk is not listed at all."""
+    backend = make_flashinfer(LLAMA4, fake)
+    pair = Pair(backend, LLAMA4, rows=2)
+    assert pair.step([(0, 7), (1, 40)]) < 1e-5
+    fake.calls.clear()
+    assert pair.step([(0, 2)]) < 1e-5, "one token on either side"
+    assert fake.calls["prefill"] == len(LLAMA4)
+    assert pair.step([(1, 1)]) < 1e-5
+    view = in_chunks(pair.view([(0, 20), (1, 1)]), 8, 4)
+    assert view.starts.tolist() == [1, 0, 0, 1]
+    assert view.counts.tolist() == [7, 8, 5, 1]
+    assert view.page_tables[-1][:1].tolist() == pair.tables[1][10:11]
+
+
 def test_what_a_former_owner_left_is_not_read(fake: FakeFlashInfer) -> None:
     backend = make_flashinfer([BASE], fake)
     backend._pools[0][1:] = math.nan
@@ -134,11 +158,12 @@ def test_closing_frees_the_pool(fake: FakeFlashInfer) -> None:
 # ---------------------------------------------------------------- CUDA graphs
 
 
-def test_padding_rows_change_nothing(fake: FakeFlashInfer) -> None:
+@pytest.mark.parametrize("layers", [GEMMA, LLAMA4], ids=["windows", "chunks"])
+def test_padding_rows_change_nothing(layers: list[LayerSpec], fake: FakeFlashInfer) -> None:
     """Five rows in a graph of eight, over page boundaries, beside steps that are not padded."""
-    backend = make_flashinfer(GEMMA, fake)
+    backend = make_flashinfer(layers, fake)
     backend.prepare_graph(8)
-    pair = Pair(backend, GEMMA, rows=5)
+    pair = Pair(backend, layers, rows=5)
     assert pair.step([(row, 3 + 7 * row) for row in range(5)]) < 1e-5
     kept = [pool.clone() for pool in backend._pools]
     for count in (5, 4, 1, 5):
@@ -151,33 +176,34 @@ def test_padding_rows_change_nothing(fake: FakeFlashInfer) -> None:
         assert torch.equal(pool[unused].nan_to_num(), before[unused].nan_to_num()), "written to nobody's page"
 
 
-def test_a_captured_graph_follows_the_plans(fake: FakeFlashInfer) -> None:
+@pytest.mark.parametrize("layers", [GEMMA, LLAMA4], ids=["windows", "chunks"])
+def test_a_captured_graph_follows_the_plans(layers: list[LayerSpec], fake: FakeFlashInfer) -> None:
     """Captured once per size, replayed over many steps: what is launched reads fixed memory that each plan refills."""
-    backend = make_flashinfer(GEMMA, fake)
-    pair = Pair(backend, GEMMA, rows=8, most=68)
+    backend = make_flashinfer(layers, fake)
+    pair = Pair(backend, layers, rows=8, most=68)
     assert pair.step([(row, 2 + 5 * row) for row in range(8)]) < 1e-5
     graphs = {}
     for size in (8, 4, 1):
         with torch.inference_mode():
             backend.prepare_graph(size)
         backend.prepare_graph(size)  # once more changes nothing
-        inputs = [pair.inputs(spec, size) for spec in GEMMA]
+        inputs = [pair.inputs(spec, size) for spec in layers]
         pair.plan([], padded=size)
         with fake.capture() as graph:
             outs = []
-            for spec, (query, key, value) in zip(GEMMA, inputs, strict=True):
+            for spec, (query, key, value) in zip(layers, inputs, strict=True):
                 backend.write(spec.index, key, value)
                 outs.append(backend.attend(spec.index, query))
         graphs[size] = (graph, inputs, outs)
     for step, (size, count) in enumerate([(8, 5), (4, 4), (8, 8), (1, 1), (4, 3), (1, 1), (8, 6), (8, 7)] * 4):
         rows = [(row, 1) for row in range(step % 2, step % 2 + count) if row < 8]
         graph, inputs, outs = graphs[size]
-        for parts, spec in zip(inputs, GEMMA, strict=True):
+        for parts, spec in zip(inputs, layers, strict=True):
             for fixed, fresh in zip(parts, pair.inputs(spec, size), strict=True):
                 fixed.copy_(fresh)
         pair.plan(rows, padded=size)
         graph.replay()
-        for spec, parts, out in zip(GEMMA, inputs, outs, strict=True):
+        for spec, parts, out in zip(layers, inputs, outs, strict=True):
             wanted = pair.expected(spec, parts)
             assert torch.allclose(out[: len(rows)], wanted[: len(rows)], atol=1e-5), f"step {step}"
         pair.advance(rows)
@@ -187,13 +213,13 @@ def test_graph_memory_is_shared_and_bounded(fake: FakeFlashInfer) -> None:
     backend = make_flashinfer(GEMMA, fake, max_pages_per_row=30)
     for size in (8, 4, 2, 1):
         backend.prepare_graph(size)
-    addresses = {graph.memory.data_ptr() for graph in backend._graphs.values()}
+    addresses = {graph.fixed[None].memory.data_ptr() for graph in backend._graphs.values()}
     assert len(addresses) == 1
-    assert backend._graphs[8].arrays.kv_indices.numel() >= 8 * 30
+    assert backend._graphs[8].fixed[None].arrays.kv_indices.numel() >= 8 * 30
     assert all(wrapper._wrapper.int_workspace_bytes < 2**18 for wrapper in backend._graphs[8].wrappers.values())
     backend.prepare_graph(16)
-    assert backend._graphs[16].memory.data_ptr() not in addresses
-    assert backend._graphs[8].memory.data_ptr() in addresses, "captured graphs keep theirs"
+    assert backend._graphs[16].fixed[None].memory.data_ptr() not in addresses
+    assert backend._graphs[8].fixed[None].memory.data_ptr() in addresses, "captured graphs keep theirs"
 
 
 def test_rows_of_the_longest_length_fit_a_graph(fake: FakeFlashInfer) -> None:

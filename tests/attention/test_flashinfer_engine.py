@@ -92,12 +92,13 @@ def fake() -> FakeFlashInfer:
 
 @pytest.fixture
 def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners built in this test use this kind of FlashInfer backend, whatever the type of the model."""
+    """Runners built in this test use this kind of FlashInfer backend, whatever the type of the model. It has one pool
+    and needs no window pages, which an engine on a CPU names besides."""
     kind: MakeBackend = request.param
 
     def make(
         config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
-        max_model_len: int | None = None,
+        max_model_len: int | None = None, num_window_pages: int = 0,
     ) -> FlashInferBackend:  # fmt: skip
         backend: FlashInferBackend = kind(
             layers, num_pages, config.page_size, dtype, device, max_rows=64, max_pages_per_row=256 // config.page_size,
@@ -145,7 +146,11 @@ def make_runner(path: Path, **fields: Any) -> ModelRunner:
     return build_runner(load_model(str(path), config), config)
 
 
-CASES = [(name, FlashInferBackend) for name in WIDE] + [("qwen2", PaddedBackend), ("gemma2", PaddedBackend)]
+CASES = [(name, FlashInferBackend) for name in WIDE] + [
+    ("qwen2", PaddedBackend),
+    ("gemma2", PaddedBackend),
+    ("llama4", PaddedBackend),
+]
 
 
 @pytest.mark.parametrize(("name", "on_flashinfer"), CASES, indirect=["on_flashinfer"])

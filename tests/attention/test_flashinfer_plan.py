@@ -111,23 +111,24 @@ def test_layers_that_differ_in_anything_planned_are_different_groups() -> None:
     layers = [
         SPEC, replace(SPEC, index=1), replace(SPEC, window=5), replace(SPEC, softcap=1.0), replace(SPEC, scale=0.2),
         replace(SPEC, num_kv_heads=4), replace(SPEC, num_heads=4), replace(SPEC, key_dim=64),
+        replace(SPEC, chunk=64),
     ]  # fmt: skip
-    assert len({LayerGroup.of(spec) for spec in layers}) == 7
+    assert len({LayerGroup.of(spec) for spec in layers}) == 8
 
 
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
         (replace(SPEC, sinks=torch.zeros(8)), "layer 0 has attention sinks"),
-        (replace(SPEC, chunk=512), "layer 0 attends to chunks of 512 positions"),
+        (replace(SPEC, chunk=500), "layer 0 attends to chunks of 500 positions, no multiple of page_size=16"),
         (replace(SPEC, value_dim=64), "keys of 128 and values of 64"),
         (replace(SPEC, key_dim=96, value_dim=96), "heads of 96 dimensions"),
     ],
 )
 def test_what_cannot_run_is_said(layer: LayerSpec, words: str) -> None:
-    assert why_not([replace(SPEC, index=1)], torch.bfloat16) is None
-    assert words in str(why_not([SPEC, layer], torch.float16))
-    assert "float32" in str(why_not([SPEC], torch.float32))
+    assert why_not([replace(SPEC, index=1), replace(SPEC, chunk=512)], torch.bfloat16, 16) is None
+    assert words in str(why_not([SPEC, layer], torch.float16, 16))
+    assert "float32" in str(why_not([SPEC], torch.float32, 16))
 
 
 def test_float_workspace_holds_what_the_scheduler_of_flashinfer_asks() -> None:

@@ -59,6 +59,29 @@ def test_blanks_are_those_of_the_template() -> None:
     assert find_tool_format(tokenizer(tight)) == expected
 
 
+def test_markers_that_a_template_puts_together() -> None:
+    """They stand in no text of the template, and in every prompt that it writes."""
+    written = "{% set tag = 'think%s' | format(':opensource') %}" + HERMES.replace(
+        "<|im_start|>assistant\n", "<|im_start|>assistant\n<{{ tag }}></{{ tag }}>"
+    )
+    assert detect_reasoning(tokenizer(written)) == ("<think:opensource>", "</think:opensource>")
+
+
+def test_tools_by_another_name() -> None:
+    """SmolLM3's template reads `xml_tools`, functions without a wrapper, and renders no calls."""
+    text = tokenizer(
+        SILENT + "{% if xml_tools %}<tools>{% for t in xml_tools[:] %}{{ t.name }}{% endfor %}</tools> "
+        "Answer with <tool_call></tool_call>{% endif %}"
+    )
+    form = find_tool_format(text)
+    assert form is not None
+    assert (form.family, form.rendered) == ("hermes", False)
+    chat = [{"role": "user", "content": "?"}]
+    for tool in ({"name": "add"}, {"type": "function", "function": {"name": "add"}}):
+        assert "<tools>add</tools>" in text.render_chat(chat, [tool])
+    assert "<tools>" not in text.render_chat(chat)
+
+
 def test_a_list_behind_another_marker() -> None:
     form = find_tool_format(tokenizer(LISTED))
     assert form is not None

@@ -48,7 +48,7 @@ def read(plan: ChatPlan, text: str) -> tuple[str, str, list[str]]:
 def test_an_open_prompt_is_inside_the_reasoning(model: Model) -> None:
     plan = model.planner.plan(OPEN, response_format=FORMAT)
     right = [f"so </think>{ANSWER}", f"</think>\n{ANSWER}", f"a\nb {{</think>\n\n{ANSWER}"]
-    wrong = [ANSWER, "so", "so </think>", "so </think>\n\n\n" + ANSWER, "so </think>text", f"<think>so{ANSWER}"]
+    wrong = [ANSWER, "so", "so </think>", "so </think>\n\n\n\n" + ANSWER, "so </think>text", f"<think>so{ANSWER}"]
     model.judge(plan, right, wrong)
     assert read(plan, f"so\n</think>\n\n{ANSWER}") == ("so", ANSWER, [])
 
@@ -77,7 +77,7 @@ def test_calls_after_reasoning(model: Model) -> None:
         assert read(plan, right[1])[1:] == ("text", ['{"a": 1, "b": 2}'])
         required = model.planner.plan(tail, tools=[ADD], tool_choice="required")
         model.judge(
-            required, [f"{thought}\n\n{CALL}", f"{thought}{CALL}"], [f"{thought}text", f"{thought}\n\n\n{CALL}"]
+            required, [f"{thought}\n\n{CALL}", f"{thought}{CALL}"], [f"{thought}text", f"{thought}\n\n\n\n{CALL}"]
         )
         none = model.planner.plan(tail, tools=[ADD], tool_choice="none")
         model.judge(none, [f"{thought}\n\ntext"], [f"{thought}\n\n{CALL}"])

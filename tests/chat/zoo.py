@@ -55,11 +55,12 @@ def xml(head: str, item: str, end: str) -> str:
     return nl(head + ITEMS.replace("ITEM", item) + end)
 
 
+DSML_KEY = "<｜DSML｜parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">"
+DSML_CALL = xml(f'<｜DSML｜invoke name="{NAME}">\n', f"{DSML_KEY}{RAW}</｜DSML｜parameter>\n", "</｜DSML｜invoke>")
+
+
 def dsml(noun: str) -> str:
-    item = nl('<｜DSML｜parameter name="{{ k }}" string="{{ \'true\' if v is string else \'false\' }}">' + RAW
-              + "</｜DSML｜parameter>\n")  # fmt: skip
-    call = nl(f'<｜DSML｜invoke name="{NAME}">\n') + ITEMS.replace("ITEM", item) + "</｜DSML｜invoke>"
-    return listed(nl(f"\n\n<｜DSML｜{noun}>\n"), call, nl("\n"), nl(f"\n</｜DSML｜{noun}>"))
+    return listed(nl(f"\n\n<｜DSML｜{noun}>\n"), DSML_CALL, nl("\n"), nl(f"\n</｜DSML｜{noun}>"))
 
 
 def gemma(begin: str, end: str, quote: str) -> str:
@@ -76,6 +77,9 @@ STEP = xml(f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name
            f'<steptml:parameter name="{{{{ k }}}}">{RAW}</steptml:parameter>\n',
            "</steptml:invoke><｜tool_call_end｜>")  # fmt: skip
 GLM = xml(f"<tool_call>{NAME}\n", f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{RAW}</arg_value>\n", "</tool_call>")
+CDATA = ("{% set wrap = v is string and ('<' in v or '&' in v or '\\n' in v) %}{{ '<![CDATA[' if wrap else '' }}"
+         + RAW + "{{ ']]>' if wrap else '' }}")  # fmt: skip
+MINICPM = xml(f'<function name="{NAME}">', f'<param name="{{{{ k }}}}">{CDATA}</param>', "</function>")
 CALL = COMMAS.replace("ITEM", "{{ k }}={{ v | tojson }}")
 EXPRESSION = f"{NAME}({CALL})"
 JSON_CALL = '{"name": "' + NAME + '", "arguments": ' + ARGS + "}"
@@ -85,9 +89,15 @@ DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜t
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
         "<|tool_call_argument_begin|>")  # fmt: skip
 
+OPEN = ("<tool_calls:opensource>", "</tool_calls:opensource>", "<tool_call:opensource>", "</tool_call:opensource>",
+        "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>", "<arg_value:opensource>",
+        "</arg_value:opensource>")  # fmt: skip
+HY = xml(f"{OPEN[2]}{NAME}{OPEN[4]}\n", f"{OPEN[5]}{{{{ k }}}}{OPEN[6]}\n{OPEN[7]}{RAW}{OPEN[8]}\n", OPEN[3])
+
 CASES = {
     "qwen3_coder": Case(each(QWEN, nl("\n")), ("<tool_call>", "</tool_call>"), raw=True),
     "qwen3_coder text": Case(each(QWEN, nl("\n")), raw=True),
+    "minicpm5": Case(each(MINICPM, nl("\n")), raw=True),
     "seed_oss": Case(each(SEED, nl("\n")), ("<seed:tool_call>", "</seed:tool_call>"), raw=True),
     "minimax_m2": Case(
         listed(nl("\n<minimax:tool_call>\n"), MINIMAX, nl("\n"), nl("\n</minimax:tool_call>")),
@@ -147,6 +157,8 @@ CASES = {
     ),
     "kimi_k2 ids": Case(listed(KIMI[0], f"{KIMI[2]}{{{{ c.id }}}}{KIMI[4]}{ARGS}{KIMI[3]}", "", KIMI[1]), KIMI),
     "functionary": Case(each(f"<function={NAME}>{ARGS}</function>")),
+    "hy3": Case(listed(nl(f"{OPEN[0]}\n"), HY, nl("\n"), nl(f"\n{OPEN[1]}")), OPEN, raw=True),
+    "json between tags": Case(listed(nl("<tool_calls>\n"), JSON_CALL, nl("\n"), nl("\n</tool_calls>"))),
     "nemotron": Case(listed("<TOOLCALL>[", JSON_CALL, ", ", "]</TOOLCALL>")),
     "phi4_mini": Case(
         listed("<|tool_call|>[", JSON_CALL, ", ", "]<|/tool_call|>"), ("<|tool_call|>", "<|/tool_call|>")

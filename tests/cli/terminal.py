@@ -95,10 +95,13 @@ class Terminal:
         """No traceback, the cursor is visible, and nobody of the program's session is left."""
         assert "Traceback" not in self.output, self.output
         assert self.output.rfind("\x1b[?25l") <= self.output.rfind("\x1b[?25h"), "the cursor was left hidden"
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:  # those that it started end when they hear of its end
+            try:
+                os.killpg(self.process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.01)
         raise AssertionError("a process of the program is still there")
 
     def __enter__(self) -> Self:

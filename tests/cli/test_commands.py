@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         assert code == 0, captured.err
         left = [t for t in threading.enumerate() if t not in before and t.name.startswith("asyncengine")]
         for thread in left:
-            thread.join(10)  # idle workers of a closed pool end by themselves, a moment later
+            thread.join(120)  # idle workers of a closed pool end by themselves, a moment later
         assert not [thread.name for thread in left if thread.is_alive()]
         return captured.out, captured.err
 

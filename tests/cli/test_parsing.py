@@ -41,7 +41,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
         "        assert error.code == 0, error.code\n"
         f"print('heavy:', [name for name in {HEAVY} if name in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert f"asyncengine {__version__}" in done.stdout
     assert all(command in done.stdout for command in ("demo", "chat", "generate", "embed", "bench"))
@@ -79,7 +79,7 @@ def test_flags_become_settings_of_the_right_types() -> None:
     ("arguments", "named"),
     [
         (["generate", "demo", "hi", "--max-num-seqs", "many"], "--max-num-seqs"),
-        (["generate", "demo", "hi", "--max-num-seqs", "0"], "max_num_seqs: must be an integer >= 1, got 0"),
+        (["generate", "demo", "hi", "--max-num-seqs", "0"], "max_num_seqs: must be between 1 and 65536, got 0"),
         (["generate", "demo", "hi", "--dtype", "int3"], "dtype: must be one of"),
         (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "kv_cache_memory: must be a positive number"),
         (["generate", "demo", "hi", "--temperature", "nan"], "temperature: must be finite"),
@@ -109,7 +109,7 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["generate", "demo", "hi", "--adapter", "a=x", "--use", "b"], "use: must be the name of an adapter ('a')"),
         (["chat", "demo", "--use", "b"], "use: must be the name of an adapter (none is given"),
         (["generate", "demo", "hi", "--adapter-root", "nowhere"], "adapter_root: is no folder, got 'nowhere'"),
-        (["generate", "demo", "hi", "--max-loras", "0"], "max_loras: must be an integer >= 1, got 0"),
+        (["generate", "demo", "hi", "--max-loras", "0"], "max_loras: must be between 1 and 4096, got 0"),
     ],
 )
 def test_bad_values_are_named_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -93,6 +94,39 @@ def test_ctrl_c_that_was_ignored_when_we_started_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+DRAWS = """
+import sys, threading
+from asyncengine.cli import main
+
+def draw():
+    while True:
+        sys.stderr.write("\\x1b[?25l")
+        sys.stderr.flush()
+
+threading.Thread(target=draw, daemon=True).start()
+sys.exit(main._interrupted())
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pseudo-terminals")
+@pytest.mark.parametrize("piped", [False, True], ids=["terminal", "stdout in a pipe"])
+def test_who_is_interrupted_while_a_thread_draws_leaves_the_cursor_visible(piped: bool) -> None:
+    """As it draws the bar of a load, which hides the cursor and cannot be stopped."""
+    import pty
+
+    ours, child = pty.openpty()
+    stdout = subprocess.DEVNULL if piped else child
+    process = subprocess.Popen([sys.executable, "-c", DRAWS], stdout=stdout, stderr=child)
+    os.close(child)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the terminal is closed
+        while data := os.read(ours, 65536):
+            shown = shown[-100:] + data
+    os.close(ours)
+    assert process.wait(120) == 130
+    assert shown.endswith(b"\x1b[?25hinterrupted\r\n")
+
+
 PRINTS = """
 import sys, types
 sys.modules["asyncengine.cli.generate"] = types.SimpleNamespace(run=lambda args: print("x" * {size}) or 0)
@@ -114,5 +148,5 @@ def test_the_way_out_of_a_real_process(size: int, shell: str, code: int, shown: 
     if size == 10 and "true" in shell:
         pytest.skip("fits into the pipe, whether or not anybody reads it")
     command = ["bash", "-c", shell, "bash", sys.executable, "-c", PRINTS.format(size=size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (code, shown)

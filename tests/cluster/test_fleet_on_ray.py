@@ -188,7 +188,9 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
                     await stream.result()
                 print(f"its stream ended {time.monotonic() - killed_at:.1f} s after the node")
             else:
-                assert (head + right[text])[: len(head)] == right[text][: len(head)]
+                both = min(len(head), len(right[text]))  # with guesses, the first chunk may be as long as any
+                assert both
+                assert head[:both] == right[text][:both]
                 stream.abort()
                 assert (await stream.result()).token_ids[: PARAMS.max_tokens] == right[text]
         took = await come(lambda: len(members) == REPLICAS, "a replacement")

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import pickle
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,36 @@ from asyncengine.cli.show import Show
 from asyncengine.cluster.fleet import Fleet, door
 from asyncengine.cluster.fleet.adapters import FleetAdapters
 from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot
+from asyncengine.cluster.fleet.stats import summed
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
+from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk
 from asyncengine.scheduler.messages import GrammarReady
+from asyncengine.stats import EngineStats, SpeculationStats, Summary, ThreadStats
+
+# ---------------------------------------------------------------- figures
+
+
+def test_nothing_that_an_engine_reports_is_left_out_of_a_fleet_s_figures() -> None:
+    none = Summary.of(())
+    own = EngineStats({}, {}, PageCounts(*[0] * 6), *[0] * 8, none, none, none, none, 0.0)
+    guesses = SpeculationStats(2, 5, 3, (2, 1)), SpeculationStats(1, 1, 1, (1,), 1, 1)
+    first, second = (
+        replace(own, states=StateCounts(free=free, total=9), threads=threads, speculation=guessed, steps=free)
+        for free, threads, guessed in zip(
+            (4, 5), (ThreadStats(1, 2, 0.5), ThreadStats(3, 4, 0.9)), guesses, strict=True
+        )
+    )
+    found = summed({"a": first, "b": second, "c": own}, own)
+    assert set(found) == {item.name for item in fields(EngineStats)}
+    assert found["steps"] == 9
+    assert found["states"] == StateCounts(free=9, total=18)
+    assert found["speculation"] == SpeculationStats(3, 6, 4, (3, 1), 1, 1)
+    assert found["threads"] == ThreadStats(5, 7, pytest.approx((0.5 + 3 * 0.9 + 1) / 5))
+    assert summed({}, own)["speculation"] is None
+    assert summed({}, own)["threads"] == ThreadStats()
+
 
 # ---------------------------------------------------------------- resuming
 
@@ -113,15 +140,15 @@ async def test_a_delivery_merges_what_waits() -> None:
 async def test_an_outbox_wakes_its_reader_at_once_or_after_a_while() -> None:
     outbox = Outbox()
     slot = OutboxSlot(7, outbox)
-    waiting = asyncio.create_task(outbox.wait(30))
+    waiting = asyncio.create_task(outbox.wait(3600))
     await asyncio.sleep(0)
     waiter = slot.put(Chunk("a", [1]))
     assert isinstance(waiter, asyncio.Future)
     waiter.set_result(None)
-    await asyncio.wait_for(waiting, 5)
-    await outbox.wait(30)  # something is there: no wait
+    await asyncio.wait_for(waiting, 120)
+    await outbox.wait(3600)  # something is there: no wait
     outbox.take()
-    await asyncio.wait_for(outbox.wait(0.01), 5)
+    await asyncio.wait_for(outbox.wait(0.01), 120)
     outbox.refuse(9, [0, 1], ValueError("no"))
     (parcel,) = outbox.take()
     assert [piece.reason for piece in parcel.pieces] == ["error", "error"]

@@ -72,7 +72,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--nodes", "0"], "nodes: must be an integer >= 1"),
+        (["--nodes", "0"], "nodes: must be between 1 and 100000"),
         (["--hours", "nan"], "hours: must be finite"),
         (["--arrivals", "-3"], "arrivals: must be > 0"),
         (["--hours", "1e6", "--arrivals", "1e6"], "hours: make more than ten million events"),

@@ -127,14 +127,14 @@ def test_a_step_gives_cores_up_in_its_midst() -> None:
     def hold() -> None:
         with short.step():
             inside.set()
-            leave.wait(10)
+            leave.wait(120)
 
     holder = threading.Thread(target=hold)
     try:
         with long.step():
             assert team_threads()[0] == 4
             holder.start()
-            assert inside.wait(10)
+            assert inside.wait(120)
             assert team_threads()[0] == 2
             leave.set()
             holder.join()

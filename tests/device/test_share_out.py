@@ -21,7 +21,7 @@ def cores() -> Cores:
 
 def test_all_threads_take_part_and_each_item_is_taken_once(cores: Cores) -> None:
     """Within, kernels and torch are alone on their thread, and in the mode that the caller is in."""
-    meeting, seen = threading.Barrier(3, timeout=10), list[tuple[int, int, int, bool]]()
+    meeting, seen = threading.Barrier(3, timeout=120), list[tuple[int, int, int, bool]]()
 
     def work(item: int) -> None:
         if item < 3:
@@ -45,7 +45,7 @@ def test_one_thread_does_it_in_order_where_there_is_no_team() -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_error_of_any_thread_is_raised_and_the_rest_is_left_out(cores: Cores, place: int) -> None:
-    meeting, done = threading.Barrier(3, timeout=10), list[int]()
+    meeting, done = threading.Barrier(3, timeout=120), list[int]()
 
     def work(item: int) -> None:
         if item < 3:

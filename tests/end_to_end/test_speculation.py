@@ -102,7 +102,7 @@ async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
         assert engine.stats().speculation is None
         steps = engine.stats().steps
     async with await AsyncEngine.from_pretrained("demo", **ALWAYS, draft_model="demo/draft", **settings) as engine:
-        planner = engine.core.loop.scheduler._drafts
+        planner = engine.core.loop.scheduler.roster.drafts
         assert planner is not None
 
         def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
@@ -232,7 +232,9 @@ async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
     ("settings", "error", "named"),
     [
         ({"draft_model": "no/such/folder"}, ModelNotFound, "draft_model: no folder"),
-        ({"draft_model": 3}, InvalidParameter, "draft_model"),
+        ({"draft_model": 3}, InvalidParameter, "draft_model: must be a folder, a hub id"),
+        ({"draft_model": ""}, InvalidParameter, "draft_model: must be a folder, a hub id"),
+        ({"draft_model": " "}, InvalidParameter, "draft_model: must be a folder, a hub id"),
         ({"draft_model": "demo/draft", "speculation": "off"}, InvalidParameter, "draft_model.*off"),
         ({"draft_model": "demo/draft", "attention_backend": "torch"}, InvalidParameter, "draft_model.*torch"),
         ({"draft_model": "demo/draft", "draft_costs": (1.0,)}, InvalidParameter, "draft_costs"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.fake_engine import gather_all, until
+from support.held_steps import HeldSteps
 from support.sentence_folders import make_tokenizer, scorer_folder, sentence_folder
 
 from asyncengine import AsyncEngine, Engine
@@ -59,6 +60,10 @@ def test_nasty_texts(embedder: Path) -> None:
             engine.embed(["a", long], truncate=False)
         with pytest.raises(InvalidParameter, match=r"texts\[300\]: is not valid Unicode"):
             engine.embed(["a"] * 300 + ["\udc00"])
+        with pytest.raises(InvalidParameter, match=r"texts\[2\]: is not valid Unicode"):
+            engine.embed([[3], [4], "\udc00"])
+        with pytest.raises(InvalidParameter, match=r"prompt: is not valid Unicode"):
+            engine.embed("a", prompt="\udc00")
         with pytest.raises(InvalidParameter, match=r"prompt_name: is none of the prompts .*'query', got 'passage'"):
             engine.embed("a", prompt_name="passage")
         with pytest.raises(InvalidParameter, match=r"prompt: cannot go with a prompt_name"):
@@ -73,6 +78,10 @@ def test_nasty_texts(embedder: Path) -> None:
 def test_documents_to_rank(tmp_path: Path) -> None:
     with load(scorer_folder(tmp_path)) as engine:
         assert engine.rerank("the cat", []).results == []
+        with pytest.raises(InvalidParameter, match=r"query: is not valid Unicode"):
+            engine.rerank("\udc00", ["a"])
+        with pytest.raises(InvalidParameter, match=r"documents\[1\]: is not valid Unicode"):
+            engine.rerank("the cat", ["a", "\udc00"])
         one = engine.rerank("the cat", ["a dog"])
         assert [(ranked.index, ranked.document) for ranked in one.results] == [(0, "a dog")]
         assert 0 < one.results[0].score < 1
@@ -96,12 +105,13 @@ def test_documents_to_rank(tmp_path: Path) -> None:
 async def test_leaving_in_the_middle_of_a_long_list(embedder: Path) -> None:
     async with await AsyncEngine.from_pretrained(str(embedder), show_progress=False) as engine:
         right = await engine.embed(WORDS)
-        calls = [asyncio.create_task(engine.embed(WORDS * 200)) for _ in range(2)]
-        await until(lambda: engine.stats().finished.get("stop", 0) > 200)
-        steps = engine.stats().steps
-        for call in calls:
-            call.cancel()
-        await gather_all(calls)
+        with HeldSteps(engine, after=2) as held:
+            calls = [asyncio.create_task(engine.embed(WORDS * 200)) for _ in range(2)]
+            await until(held.reached.is_set)
+            steps = engine.stats().steps
+            for call in calls:
+                call.cancel()
+            assert all(isinstance(each, asyncio.CancelledError) for each in await gather_all(calls))
         assert (await engine.embed(WORDS)).vectors.tobytes() == right.vectors.tobytes()
         assert engine.stats().steps <= steps + 4  # nothing of what was left behind was computed
 

@@ -1,7 +1,8 @@
-"""Models all of whose layers have windows, through the whole engine: pages are given back, and nobody can tell."""
+"""Models with windows in all layers or in some, through the whole engine: pages are given back, and nobody can tell."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ NEW = 200
 PROMPT = [3 + (7 * place) % (VOCAB - 3) for place in range(90)]
 
 
-def longer_answer(path: Path) -> list[int]:
+def longer_answer(path: Path, prompt: list[int] = PROMPT, most: int = NEW) -> list[int]:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([prompt])
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-    return out[0, len(PROMPT) :].tolist()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
+    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("backend", ["compiled", "torch"])
@@ -46,12 +47,63 @@ async def test_an_answer_longer_than_the_pool_equals_transformers(family: str, b
         assert engine.stats().preemptions == 0
 
 
-async def test_one_layer_that_sees_everything_keeps_the_pages(tmp_path: Path) -> None:
+async def greedy(engine: AsyncEngine, prompt: list[int], most: int) -> list[int]:
+    return list((await engine.generate(prompt, SamplingParams(max_tokens=most, temperature=0))).token_ids)
+
+
+@pytest.mark.parametrize(
+    ("backend", "chunk", "settings"),
+    [
+        ("compiled", 1, {"prefix_caching": False}),
+        ("compiled", 7, {"preempt_every": 17}),
+        ("torch", 16, {"preempt_every": 17, "prefix_caching": False}),
+        ("torch", 96, {}),
+        ("compiled", 96, {"max_steps_in_flight": 2, "preempt_every": 17}),
+    ],
+    ids=["chunks-1", "chunks-7", "chunks-16", "torch", "two-in-flight"],
+)
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4"])
+async def test_layers_with_windows_beside_others_have_pages_of_their_own(
+    family: str, backend: str, chunk: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """As many window pages as a request or two need: alone, from the cache, in a batch, in any chunks, preempted."""
+    path = make_checkpoint(family, tmp_path / family)
+    settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "kv_cache_memory": "400KB", **settings}
+    right = {len(prompt): longer_answer(path, prompt, 40) for prompt in (PROMPT, PROMPT[:73])}
+    async with await AsyncEngine.from_pretrained(
+        path, dtype="float32", attention_backend=backend, num_threads=1, **settings
+    ) as engine:
+        info, most = engine.info, 0
+        assert (info.one_pool, info.window) == (None, None)
+        assert info.num_window_pages < info.num_pages
+        assert await greedy(engine, PROMPT, 40) == right[len(PROMPT)]
+        assert await greedy(engine, PROMPT, 40) == right[len(PROMPT)]
+        prompts = [PROMPT, PROMPT[:73]] * 3
+        answers = await asyncio.gather(*(greedy(engine, each, 40) for each in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == right[len(prompt)]
+        async for _ in engine.stream(PROMPT, SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)):
+            near, pages = engine.stats().window_pages, engine.stats().pages
+            most = max(most, near.held + near.shared) if pages.held + pages.shared > 8 else most
+        stats = engine.stats()
+        if "preempt_every" not in settings:  # whose tokens are computed again at once
+            # the window of 24 tokens begins and ends anywhere, and one page is written; all of the prompt's at first
+            assert 0 < most <= 4 + 6 * (chunk > 90)
+        assert stats.hit_rate > 0 or not settings.get("prefix_caching", True)
+        assert stats.preemptions or "preempt_every" not in settings
+
+
+async def test_one_pool_says_why(tmp_path: Path) -> None:
     path = make_checkpoint("gemma3", tmp_path / "gemma3")
-    async with await AsyncEngine.from_pretrained(path, dtype="float32", kv_cache_memory="1MB", num_threads=1) as engine:
+    async with await AsyncEngine.from_pretrained(
+        path, dtype="float32", kv_cache_memory="8MB", num_threads=1, max_num_seqs=2
+    ) as engine:
         assert engine.info.window is None
+        assert engine.info.num_window_pages == 0
+        assert engine.info.one_pool == "the KV cache holds no more in two pools"
         most = 0
         async for _ in engine.stream(PROMPT, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)):
             pages = engine.stats().pages
             most = max(most, pages.held + pages.shared)
         assert most == -(-(len(PROMPT) + 40 - 1) // 16)
+        assert engine.stats().window_pages.total == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.fake_engine import executor_of, greedy, make_engine, oracle
 
-from asyncengine import AsyncEngine, EngineConfig, SamplingParams
+from asyncengine import AsyncEngine, Engine, EngineConfig, SamplingParams
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, EngineError, GrammarError, InvalidParameter
 
 NAN, INF = float("nan"), float("inf")
@@ -31,6 +31,8 @@ def request(prompt: Any = (2, 3), **options: Any) -> Call:
 
 BAD: list[tuple[str, Call, str, str]] = [
     ("unknown parameter", params(temprature=1.0), "temprature", "did you mean 'temperature'"),
+    ("a sampling parameter to the call", request(max_tokens=3), "max_tokens", "pass params=SamplingParams(max_tokens="),
+    ("the same by another name", request(max_new_tokens=3), "max_new_tokens", "params=SamplingParams(max_tokens=...)"),
     ("NaN temperature", params(temperature=NAN), "temperature", "must be finite"),
     ("infinite temperature", params(temperature=INF), "temperature", "must be finite"),
     ("overflowing temperature", params(temperature=10**400), "temperature", "must be finite"),
@@ -151,6 +153,29 @@ def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], field: str):
     with pytest.raises(InvalidParameter) as refused:
         EngineConfig.from_dict(settings)
     assert refused.value.field == field
+
+
+def test_what_is_no_engine_and_no_loader_is_refused_where_it_is_given():
+    with pytest.raises(InvalidParameter, match=r"^build: must be callable; .*AsyncEngine\.from_pretrained, got 'demo'"):
+        AsyncEngine("demo")  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match=r"^engine: must be .*; a model: Engine\.from_pretrained, got 'demo'"):
+        Engine("demo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        (3, "prompts: must be a sequence, got 3"),
+        ("ab", "prompts: must be a sequence of prompts, not one str"),
+        ([[2], None], r"prompts\[1\]: must be a str or a sequence of token ids"),
+        ([[2], [2, 97]], r"prompts\[1\]\[1\]: must be a token id between 0 and 96"),
+    ],
+)
+def test_which_of_many_prompts_is_wrong(prompts: Any, said: str):
+    engine = make_engine(hosted=True)
+    engine.start_blocking()
+    with Engine(engine) as blocking, pytest.raises(InvalidParameter, match=f"^{said}"):
+        blocking.generate_many(prompts, greedy(3))
 
 
 def test_a_context_larger_than_the_cache_is_refused_when_wiring():

@@ -24,7 +24,7 @@ class Late:
         self.result, self.gate, self.failure = result, gate, failure
 
     def wait(self) -> StepResult:
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         if self.failure is not None:
             raise self.failure
         return self.result

@@ -41,7 +41,7 @@ def test_two_loops_in_two_threads_share_one_engine_at_once():
 
     def run(base: int) -> None:
         try:
-            together.wait(10)
+            together.wait(120)
             asyncio.run(client(base))
         except BaseException as error:
             failures.append(error)
@@ -50,7 +50,7 @@ def test_two_loops_in_two_threads_share_one_engine_at_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     engine.close_blocking()
     assert not failures
 
@@ -70,7 +70,7 @@ def test_many_threads_share_one_batch_through_the_blocking_engine():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert results == {i: oracle(engine.aengine, [2 + i, 3], 6) for i in range(16)}
         assert engine.stats().finished
 
@@ -128,7 +128,7 @@ class Loader:
 
     def __call__(self, model: str, config: Any, attempt: Any = None) -> Any:
         self.calls += 1
-        self.go.wait(20)
+        self.go.wait(120)
         if self.fail is not None:
             raise self.fail
         return make_core()
@@ -174,7 +174,7 @@ async def test_a_dropped_handle_is_given_back(loader: Loader):
     cycle: list[Any] = [handle]
     cycle.append(cycle)
     del handle, cycle
-    gc.collect(1)
+    gc.collect()
     await until(lambda: not engine.alive)
 
 
@@ -259,7 +259,7 @@ async def test_stats_add_up_and_may_be_read_from_any_thread_while_running():
         await idle(engine)
         stop.set()
         for watcher in watchers:
-            watcher.join(10)
+            watcher.join(120)
         assert not failures
         assert reads > 3
         stats = engine.stats()

@@ -89,7 +89,7 @@ class Rooms:
             self.inside += 1
             self.most = max(self.most, self.inside)
             self.order.append(number)
-            self.go.wait(20)
+            self.go.wait(120)
             self.inside -= 1
 
 

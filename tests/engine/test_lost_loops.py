@@ -39,7 +39,7 @@ class Caller:
             self.outcome = error
 
     def ended(self) -> Any:
-        self._thread.join(10)
+        self._thread.join(120)
         assert not self._thread.is_alive(), "it waits for ever"
         return self.outcome
 

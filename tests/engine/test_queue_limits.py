@@ -179,7 +179,7 @@ def test_a_plain_thread_waits_in_the_same_line():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert len(results) == 8
 
 
@@ -226,7 +226,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
         assert [sample.finish_reason for sample in done.samples] == ["timeout"] * samples
         assert (done.text, done.usage.prompt_tokens, done.usage.completion_tokens) == ("", 2, 0)
         assert done.timings.first_token is None
-        assert 0.05 <= done.timings.total < 5
+        assert 0.05 <= done.timings.total < 60
         assert engine.stats().finished == {"timeout": samples}
         assert not engine.core.loop.queue_limit._line
         executor_of(engine).release()

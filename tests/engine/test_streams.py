@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.fake_engine import executor_of, greedy, idle, make_engine, oracle, until
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
 
 from asyncengine import SamplingParams
 from asyncengine.errors import RequestFailed
@@ -148,13 +148,14 @@ async def test_timeout_gives_the_partial_answer_as_a_reason():
 
 @pytest.mark.parametrize("hosted", HOSTINGS)
 async def test_the_waiting_limit_ends_what_cannot_start(hosted: bool):
-    async with make_engine(hosted=hosted, max_num_seqs=1, waiting_timeout=0.05) as engine:
+    async with make_engine(hosted=hosted, max_num_seqs=1) as engine:
         executor = executor_of(engine)
+        executor.hold(after=1)  # the first has its place then, and is not at its end
         async with engine.stream([2, 3], greedy(450, ignore_eos=True)) as first:
             await anext(first)
-            executor.hold()
+            await in_thread(executor.entered.wait)
+            engine.core.validator.config = engine.core.config.replace(waiting_timeout=0.05)
             async with engine.stream([4, 5], greedy(4)) as second:
-                await asyncio.get_running_loop().run_in_executor(None, executor.entered.wait)
                 deadline = engine.core.loop.clock.now() + 0.06
                 await until(lambda: engine.core.loop.clock.now() > deadline)
                 executor.release()

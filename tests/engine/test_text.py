@@ -24,7 +24,7 @@ class Reciter(FakeModel):
         super().__init__(vocab_size)
         self.script = script
 
-    def next_token(self, tokens: Any, seed: int = 0) -> int:
+    def next_token(self, tokens: Any, seed: int = 0, near: Any = None) -> int:
         return self.script[(len(tokens) - 1) % len(self.script)]
 
 

@@ -32,7 +32,7 @@ WHOLE, LAST = Pooled(whole=True, every=True), Pooled()
 
 def embedder(pooled: Pooled = WHOLE, *, hosted: bool = False, **settings: Any) -> AsyncEngine:
     modes = ("mean",) if pooled.every else ("lasttoken",)
-    model = VectorModel(PoolingSpec("embed", modes), WIDTH, whole=pooled.whole)
+    model = VectorModel(PoolingSpec("embed", modes, whole=pooled.whole), WIDTH)
     executor = SteppedExecutor(128, 4, width=WIDTH)
     return make_engine(hosted=hosted, executor=executor, wiring={"vectors": model}, **settings)
 
@@ -136,6 +136,8 @@ async def test_ways_to_end() -> None:
         late = asyncio.create_task(engine.embed(some_texts(300), timeout=0.01))
         aborted = asyncio.create_task(engine.embed(some_texts(300), request_id="mine"))
         await until(lambda: engine.abort("mine"))
+        out_of_time = engine.core.loop.clock.now() + 0.01
+        await until(lambda: engine.core.loop.clock.now() > out_of_time)
         executor.release()
         with pytest.raises(RequestFailed, match="mine: text 0 was aborted"):
             await aborted

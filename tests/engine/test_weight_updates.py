@@ -12,6 +12,7 @@ from support.threads import no_new_engine_thread
 
 from asyncengine import AsyncEngine, Engine, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel, WrongLoop
 from asyncengine.errors import ModelNotFound
+from asyncengine.scheduler.messages import UpdateWeights
 from asyncengine.testing import Recording, assert_nothing_held, replay
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
@@ -45,15 +46,24 @@ def prompt(number: int) -> list[int]:
     return [2 + number, 3, 4, 5, 6]
 
 
+def asked(engine: AsyncEngine) -> bool:
+    """An update was posted: whatever is posted from now on comes after it."""
+    loop = engine.core.loop
+    return bool(loop.scheduler.roster.weights._pending) or any(
+        isinstance(message, UpdateWeights) for message in list(loop.inbox._items)
+    )
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_requests_before_and_after(depth: int):
     """The former end first, with the weights that they were submitted to; the latter wait."""
     async with engine_of(max_steps_in_flight=depth) as engine:
+        executor_of(engine).hold(after=3)
         old = [asyncio.create_task(engine.generate(prompt(i), greedy(20 + i))) for i in range(6)]
-        await until(lambda: engine.stats().generated_tokens > 6)
+        await until(executor_of(engine).entered.is_set)
         update = asyncio.create_task(engine.update_weights(5))  # type: ignore[arg-type]
-        await until(lambda: bool(engine.core.loop.updates))
-        await asyncio.sleep(0)
+        await until(lambda: asked(engine))
+        executor_of(engine).release()
         new = [asyncio.create_task(engine.generate(prompt(i), greedy(20 + i))) for i in range(6)]
         await update
         assert all(task.done() for task in old)
@@ -67,9 +77,13 @@ async def test_requests_before_and_after(depth: int):
 
 async def test_recompute_takes_those_that_run_along():
     async with engine_of() as engine:
+        executor_of(engine).hold(after=8)
         running = asyncio.create_task(engine.generate(prompt(0), greedy(400)))
-        await until(lambda: engine.stats().generated_tokens > 6)
-        await engine.update_weights(5, mode="recompute")  # type: ignore[arg-type]
+        await until(executor_of(engine).entered.is_set)
+        update = asyncio.create_task(engine.update_weights(5, mode="recompute"))  # type: ignore[arg-type]
+        await until(lambda: asked(engine))
+        executor_of(engine).release()
+        await update
         assert not running.done()
         found = (await running).token_ids
         kept = next(count for count in range(400) if found[count] != answer(prompt(0), 400)[count])
@@ -97,10 +111,12 @@ async def test_what_fails_while_it_writes_ends_the_engine():
 
 async def test_leaving_takes_it_back():
     async with engine_of() as engine:
+        executor_of(engine).hold(after=3)
         old = asyncio.create_task(engine.generate(prompt(0), greedy(300)))
-        await until(lambda: engine.stats().generated_tokens > 3)
+        await until(executor_of(engine).entered.is_set)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.update_weights(5), 0.01)  # type: ignore[arg-type]
+        executor_of(engine).release()
         assert (await engine.generate(prompt(1), greedy(2))).token_ids == answer(prompt(1), 2)
         assert not old.done()
         assert (await old).token_ids == answer(prompt(0), 300)

@@ -87,7 +87,7 @@ with Engine(make_engine(hosted=True, pages=2000)) as engine:
     assert in_child(lambda: sys.exit(0)) == "SystemExit: 0"
     context = multiprocessing.get_context("fork")
     child = context.Process(target=lambda: sys.exit(7))  # a multiprocessing child ends as it likes
-    child.start(); child.join(30)
+    child.start(); child.join(120)
     assert child.exitcode == 7, child.exitcode
     pid = os.fork()
     if pid == 0:

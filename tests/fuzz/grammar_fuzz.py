@@ -69,15 +69,20 @@ class GrammarLife(Life):
     """One seed. `faults=False`: no matcher breaks and no row fails, so that the recording can be replayed."""
 
     def __init__(
-        self, seed: int, depth: int | None = None, *, faults: bool = True, states: bool = False, windows: bool = False
-    ) -> None:
-        super().__init__(seed, depth, states=states, windows=windows)
+        self, seed: int, depth: int | None = None, *, faults: bool = True, states: bool = False, windows: bool = False,
+        mixed: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(seed, depth, states=states, windows=windows, mixed=mixed)
         rng = self.rng
         self.faults = faults
         self.adapters = AdapterSlots(rng.choice([1, 2]))
         self.scheduler = Scheduler(self.config, self.scheduler.kv, self.adapters)
         model = FakeModel(LOGITS, EOS, rng.choice([0, 20]), self.recording.windows)
-        self.executor = FakeExecutor(self.recording.num_pages, self.config.page_size, model, self.recording.num_states)
+        recording = self.recording
+        self.executor = FakeExecutor(
+            recording.num_pages, self.config.page_size, model, recording.num_states,
+            num_window_pages=recording.num_window_pages,
+        )  # fmt: skip
         self.forced = 0
         """Tokens that grammars forced on requests which were still there to take them."""
         self.check_forced = True

@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.sight import Sight
+from asyncengine.kvcache.window_books import BESIDE
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Output, Scheduler
 from asyncengine.scheduler.messages import Abort, Message, StopText
-from asyncengine.step import Batch, StepResult
+from asyncengine.step import Batch, Row, StepResult
 from asyncengine.testing import FakeExecutor, FakeModel, Recording
 from asyncengine.testing.fake_vectors import fake_vector
 
@@ -50,14 +53,30 @@ def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
     return tuple(kinds)
 
 
+def random_window_pages(rng: random.Random, kinds: tuple[tuple[int, int], ...], page_size: int) -> int:
+    """From as few as one request needs to go on."""
+    near = Sight.of(kind for kind in kinds if any(kind))
+    assert near is not None
+    return 2 + BESIDE + near.span // page_size + rng.choice([0, 0, 1, 3, 10, 30])
+
+
+def window_pages(row: Row, start: int, page_size: int) -> list[int]:
+    """Those that `row` names of positions from `start` on."""
+    if row.window is None:
+        return []
+    first, end = row.window.first, -(-(row.start + row.num_scheduled) // page_size)
+    return row.window.pages[max(start // page_size - first, 0) : end - first]
+
+
 class Life:
     """One seed: a random configuration, random traffic, and the books of what must come out."""
 
     def __init__(
-        self, seed: int, depth: int | None = None, *, states: bool = False, windows: bool = False, vectors: float = 0.0
-    ) -> None:
+        self, seed: int, depth: int | None = None, *, states: bool = False, windows: bool = False, vectors: float = 0.0,
+        mixed: bool = False,
+    ) -> None:  # fmt: skip
         """`states`: of a model that keeps recurrent states. `windows`: of one that sees no further than so far.
-        `vectors`: the share of requests for vectors."""
+        `mixed`: of one of which some layers do, in pages of their own. `vectors`: the share of requests for vectors."""
         self.seed = seed
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
@@ -76,8 +95,13 @@ class Life:
             max_steps_in_flight=depth or rng.choice([1, 1, 2]),
         )
         num_states = rng.choice([2, 3, 5, 9, 33]) if states else 0
-        kinds = random_windows(rng) if windows else ()
-        self.recording = Recording(self.config, num_pages, num_states=num_states, windows=kinds)
+        kinds = random_windows(rng) if windows or mixed else ()
+        if mixed:
+            kinds = (*kinds, (0, 0))
+        own = random_window_pages(rng, kinds, self.config.page_size) if mixed else 0
+        self.recording = Recording(
+            self.config, num_pages, num_states=num_states, windows=kinds, num_window_pages=own
+        )  # fmt: skip
         kv = KVCache(
             num_pages,
             self.config.page_size,
@@ -85,12 +109,15 @@ class Life:
             eviction=self.config.eviction,
             num_states=num_states,
             windows=kinds,
+            num_window_pages=own,
             most_ahead=self.config.most_ahead,
         )
         self.capacity = min(kv.longest, LONGEST * kv.pool.capacity * self.config.page_size)
         self.scheduler = Scheduler(self.config, kv)
         model = FakeModel(eos_every=rng.choice([0, 20]), windows=kinds)
-        self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states)
+        self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states, num_window_pages=own)
+        self.predict: Callable[[Sequence[int]], tuple[int, ...]] = lambda right: ()
+        """What the caller of a request says that its answer will be; `right` is what it is."""
         self.windowed = kv.sight is not None
         self.losing = states and seed % 4 == 2
         """Some steps have not enough memory, and states that they had begun to move are lost."""
@@ -153,21 +180,23 @@ class Life:
         for _ in range(samples):
             self.last_ticket = ticket = self.last_ticket + 1
             salt = rng.choice([None, None, "tenant"]) if samples == 1 else None
+            seed = ticket if samples > 1 else 0
+            right = self.executor.model.oracle(prompt, max_total - len(prompt), seed, (EOS,))
             spec = RequestSpec(
                 ticket,
                 tuple(prompt),
                 SamplingParams(),
                 max_total,
                 RequestOptions(priority=priority, cache_salt=salt),
-                seed=ticket if samples > 1 else 0,
+                seed=seed,
                 stop_ids=(EOS,),
                 arrival=self.now,
                 group=first if samples > 1 else None,
                 deadline=deadline,
+                prediction=self.predict(right) if samples == 1 else (),
                 inter_token_timeout=30.0 if rng.random() < 0.05 else None,
             )
-            self.expected[ticket] = self.executor.model.oracle(prompt, max_total - len(prompt), spec.seed, (EOS,))
-            self.received[ticket], self.prompts[ticket] = [], len(prompt)
+            self.expected[ticket], self.received[ticket], self.prompts[ticket] = right, [], len(prompt)
             self._apply(spec)
 
     def _arrive_for_a_vector(self) -> None:
@@ -233,6 +262,8 @@ class Life:
                     continue
                 written = row.pages[row.start // size : -(-(row.start + row.num_scheduled) // size)]
                 assert named.isdisjoint(written), f"step {batch.step} writes pages that a step in flight names"
+                theirs = set(window_pages(flying, 0, size))
+                assert theirs.isdisjoint(window_pages(row, row.start, size)), f"step {batch.step}: window pages, alike"
                 assert row.slot != flying.slot, f"step {batch.step} uses a slot that a step in flight names"
                 if row.state is not None and flying.state is not None:
                     ours = {row.state.slot, *(slot for _, slot in row.state.saves)}
@@ -267,6 +298,8 @@ class Life:
                 assert received == expected[: len(received)], f"ticket {ticket}: wrong tokens before it left"
         pages = self.scheduler.kv.counts([])
         assert (pages.free + pages.cached, pages.shared, pages.retiring) == (pages.total, 0, 0), f"leaked: {pages}"
+        near = self.scheduler.kv.window_counts([])
+        assert (near.free + near.cached, near.shared, near.retiring) == (near.total, 0, 0), f"leaked: {near}"
         self.scheduler.check_sums()
         states = self.scheduler.kv.state_counts([])
         assert states.free + states.snapshots == states.total, f"leaked: {states}"

@@ -13,6 +13,7 @@ from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.speculation.drafter import Drafter, LookupDrafter
+from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
 from asyncengine.speculation.store import OutputStore
 from asyncengine.testing import FakeExecutor, FakeModel
@@ -24,8 +25,11 @@ VOCABULARY = 90
 class FuzzDrafter:
     """Guesses by what it knows of the right answer."""
 
-    def __init__(self, kind: str, right: Sequence[int], prompt_len: int, rng: random.Random) -> None:
+    def __init__(
+        self, kind: str, right: Sequence[int], prompt_len: int, rng: random.Random, predicted: bool = False
+    ) -> None:
         self.kind, self.right, self.prompt_len, self.rng = kind, right, prompt_len, rng
+        self.predicted = predicted
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft:
         done = len(tokens) - self.prompt_len
@@ -42,7 +46,7 @@ class FuzzDrafter:
                 right = [token if rng.random() < 0.7 else rng.randrange(VOCABULARY) for token in right]
             case "over-long":  # beyond the end of the output, and more than it is asked for
                 right = [*self.right[done:], *(rng.randrange(VOCABULARY) for _ in range(8))]
-        return Draft(tuple(right), 9) if right else NOTHING
+        return Draft(tuple(right), Evidence.RESUMED, self.predicted) if right else NOTHING
 
 
 def free_costs() -> StepCosts:
@@ -60,7 +64,7 @@ def planner_for(life: Life, answers: Mapping[int, Sequence[int]], model_costs: S
         kind = rng.choice(KINDS if model_costs is None else (*KINDS, *["empty"] * 3 * len(KINDS)))
         if kind == "lookup":
             return LookupDrafter(spec, tokens, namespace, store)
-        return FuzzDrafter(kind, answers[spec.ticket], len(spec.prompt), rng)
+        return FuzzDrafter(kind, answers[spec.ticket], len(spec.prompt), rng, bool(spec.prediction))
 
     return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, model_costs)
 
@@ -81,10 +85,12 @@ class _Answers(Mapping[int, Sequence[int]]):
         return len(self._life.plans)
 
 
-def speculative_life(seed: int, depth: int | None = None) -> Life:
+def speculative_life(seed: int, depth: int | None = None, *, mixed: bool = False) -> Life:
     """A `Life` whose requests are drafted for."""
-    life = Life(seed, depth)
-    life.scheduler._drafts = planner_for(life, life.expected)
+    life = Life(seed, depth, mixed=mixed)
+    rng = random.Random(seed)
+    life.predict = lambda right: tuple(right) if rng.random() < 0.5 else ()
+    life.scheduler.roster.drafts = planner_for(life, life.expected)
     return life
 
 
@@ -92,21 +98,21 @@ class ForgetfulModel(FakeModel):
     """Of a draft: about one guess in `every` is another than the right one; 0: none."""
 
     def __init__(self, right: FakeModel, every: int) -> None:
-        super().__init__(right.vocab_size, right.eos, right.eos_every)
+        super().__init__(right.vocab_size, right.eos, right.eos_every, right.windows)
         self._every = every
 
-    def next_token(self, tokens: Sequence[int], seed: int = 0) -> int:
-        token = super().next_token(tokens, seed)
+    def next_token(self, tokens: Sequence[int], seed: int = 0, near: Sequence[int] | None = None) -> int:
+        token = super().next_token(tokens, seed, near)
         return 2 + token % 90 if self._every and sum(tokens) % self._every == 0 else token
 
 
-def life_with_draft_model(seed: int, depth: int | None = None, every: int = 0) -> Life:
+def life_with_draft_model(seed: int, depth: int | None = None, every: int = 0, *, mixed: bool = False) -> Life:
     """A `Life` with a draft model that guesses as `ForgetfulModel` does, from what lies in pages of its own."""
-    life = Life(seed, depth)
+    life = Life(seed, depth, mixed=mixed)
     executor = life.executor
     draft = FakeExecutor(executor.num_pages, executor.page_size, ForgetfulModel(executor.model, every))
-    executor.draft_model = DraftModel(draft, 10_000 if seed % 3 else 30, 128 if seed % 2 else 5)
-    life.scheduler._drafts = planner_for(life, life.expected, StepCosts([1e-6] * len(SIZES), 1.0))
+    executor.draft_model = DraftModel(draft, 10_000 if seed % 3 else 30, 128 if seed % 2 else 5, (seed % 4 == 1) * 0.4)
+    life.scheduler.roster.drafts = planner_for(life, life.expected, StepCosts([1e-6] * len(SIZES), 1.0))
     return life
 
 
@@ -121,6 +127,6 @@ def check_guesses(life: Life) -> int:
 def speculative_grammar_life(seed: int) -> GrammarLife:
     """The same with grammars, adapters and faults."""
     life = GrammarLife(seed, faults=bool(seed % 3))
-    life.scheduler._drafts = planner_for(life, _Answers(life))
+    life.scheduler.roster.drafts = planner_for(life, _Answers(life))
     life.check_forced = False
     return life

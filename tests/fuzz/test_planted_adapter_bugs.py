@@ -16,7 +16,7 @@ from asyncengine.lora.claims import Claims
 from asyncengine.lora.host_store import HostStore
 from asyncengine.lora.registry import AdapterRegistry
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.scheduler import Scheduler
+from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.slots import Slots
 from asyncengine.step import AdapterSwap
 
@@ -75,14 +75,14 @@ def keep_the_old_slot_after_preemption(patch: pytest.MonkeyPatch) -> None:
 
 def keep_the_adapter_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     """Its slot is taken once more at every admission."""
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         if request.adapter_digest:
-            self._slots._adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
+            self.slots._adapters.admit(request.adapter_digest, [])  # type: ignore[union-attr]
         preempt(self, request)
 
-    patch.setattr(Scheduler, "_preempt", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 def evict_an_adapter_in_use(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.kv_cache import KVCache
 from asyncengine.kvcache.radix_tree import RadixTree
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.scheduler import Scheduler
+from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.slots import Slots
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -21,12 +21,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def publish_what_was_never_computed(patch: pytest.MonkeyPatch) -> None:
     """The last sampled token has no keys and values yet, but its page goes into the cache as if it had."""
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         if self.kv.prefix_caching and len(request.tokens) // self.kv.page_size > request.table.num_shared:
             computed = min(len(request.tokens), len(request.table.pages) * self.kv.page_size)
             self.kv.publish(request.table, request.tokens, computed, request.last_step)
 
-    patch.setattr(Scheduler, "_publish", broken)
+    patch.setattr(Roster, "publish", broken)
 
 
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
@@ -92,13 +92,13 @@ def evict_pages_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def believe_results_of_an_earlier_life(patch: pytest.MonkeyPatch) -> None:
     """A result launched before a preemption counts as computed after it (vLLM #41951)."""
-    close = Scheduler._close
+    close = Roster._close
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         close(self, request)
         request.epoch -= 1
 
-    patch.setattr(Scheduler, "_close", broken)
+    patch.setattr(Roster, "_close", broken)
 
 
 def hand_out_a_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -114,38 +114,38 @@ def hand_out_a_slot_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 def forget_tokens_when_preempted(patch: pytest.MonkeyPatch) -> None:
     """A preempted request starts its output again."""
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         preempt(self, request)
         request.tokens = request.tokens[: request.spec.prompt_len]
 
-    patch.setattr(Scheduler, "_preempt", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 def end_twice(patch: pytest.MonkeyPatch) -> None:
     """An abort of a request that has just ended ends it again."""
-    end_ticket = Scheduler._end_ticket
+    end_ticket = Roster.end_ticket
 
-    def broken(self: Scheduler, ticket: int, reason: Any) -> None:
+    def broken(self: Roster, ticket: int, reason: Any) -> None:
         if ticket not in self.requests:
             from asyncengine.scheduler import Output
 
-            self._outputs.append(Output(ticket, reason=reason))
+            self.outputs.append(Output(ticket, reason=reason))
         end_ticket(self, ticket, reason)
 
-    patch.setattr(Scheduler, "_end_ticket", broken)
+    patch.setattr(Roster, "end_ticket", broken)
 
 
 def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     """A preempted request is in no queue."""
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         preempt(self, request)
         self.waiting.remove(request)
 
-    patch.setattr(Scheduler, "_preempt", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 PLANTS: list[Plant] = [

@@ -11,41 +11,42 @@ from fuzz.grammar_fuzz import Breaking, GrammarLife
 from asyncengine.errors import EngineError
 from asyncengine.grammar.closing import ByteClosing
 from asyncengine.grammar.matcher import Matcher
-from asyncengine.scheduler import rows, scheduler
+from asyncengine.scheduler import results, rows
 from asyncengine.scheduler.request import Request
-from asyncengine.scheduler.scheduler import Scheduler
+from asyncengine.scheduler.results import Results
+from asyncengine.scheduler.roster import Roster
 from asyncengine.testing import FakeExecutor
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def append_forced_tokens_twice(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Scheduler, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
+    def broken(self: Results, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
         return accept(self, request, (*tokens, *tokens[1:]), *rest)
 
-    accept = Scheduler._accept_several
-    patch.setattr(Scheduler, "_accept_several", broken)
+    accept = Results._accept_several
+    patch.setattr(Results, "_accept_several", broken)
 
 
 def lose_the_last_forced_token(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Scheduler, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
+    def broken(self: Results, request: Any, tokens: tuple[int, ...], *rest: Any) -> int:
         return accept(self, request, tokens[: max(1, len(tokens) - 1)], *rest)
 
-    accept = Scheduler._accept_several
-    patch.setattr(Scheduler, "_accept_several", broken)
+    accept = Results._accept_several
+    patch.setattr(Results, "_accept_several", broken)
 
 
 def believe_forced_tokens_are_computed(patch: pytest.MonkeyPatch) -> None:
     """Nobody has computed their keys and values yet."""
 
-    def broken(self: Scheduler, request: Any, *rest: Any) -> int:
+    def broken(self: Results, request: Any, *rest: Any) -> int:
         taken = accept(self, request, *rest)
-        if request.table is not None and self.kv.grow(request.table, len(request.tokens)):
+        if request.table is not None and self._roster.kv.grow(request.table, len(request.tokens)):
             request.num_computed = request.num_launched = len(request.tokens) - 1
         return taken
 
-    accept = Scheduler._accept_several
-    patch.setattr(Scheduler, "_accept_several", broken)
+    accept = Results._accept_several
+    patch.setattr(Results, "_accept_several", broken)
 
 
 def go_on_after_a_matcher_failed(patch: pytest.MonkeyPatch) -> None:
@@ -111,24 +112,24 @@ def never_close(patch: pytest.MonkeyPatch) -> None:
 
 
 def reset_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         preempt(self, request)
         if request.matcher is not None and not isinstance(request.matcher, Breaking):
             request.matcher = request.matcher.fresh()
 
-    patch.setattr(Scheduler, "_preempt", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 def lose_the_matcher_of_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Roster.preempt
 
-    def broken(self: Scheduler, request: Any) -> None:
+    def broken(self: Roster, request: Any) -> None:
         preempt(self, request)
         request.matcher = None
 
-    patch.setattr(Scheduler, "_preempt", broken)
+    patch.setattr(Roster, "preempt", broken)
 
 
 def believe_what_was_launched_for_another_token(patch: pytest.MonkeyPatch) -> None:
@@ -164,19 +165,19 @@ def ask_the_matcher_whether_it_is_done(patch: pytest.MonkeyPatch) -> None:
         return end(matcher, token._replace(complete=matcher.is_terminated()), reason)
 
     end = rows.constrained_end
-    patch.setattr(scheduler, "constrained_end", broken)
+    patch.setattr(results, "constrained_end", broken)
 
 
 def start_before_the_grammar_is_there(patch: pytest.MonkeyPatch) -> None:
     """Whose adapter is loaded starts, whether its grammar is compiled or not."""
 
-    def broken(self: Scheduler, queue: Any, ticket: int, error: Any) -> None:
+    def broken(self: Roster, queue: Any, ticket: int, error: Any) -> None:
         if queue is self.adapter_queue:
             self.grammar_queue.pop(ticket, None)
         leave(self, queue, ticket, error)
 
-    leave = Scheduler._leave_queue
-    patch.setattr(Scheduler, "_leave_queue", broken)
+    leave = Roster.leave_queue
+    patch.setattr(Roster, "leave_queue", broken)
 
 
 def ignore_that_the_budget_ran_out(patch: pytest.MonkeyPatch) -> None:
@@ -186,12 +187,12 @@ def ignore_that_the_budget_ran_out(patch: pytest.MonkeyPatch) -> None:
     def broken(matcher: Any, token: Any, reason: Any) -> Any:
         return end(matcher, token, reason) if token.complete else (reason, None)
 
-    patch.setattr(scheduler, "constrained_end", broken)
+    patch.setattr(results, "constrained_end", broken)
 
 
 def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """An output that nothing may follow is not ended."""
-    patch.setattr(scheduler, "constrained_end", lambda matcher, token, reason: (reason, None))
+    patch.setattr(results, "constrained_end", lambda matcher, token, reason: (reason, None))
 
 
 PLANTS: list[Plant] = [

@@ -14,21 +14,25 @@ SEEDS = int(os.environ.get("ASYNCENGINE_SPECULATION", "24"))
 def test_drafts_change_nothing() -> None:
     """Oracle, adversarial, random, empty, over-long and lookup drafters; leavers, preemption, n > 1, depth 1 and 2."""
     tally = Tally()
-    drafted = accepted = steps = 0
+    drafted = accepted = steps = behind_prompts = 0
     for seed in range(SEEDS):
         life = speculative_life(seed)
+        life.executor.keep_batches = True
         life.run()
+        rows = [row for batch in life.executor.executed for row in batch.rows if row.drafts]
+        behind_prompts += sum(row.start < len(row.spec.prompt) for row in rows)
         life.count(tally)
-        assert life.scheduler._drafts is not None
-        counters = life.scheduler._drafts.counters
+        assert life.scheduler.roster.drafts is not None
+        counters = life.scheduler.roster.drafts.counters
         drafted, accepted = drafted + counters.drafted, accepted + counters.accepted
         steps += life.scheduler.counters.steps
-        assert not life.scheduler._drafts._requests
+        assert not life.scheduler.roster.drafts._requests
     assert tally.requests >= 50 * SEEDS
     # and it was worth it:
     assert accepted > 60 * SEEDS
     assert drafted - accepted > 40 * SEEDS
     assert tally.preemptions > 10 * SEEDS
+    assert behind_prompts > SEEDS
 
 
 def test_a_request_with_good_guesses_is_not_launched_ahead() -> None:
@@ -74,8 +78,8 @@ def test_drafts_change_nothing_of_what_grammars_write() -> None:
         life = speculative_grammar_life(seed)
         life.run()
         life.count(tally)
-        assert life.scheduler._drafts is not None
-        counters = life.scheduler._drafts.counters
+        assert life.scheduler.roster.drafts is not None
+        counters = life.scheduler.roster.drafts.counters
         accepted, refused = accepted + counters.accepted, refused + counters.drafted - counters.accepted
     assert tally.valid > 5 * SEEDS
     assert accepted > 10 * SEEDS

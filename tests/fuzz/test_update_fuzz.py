@@ -13,6 +13,7 @@ from fuzz.update_fuzz import UpdateLife
 
 from asyncengine.kvcache import KVCache
 from asyncengine.scheduler import Scheduler
+from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.weight_updates import WeightUpdates
 
 LIVES = int(os.environ.get("ASYNCENGINE_UPDATE_LIVES", "12"))
@@ -36,11 +37,11 @@ def test_random_requests_with_updates() -> None:
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the cache is kept": lambda patch: patch.setattr(KVCache, "clear", lambda self: None),
-    "nobody computes again": lambda patch: patch.setattr(Scheduler, "_preempt", lambda self, request: None),
+    "nobody computes again": lambda patch: patch.setattr(Roster, "preempt", lambda self, request: None),
     "newcomers are not held": lambda patch: patch.setattr(WeightUpdates, "is_before", lambda self, request: False),
     "nobody is freed": lambda patch: patch.setattr(WeightUpdates, "remove", lambda self, number: []),
     "steps in flight are not waited for": lambda patch: patch.setattr(
-        Scheduler, "due_update", property(lambda self: self._weights.due(self.requests))
+        Scheduler, "due_update", property(lambda self: self.roster.weights.due(self.requests))
     ),
 }
 

@@ -11,8 +11,8 @@ from asyncengine.scheduler.messages import Message, UpdateWeights, WithdrawUpdat
 class UpdateLife(Life):
     """Every token is checked against the weights of its moment, and every request against those it may meet."""
 
-    def __init__(self, seed: int, *, states: bool = False) -> None:
-        super().__init__(seed, states=states)
+    def __init__(self, seed: int, *, states: bool = False, mixed: bool = False) -> None:
+        super().__init__(seed, states=states, mixed=mixed)
         self.losing = False
         self.executor.lose = lambda row: False
         self.next_number = 0

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from asyncengine.attention import pool_sizes
 from asyncengine.gpucheck import memory
 from asyncengine.gpucheck.families import families, make_checkpoint
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, Settings
-from asyncengine.runner import building, model_runner
+from asyncengine.runner import building, model_runner, parts
+from asyncengine.step import FinishedStep, StepResult
 
 CPU = Settings("cpu", "torch", quick=True, seed=4)
 
@@ -33,7 +35,7 @@ def test_a_sound_engine_passes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 async def test_an_engine_that_dies_of_it_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "is_out_of_memory", lambda _: False)
+    monkeypatch.setattr(parts, "is_out_of_memory", lambda _: False)
     with pytest.raises(CheckFailed, match="ended with EngineDead"):
         await memory.step_too_large(CPU, folder)
 
@@ -46,7 +48,7 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
         rows = len(batch.rows)
         if rows > 1 and any(row.tokens[0] == memory._MARK for row in batch.rows):
             errors = dict.fromkeys(range(rows), "no memory")
-            return model_runner.FinishedStep(model_runner.StepResult(batch.step, [-1] * rows, errors=errors))
+            return FinishedStep(StepResult(batch.step, [-1] * rows, errors=errors))
         return launch(self, batch)
 
     monkeypatch.setattr(model_runner.ModelRunner, "_launch", all_or_nothing)
@@ -56,6 +58,6 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
 
 async def test_kv_memory_that_is_granted_for_nothing_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "free_bytes", lambda _: 2**62)
-    monkeypatch.setattr(building, "num_pages_for", lambda *_: 64)
+    monkeypatch.setattr(pool_sizes, "num_pages_for", lambda *_: 64)
     with pytest.raises(CheckFailed, match="were granted"):
         await memory.too_much_kv(CPU, folder)

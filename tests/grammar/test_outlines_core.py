@@ -326,7 +326,7 @@ def gone(pid: int) -> bool:
 
 
 def until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not gone(pid):
         assert time.monotonic() < deadline, "the process lives on"
         time.sleep(0.01)
@@ -359,7 +359,7 @@ def test_a_slow_pattern_is_killed_and_nothing_stays() -> None:
         os.kill(second, 0)
     with pytest.raises(GrammarError, match="closed"):
         compiled(backend, "a")
-    assert held() == before
+    assert all(now <= then for now, then in zip(held(), before, strict=True))  # others' may have ended meanwhile
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of address space is enforced on Linux")
@@ -413,7 +413,7 @@ def test_closing_while_it_compiles() -> None:
     with pytest.raises(GrammarTimeout):  # one at a time: waiting for its turn counts
         backend.compile(Grammar("regex", "a"), 0.05)
     backend.close()
-    thread.join(10)
+    thread.join(120)
     assert [str(error) for error in errors] == ["grammar: the outlines_core backend was closed"]
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
@@ -486,7 +486,7 @@ def test_a_plain_script_may_use_it_and_take_it_along(tmp_path: Path, manner: str
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert run.returncode == (-9 if manner == "busy" else 0), run.stderr

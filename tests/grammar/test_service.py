@@ -92,7 +92,7 @@ class Backend:
         self.compiled.append(grammar.text)
         self.threads.append(threading.current_thread().name)
         self.begun.release()
-        self.go.wait(10)
+        self.go.wait(120)
         return self.outcome(grammar)
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Desk:
         self.answers[ticket].set_result(outcome)
 
     async def begun(self) -> None:
-        assert await asyncio.to_thread(self.backend.begun.acquire, True, 5)
+        assert await asyncio.to_thread(self.backend.begun.acquire, True, 120)
 
     async def __aenter__(self) -> Desk:
         return self
@@ -135,7 +135,7 @@ class Desk:
         assert self.backend.closed or not self.backend.compiled
         for thread in threading.enumerate():
             if thread.name.startswith("asyncengine-grammar") and thread not in self.threads:
-                await asyncio.to_thread(thread.join, 5)
+                await asyncio.to_thread(thread.join, 120)
                 assert not thread.is_alive(), "a worker is left"
 
 
@@ -191,13 +191,13 @@ async def test_one_who_leaves_cancels_what_has_not_begun():
 
 
 async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
-    async with Desk(grammar_timeout=0.05) as desk:
+    async with Desk(grammar_timeout=0.3) as desk:
         desk.backend.go.clear()
         slow = desk.start(1, A)
         outcome = await slow
         assert isinstance(outcome, GrammarTimeout)
         assert outcome.field == "grammar"
-        assert "grammar_timeout=0.05" in str(outcome)
+        assert "grammar_timeout=0.3" in str(outcome)
         again = desk.start(2, A)  # joins what still runs
         desk.backend.go.set()
         assert not isinstance(await again, Exception)
@@ -207,7 +207,7 @@ async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
 
 async def test_waiting_for_a_worker_is_not_the_grammars_own_time():
     """Somebody's slow grammar keeps the only worker busy: it times out, those behind it do not."""
-    async with Desk(grammar_timeout=0.05, grammar_workers=1) as desk:
+    async with Desk(grammar_timeout=0.3, grammar_workers=1) as desk:
         desk.backend.go.clear()
         slow = desk.start(1, A)
         behind = [desk.start(2, B), desk.start(3, C)]

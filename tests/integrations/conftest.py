@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import string
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from support.peft_checkpoints import make_peft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncengine import AsyncEngine, EngineHandle, SamplingParams, shared_engine
+from asyncengine.events import StepDone
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 CONFIG: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory": "32MiB", "num_threads": 1}
@@ -142,13 +145,50 @@ class Watch:
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
         self.before = self.engine.stats()
+        self.held = threading.Event()
+        """Set while the engine runs freely."""
+        self.held.set()
+        self._remove: Callable[[], None] = lambda: None
 
     def ended(self, reason: str) -> int:
         """Samples that ended so since this watch began."""
         return self.engine.stats().finished.get(reason, 0) - self.before.finished.get(reason, 0)
 
+    def hold(self, steps: int = 16, until: Callable[[], bool] | None = None) -> None:
+        """From now on the engine stands still after every so many `steps` until something lies in its inbox, or
+        `until` says so: what a test is about to leave can't end before it, however late the test's own thread is. See
+        `release`."""
+        held, inbox, count = threading.Event(), self.engine.core.loop.inbox, 0
+        go_on = until or (lambda: bool(inbox._items))
+        gives_up = time.monotonic() + 120
+
+        def hook(event: object) -> None:
+            nonlocal count
+            if not isinstance(event, StepDone):
+                return
+            count += 1
+            if count >= steps:
+                count = 0
+                while not go_on() and not held.wait(0.001):
+                    assert time.monotonic() < gives_up, "nobody came to the engine that is held"
+
+        remove = self.engine.on_event(hook)
+        self.release()  # only now: it never runs freely in between
+        self.held, self._remove = held, remove
+
+    @property
+    def num_requests(self) -> int:
+        """That have come to the engine and not ended, whether it has seen them or not. While it is held."""
+        loop = self.engine.core.loop
+        return len(loop.scheduler.requests) + len(loop.inbox._items)
+
+    def release(self) -> None:
+        """Let the engine run freely again. Idempotent."""
+        self.held.set()
+        self._remove()
+
     async def until_running(self, count: int = 1) -> None:
-        """Return in the first step with that many requests; give up, loudly, rather than hang."""
+        """Return in the first step with that many requests, which are then held; give up, loudly, rather than hang."""
         loop, reached = asyncio.get_running_loop(), asyncio.Event()
 
         def hook(event: object) -> None:
@@ -156,6 +196,8 @@ class Watch:
                 loop.call_soon_threadsafe(reached.set)
 
         remove = self.engine.on_event(hook)
+        if self.held.is_set():
+            self.hold()
         try:
             await asyncio.wait_for(reached.wait(), 120)
         finally:
@@ -164,6 +206,7 @@ class Watch:
     async def assert_all_given_back(self) -> None:
         """Dropped generators are closed some loop ticks later, so one request lets this loop turn; aborts are applied
         in order, so once a second one has ended all earlier aborts have been."""
+        self.release()
         for _ in range(2):
             await self.engine.generate("settle", SamplingParams(max_tokens=4))
         stats = self.engine.stats()
@@ -177,5 +220,7 @@ class Watch:
 
 
 @pytest.fixture
-def watch(handle: EngineHandle) -> Watch:
-    return Watch(handle.get().aengine)
+def watch(handle: EngineHandle) -> Iterator[Watch]:
+    watch = Watch(handle.get().aengine)
+    yield watch
+    watch.release()

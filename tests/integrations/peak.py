@@ -1,11 +1,15 @@
-"""How many requests an engine ran at once."""
+"""How many requests an engine ran at once, and engines that wait for their callers: a slow machine changes neither."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from support.fake_engine import PATIENCE
+
 from asyncengine import EngineHandle
+from asyncengine.events import StepDone
 
 
 class Peak:
@@ -13,15 +17,63 @@ class Peak:
 
 
 @contextmanager
-def peak_running(handle: EngineHandle) -> Iterator[Peak]:
-    """The most rows any step had while the block ran."""
-    peak = Peak()
+def peak_running(handle: EngineHandle, together: int = 0) -> Iterator[Peak]:
+    """The most rows any step had while the block ran. The first requests are held until `together` have come."""
+    peak, engine = Peak(), handle.get().aengine
+    inbox = engine.core.loop.inbox
 
     def hook(event: object) -> None:
-        peak.rows = max(peak.rows, getattr(event, "rows", 0))
+        if not isinstance(event, StepDone):
+            return
+        peak.rows = max(peak.rows, event.rows)
+        if peak.rows < together:
+            _wait(lambda: event.running + event.waiting + len(inbox._items) >= together)
 
-    remove = handle.get().aengine.on_event(hook)
+    remove = engine.on_event(hook)
     try:
         yield peak
     finally:
         remove()
+
+
+@contextmanager
+def paced(handle: EngineHandle) -> Iterator[None]:
+    """The engine makes nothing more before what it made has been read: a reader that is slow gets as many pieces as
+    one that is quick."""
+    loop = handle.get().aengine.core.loop
+
+    def all_read() -> bool:
+        return bool(loop.inbox._items) or not any(stream.mailbox.ready for stream in loop.delivery.streams.values())
+
+    def hook(event: object) -> None:
+        if isinstance(event, StepDone):
+            _wait(all_read)
+
+    remove = handle.get().aengine.on_event(hook)
+    try:
+        yield
+    finally:
+        remove()
+
+
+@contextmanager
+def slowed(handle: EngineHandle, seconds: float = 0.02) -> Iterator[None]:
+    """Each step takes so long at least: a long answer is never complete before a short deadline."""
+
+    def hook(event: object) -> None:
+        if isinstance(event, StepDone):
+            time.sleep(seconds)
+
+    remove = handle.get().aengine.on_event(hook)
+    try:
+        yield
+    finally:
+        remove()
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    """On the engine's own thread, which stands still meanwhile."""
+    gives_up = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < gives_up, "nobody came to the engine that waits"
+        time.sleep(0.001)

@@ -122,13 +122,15 @@ async def test_cancelling_one_leaves_the_others_alone(chat: ChatAsyncEngine, wat
     tasks = [asyncio.ensure_future(chat.ainvoke(f"Hello {i}", max_tokens=700 - 400 * i)) for i in range(2)]
     await watch.until_running(2)
     tasks[0].cancel()
+    watch.release()
     assert (await tasks[1]).content == expected
     await watch.assert_aborted()
 
 
 @pytest.fixture(params=["astream", "llm.astream", "astream_chat", "astream_complete"])
-def stream(request: pytest.FixtureRequest, chat: Any, text: Any, llama: Any) -> Callable[[], Any]:
-    """A coroutine function that gives a long stream."""
+def stream(request: pytest.FixtureRequest, chat: Any, text: Any, llama: Any, watch: Watch) -> Callable[[], Any]:
+    """A coroutine function that gives a long stream, which can't end before it is left."""
+    watch.hold()
 
     async def ready(stream: Any) -> Any:
         return stream
@@ -177,6 +179,7 @@ async def test_break_out_of_a_sync_stream(name: str, chat: Any, text: Any, llama
         "stream_chat": lambda: llama.stream_chat(HELLO),
         "stream_complete": lambda: llama.stream_complete("Hello"),
     }[name]()
+    watch.hold()
     next(chunks)
     chunks.close()
     await watch.assert_aborted()
@@ -184,6 +187,7 @@ async def test_break_out_of_a_sync_stream(name: str, chat: Any, text: Any, llama
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.beta_decorator.LangChainBetaWarning")
 async def test_v3_aclose(chat: ChatAsyncEngine, watch: Watch) -> None:
+    watch.hold()
     stream = await chat.astream_events("Hello", version="v3")
     async for event in stream:
         if event["event"] == "content-block-delta":
@@ -193,6 +197,7 @@ async def test_v3_aclose(chat: ChatAsyncEngine, watch: Watch) -> None:
 
 
 async def test_leaving_v2_stream_events(chat: ChatAsyncEngine, watch: Watch) -> None:
+    watch.hold()
     async with aclosing(chat.astream_events("Hello", version="v2")) as events:  # type: ignore[type-var]
         async for event in events:
             if event["event"] == "on_chat_model_stream":

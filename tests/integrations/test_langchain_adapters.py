@@ -19,7 +19,7 @@ from asyncengine import EngineHandle, SamplingParams, shared_engine
 from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
-from .conftest import CONFIG, Watch
+from .conftest import CONFIG, LONG, Watch
 
 Make = Callable[..., ChatAsyncEngine]
 TOKENS = 10
@@ -73,9 +73,15 @@ async def test_adapters_share_a_batch(make_chat: Make, answers: dict[str | None,
     """At once, through objects that name different adapters and through bindings of one."""
     chats = {name: make_chat(max_tokens=TOKENS, adapter=name) for name in NAMES}
     bound = {name: chats[None].bind(**({"model": name} if name else {})) for name in NAMES}
-    together = asyncio.create_task(watch.until_running(6))
-    mixed = await asyncio.gather(*(chat.ainvoke("Hello") for chat in [*chats.values(), *bound.values()]))
+    anchor = asyncio.create_task(make_chat(**LONG).ainvoke("Hello"))
+    await watch.until_running(1)
+    watch.hold(steps=1, until=lambda: watch.num_requests == 7)  # no step from here on before all six have come
+    together = asyncio.create_task(watch.until_running(7))
+    calls = [asyncio.ensure_future(chat.ainvoke("Hello")) for chat in [*chats.values(), *bound.values()]]
     await together
+    anchor.cancel()
+    watch.release()
+    mixed = await asyncio.gather(*calls)
     assert [message.content for message in mixed] == 2 * [answers[name] for name in NAMES]
     parallel = RunnableParallel({str(name): chat for name, chat in bound.items()}).invoke("Hello")
     assert {name: message.content for name, message in parallel.items()} == {str(n): answers[n] for n in NAMES}

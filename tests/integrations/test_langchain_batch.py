@@ -30,7 +30,7 @@ class AllAtOnce(BaseCallbackHandler):
         self.barrier = threading.Barrier(count)
 
     def on_chat_model_start(self, *args: Any, **kwargs: Any) -> None:
-        self.barrier.wait(60)
+        self.barrier.wait(120)
 
 
 class AllAtOnceAsync(AsyncCallbackHandler):
@@ -40,18 +40,18 @@ class AllAtOnceAsync(AsyncCallbackHandler):
         self.barrier = asyncio.Barrier(count)
 
     async def on_chat_model_start(self, *args: Any, **kwargs: Any) -> None:
-        await asyncio.wait_for(self.barrier.wait(), 60)
+        await asyncio.wait_for(self.barrier.wait(), 120)
 
 
 async def test_batch_runs_together_and_keeps_order(make_chat: Make, handle: EngineHandle) -> None:
     chat = make_chat(max_tokens=48)
     prompts = [f"Tell me about the number {i}." for i in range(32)]
-    with peak_running(handle) as peak:
+    with peak_running(handle, 7) as peak:
         answers = [answer.content for answer in chat.batch(prompts, {"callbacks": [AllAtOnce(32)]})]
     assert peak.rows > 6
     assert len(set(answers)) > 1
     assert answers[7] == chat.invoke(prompts[7]).content
-    with peak_running(handle) as peak:
+    with peak_running(handle, 7) as peak:
         assert [a.content for a in await chat.abatch(prompts, {"callbacks": [AllAtOnceAsync(32)]})] == answers
     assert peak.rows > 6
     done = dict(chat.batch_as_completed(prompts, {"callbacks": [AllAtOnce(32)]}))
@@ -61,7 +61,7 @@ async def test_batch_runs_together_and_keeps_order(make_chat: Make, handle: Engi
 def test_generate_of_many_runs_together(make_chat: Make, handle: EngineHandle) -> None:
     chat = make_chat(max_tokens=48)
     prompts = [[HumanMessage(f"Tell me about the number {i}.")] for i in range(16)]
-    with peak_running(handle) as peak:
+    with peak_running(handle, 7) as peak:
         result = chat.generate(prompts, callbacks=[AllAtOnce(16)])
     assert peak.rows > 6
     assert result.generations[7][0].text == chat.invoke(prompts[7]).text

@@ -22,6 +22,7 @@ from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidPa
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
 from .conftest import CONTEXT, LONG, Watch
+from .peak import slowed
 
 Make = Callable[..., ChatAsyncEngine]
 
@@ -161,16 +162,17 @@ async def test_errors_are_langchains_and_the_engines(chat: ChatAsyncEngine) -> N
         ChatAsyncEngine(model="/no/such/folder").invoke("Hello")
 
 
-async def test_a_deadline_raises_with_the_partial_text(make_chat: Make) -> None:
+async def test_a_deadline_raises_with_the_partial_text(make_chat: Make, handle: EngineHandle) -> None:
     chat = make_chat(**LONG, timeout=0.05)
-    for ask in (lambda: chat.ainvoke("Hello"), lambda: _drain(chat)):
-        with pytest.raises(ModelTimeoutError) as caught:
-            await ask()
-        assert isinstance(caught.value, RequestTimeout)
-    with pytest.raises(ModelTimeoutError):
-        chat.invoke("Hello")
-    fallback = chat.with_fallbacks([make_chat(max_tokens=3)])
-    assert (await fallback.ainvoke("Hello")).usage_metadata["output_tokens"] == 3  # type: ignore[index]
+    with slowed(handle):
+        for ask in (lambda: chat.ainvoke("Hello"), lambda: _drain(chat)):
+            with pytest.raises(ModelTimeoutError) as caught:
+                await ask()
+            assert isinstance(caught.value, RequestTimeout)
+        with pytest.raises(ModelTimeoutError):
+            chat.invoke("Hello")
+        fallback = chat.with_fallbacks([make_chat(max_tokens=3)])
+        assert (await fallback.ainvoke("Hello")).usage_metadata["output_tokens"] == 3  # type: ignore[index]
 
 
 async def _drain(chat: ChatAsyncEngine) -> None:
@@ -278,6 +280,11 @@ def test_langsmith_parameters(make_chat: Make) -> None:
     assert params["ls_temperature"] == 0
     assert params["ls_max_tokens"] == 7
     assert params["ls_stop"] == ["a"]
+    with pytest.raises(InvalidParameter, match="stop: must be a sequence, got 3"):
+        make_chat().invoke("Hello", stop=3)  # type: ignore[arg-type]  # and not for what tracers are told
+    for tools in (3, "add"):
+        with pytest.raises(InvalidParameter, match="tools: must be a sequence of tools"):
+            make_chat().bind_tools(tools)  # type: ignore[arg-type]
 
 
 TOOL_ABILITIES = ("tool_calling", "tool_choice", "tool_call_streaming")

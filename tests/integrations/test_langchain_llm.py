@@ -14,7 +14,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM
 
 from .conftest import LONG, Watch
-from .peak import peak_running
+from .peak import peak_running, slowed
 
 Make = Callable[..., AsyncEngineLLM]
 
@@ -47,11 +47,11 @@ async def test_callbacks_see_every_token_exactly_once(make_llm: Make) -> None:
 async def test_lists_of_prompts_run_as_one_batch(make_llm: Make, handle: EngineHandle) -> None:
     llm = make_llm(max_tokens=100)
     prompts = [f"Once {i}" for i in range(16)]
-    with peak_running(handle) as peak:
+    with peak_running(handle, 7) as peak:
         answers = llm.batch(prompts)
     assert peak.rows > 6
     assert answers[7] == llm.invoke(prompts[7])
-    with peak_running(handle) as peak:
+    with peak_running(handle, 7) as peak:
         assert await llm.abatch(prompts) == answers
     assert peak.rows > 6
 
@@ -79,12 +79,13 @@ async def test_one_refused_prompt_leaves_nothing_running(make_llm: Make, watch: 
     await watch.assert_all_given_back()
 
 
-async def test_deadline_and_refusals(make_llm: Make) -> None:
+async def test_deadline_and_refusals(make_llm: Make, handle: EngineHandle) -> None:
     llm = make_llm(**LONG, timeout=0.05)
-    with pytest.raises(ModelTimeoutError):
-        llm.invoke("Once")
-    with pytest.raises(ModelTimeoutError):
-        [piece async for piece in llm.astream("Once")]
+    with slowed(handle):
+        with pytest.raises(ModelTimeoutError):
+            llm.invoke("Once")
+        with pytest.raises(ModelTimeoutError):
+            [piece async for piece in llm.astream("Once")]
     with pytest.raises(InvalidParameter, match="nonsense"):
         llm.invoke("Once", nonsense=1)
     with pytest.raises(InvalidParameter, match="template_kwargs"):

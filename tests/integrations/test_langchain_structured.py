@@ -18,6 +18,8 @@ from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 from asyncengine.integrations.langchain.structured import as_tool, converted, json_schema, response_format
 
+from .peak import paced
+
 METHODS = ("json_schema", "function_calling", "json_mode")
 TEXT = "Extract name, age and job as JSON.\n\nText: Marta is a baker. Marta is 41 years old."
 MARTA: dict[str, Any] = {"name": "Marta", "age": 41, "job": "baker"}
@@ -80,10 +82,11 @@ async def test_the_answer_is_right_and_of_the_schemas_kind(chat: ChatAsyncEngine
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_partial_objects_are_streamed(chat: ChatAsyncEngine, method: Any) -> None:
+def test_partial_objects_are_streamed(chat: ChatAsyncEngine, demo: EngineHandle, method: Any) -> None:
     # with guesses a step may give several tokens, and so a part may be the whole object
     chat = chat.model_copy(update={"model_kwargs": {"speculation": False}})
-    seen = list(chat.with_structured_output(PersonDict, method=method).stream(TEXT))
+    with paced(demo):
+        seen = list(chat.with_structured_output(PersonDict, method=method).stream(TEXT))
     assert len(seen) > 4
     assert seen[-1] == MARTA
     keys = [list(part) for part in seen]

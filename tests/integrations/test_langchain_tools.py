@@ -18,6 +18,7 @@ from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
 from .conftest import Watch
 from .langchain_demo_tools import TOOLS, add, get_weather, multiply
+from .peak import paced
 
 WEATHER = "What is the weather in Oslo?"
 BOTH = "What is 12 plus 30, and what is 6 times 7?"
@@ -61,9 +62,10 @@ async def test_every_way_to_ask_gives_the_same_call(chat: ChatAsyncEngine) -> No
     assert len({message.tool_calls[0]["id"] for message in [whole, *others]}) == 6
 
 
-def test_streamed_pieces_name_the_call_once_and_are_json_together(chat: ChatAsyncEngine) -> None:
+def test_streamed_pieces_name_the_call_once_and_are_json_together(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
     # with guesses a step may give several tokens, and so a piece may be a whole call
-    chunks = list(chat.bind_tools([add, multiply]).stream(BOTH, speculation=False))
+    with paced(demo):
+        chunks = list(chat.bind_tools([add, multiply]).stream(BOTH, speculation=False))
     pieces = [piece for chunk in chunks for piece in chunk.tool_call_chunks]  # type: ignore[attr-defined]
     for index, name, arguments in ((0, "add", {"a": 12, "b": 30}), (1, "multiply", {"a": 6, "b": 7})):
         mine = [piece for piece in pieces if piece["index"] == index]
@@ -136,6 +138,7 @@ def test_a_call_that_a_stop_string_cuts_is_invalid(chat: ChatAsyncEngine) -> Non
 async def test_leaving_a_streamed_call_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
     watch = Watch(demo.get().aengine)
     model = chat.bind_tools([get_weather], tool_choice="any", max_tokens=900, min_tokens=600)
+    watch.hold()
     async for chunk in model.astream("Hello"):
         if chunk.tool_call_chunks:  # type: ignore[attr-defined]
             break
@@ -211,7 +214,8 @@ def test_disable_streaming_for_tools_only(demo: EngineHandle) -> None:
     chat = ChatAsyncEngine(model="demo", temperature=0, max_tokens=80, disable_streaming="tool_calling")
     [chunk] = chat.bind_tools([add]).stream("Add 12 and 30.")
     assert made(chunk) == [("add", {"a": 12, "b": 30})]
-    assert len(list(chat.stream("Hello"))) > 1
+    with paced(demo):
+        assert len(list(chat.stream("Hello", speculation=False))) > 1
 
 
 @pytest.mark.parametrize("keyword", ["tools", "tool_choice", "parallel_tool_calls", "response_format"])

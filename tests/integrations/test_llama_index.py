@@ -21,6 +21,7 @@ from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidPa
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 
 from .conftest import CONFIG, CONTEXT, LONG
+from .peak import slowed
 
 HELLO = [ChatMessage("Hello")]
 Make = Callable[..., AsyncEngineLLM]
@@ -201,20 +202,21 @@ async def test_per_call_keywords_and_refusals(llm: AsyncEngineLLM) -> None:
         llm.chat([ChatMessage([{"block_type": "image", "image": b"AAAA", "image_mimetype": "image/png"}])])
 
 
-async def test_a_deadline_raises_with_the_partial_text(make: Make) -> None:
+async def test_a_deadline_raises_with_the_partial_text(make: Make, handle: EngineHandle) -> None:
     llm = make(**LONG, timeout=0.05)
-    with pytest.raises(RequestTimeout):
-        llm.complete("Hello")
-    with pytest.raises(RequestTimeout):
-        await llm.achat(HELLO)
-    parts: list[str] = []
+    parts = [""]
 
     async def read() -> None:
         async for part in await llm.astream_chat(HELLO):
             parts.append(part.message.content or "")
 
-    with pytest.raises(RequestTimeout) as caught:
-        await read()
+    with slowed(handle):
+        with pytest.raises(RequestTimeout):
+            llm.complete("Hello")
+        with pytest.raises(RequestTimeout):
+            await llm.achat(HELLO)
+        with pytest.raises(RequestTimeout) as caught:
+            await read()
     assert caught.value.partial == parts[-1]
 
 

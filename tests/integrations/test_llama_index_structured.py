@@ -24,6 +24,7 @@ from asyncengine.integrations.llama_index.structured import Growing, told
 
 from .conftest import Watch
 from .llama_demo import demo_llm
+from .peak import paced
 
 pytestmark = pytest.mark.usefixtures("demo")
 
@@ -79,8 +80,11 @@ async def test_four_forms_give_one_object(llm: AsyncEngineLLM) -> None:
         assert type(parts[-1]) is Person
 
 
-async def test_a_stream_gives_the_object_as_far_as_it_is_written(one_by_one: AsyncEngineLLM) -> None:
-    *_, parts, aparts = await four_forms(one_by_one, Person, text=TEXT)
+async def test_a_stream_gives_the_object_as_far_as_it_is_written(
+    one_by_one: AsyncEngineLLM, demo: EngineHandle
+) -> None:
+    with paced(demo):
+        *_, parts, aparts = await four_forms(one_by_one, Person, text=TEXT)
     for stream in (parts, aparts):
         assert len(stream) > 2
         assert all(isinstance(part, FlexibleModel) for part in stream[:-1])

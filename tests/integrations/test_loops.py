@@ -77,20 +77,20 @@ def test_two_loops_and_a_plain_thread_at_once(asker: Asker, handle: EngineHandle
     text, together = asker.sync(), threading.Barrier(3)
 
     async def many(ask: Callable[[], Awaitable[str]]) -> list[str]:
-        together.wait(30)
+        together.wait(120)
         return list(await asyncio.gather(*(ask() for _ in range(8))))
 
     def plain() -> list[str]:
-        together.wait(30)
+        together.wait(120)
         return [asker.sync(), asker.stream()]
 
-    with ThreadPoolExecutor(3) as pool, peak_running(handle) as peak:
+    with ThreadPoolExecutor(3) as pool, peak_running(handle, 2) as peak:
         jobs = [
             pool.submit(lambda: asyncio.run(many(asker.later))),
             pool.submit(lambda: asyncio.run(many(asker.astream))),
             pool.submit(plain),
         ]
-        answers = [answer for job in jobs for answer in job.result(60)]
+        answers = [answer for job in jobs for answer in job.result(300)]
     assert answers == [text] * 18
     assert peak.rows > 1
 

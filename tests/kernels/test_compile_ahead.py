@@ -170,5 +170,5 @@ def test_the_process_ends_with_the_program_that_started_it() -> None:
     assert process.stdin is not None
     assert process.stdout.readline() == "ready\n"
     process.stdin.close()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=120) == 0
     assert process.stdout.read() == ""

@@ -57,7 +57,7 @@ class Engine:
 
     def hear(self, wait: bool) -> None:
         while wait or not self.inbox.empty():
-            self.steps.apply(self.inbox.get(timeout=20))
+            self.steps.apply(self.inbox.get(timeout=120))
             wait = False
 
 
@@ -65,7 +65,7 @@ class Engine:
 def test_a_thousand_requests_over_64_adapters(room: int, slots: int):
     engine = Engine(room, slots, seed=room)
     for name in ADAPTERS:
-        engine.registry.load(name, name).result(20)
+        engine.registry.load(name, name).result(120)
     left = 1000
     while left or engine.alive:
         for _ in range(min(left, engine.chance.choice([0, 2, 6]))):
@@ -84,7 +84,7 @@ def test_a_thousand_requests_over_64_adapters(room: int, slots: int):
     assert all(info.requests == 0 for info in infos)
     assert sum(info.nbytes for info in infos if info.in_memory) <= room * engine.loader.nbytes
     for info in infos:
-        engine.registry.unload(info.name).result(20)
+        engine.registry.unload(info.name).result(120)
     assert engine.registry.list() == ()
     engine.steps.assert_right([t for t, reason in engine.steps.ended.items() if reason == "length"])
     engine.registry.close()
@@ -93,7 +93,7 @@ def test_a_thousand_requests_over_64_adapters(room: int, slots: int):
 def test_a_load_that_fails_under_way_ends_those_who_wait_for_it_only():
     engine = Engine(room=1, slots=2, seed=0)
     for name in ADAPTERS[:3]:
-        engine.registry.load(name, name).result(20)
+        engine.registry.load(name, name).result(120)
     engine.loader.contents[ADAPTERS[0]] = "bad"
     lost = [engine.submit(ADAPTERS[0]) for _ in range(3)]
     fine = [engine.submit(name) for name in ADAPTERS[1:3]]

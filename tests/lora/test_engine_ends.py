@@ -23,7 +23,7 @@ HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
 
 
 async def test_cancelling_is_a_cancellation() -> None:
-    face = Face("owned", workers=1)
+    face = Face("owned", workers=1, pages=600, page_size=64)
     async with face.engine:
         await face.load("used")
         stream = await face.running("used")
@@ -86,7 +86,7 @@ async def test_an_engine_closed_while_it_loads_keeps_no_adapters() -> None:
     def build() -> Frontend:
         lab.registry.load("a", "a").result()
         loading.set()
-        go.wait(20)
+        go.wait(120)
         return lab._build()
 
     engine = AsyncEngine(build)
@@ -111,8 +111,8 @@ async def test_the_engine_ends_while_callers_wait(kind: str, end: str) -> None:
     face = Face(kind, workers=1, pages=600)
     async with face.engine:
         await face.load("used")
-        stream = await face.running("used")
-        face.executor.hold()
+        face.executor.hold(after=2)
+        stream = await face.running("used", 400)
         face.loader.gate.clear()
         reading = asyncio.create_task(face.load_adapter("read", "read"))
         await until(lambda: "read" in face.loader.reads)
@@ -147,7 +147,7 @@ async def test_the_engine_ends_while_callers_wait(kind: str, end: str) -> None:
 
 
 async def test_a_loop_that_ends_under_a_hosted_engine_harms_nobody() -> None:
-    face = Face("hosted", pages=600)
+    face = Face("hosted", pages=600, page_size=64)
     async with face.engine:
         await face.load("a")
         stream = await face.running("a")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.adapter_engine import slots_of
 from support.fake_engine import gather_all, until
+from support.held_steps import HeldSteps
 from support.lora_engine import ask, assert_given_back, greedy, info_of, load
 from support.lora_zoo import Zoo, random_prompts
 
@@ -94,9 +95,10 @@ async def test_the_first_adapter_comes_while_the_base_model_runs(zoo: Zoo) -> No
     """An engine that knew of none takes device memory for it under running requests, and gives none of it to them."""
     want = 40
     async with await load(zoo) as engine:
-        before = engine.stream(PROMPT, greedy(want))
-        first = await anext(before)
-        await engine.load_adapter("a8", zoo.path("a8"))
+        with HeldSteps(engine, after=2):
+            before = engine.stream(PROMPT, greedy(want))
+            first = await anext(before)
+            await engine.load_adapter("a8", zoo.path("a8"))
         assert await ask(engine, "a8", PROMPTS[0]) == (zoo.answer("a8", PROMPTS[0], WANT), 0)
         assert before._assembler is not None
         assert not before._assembler.finished, "it ran all the time"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 @pytest.fixture
 async def face(kind: str) -> AsyncIterator[Face]:
-    made = Face(kind, pages=600)
+    made = Face(kind, pages=600, page_size=64)
     async with made.engine:
         yield made
         made.loader.gate.set()
@@ -160,7 +160,7 @@ class Reciter(FakeModel):
         super().__init__(vocab_size)
         self.script = script
 
-    def next_token(self, tokens: Any, seed: int = 0) -> int:
+    def next_token(self, tokens: Any, seed: int = 0, near: Any = None) -> int:
         return self.script[len(tokens) % len(self.script)]
 
 

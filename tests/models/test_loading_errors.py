@@ -183,6 +183,26 @@ def test_configs_out_of_reach(changes: dict[str, Any], message: str, checkpoint:
         load_model(str(folder), CONFIG)
 
 
+@pytest.mark.parametrize(
+    ("family", "field", "wrong", "known"),
+    [
+        ("llama", "layer_types", "warp", "attention, chunked_attention, conv, full_attention, linear_attention, "),
+        ("lfm2", "layer_types", "sliding_attention", "conv, full_attention"),
+        ("gemma3", "layer_types", "chunked_attention", "full_attention, sliding_attention"),
+        ("llama4", "layer_types", "sliding_attention", "full_attention, chunked_attention"),
+    ],
+)
+def test_unknown_layers_are_named_beside_those_that_are_known(
+    family: str, field: str, wrong: str, known: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = copy(checkpoint(family), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    content[field] = [wrong, *content.get(field, ["full_attention"] * content["num_hidden_layers"])[1:]]
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModel, match=f"has layers of type '{wrong}'; known are {known}"):
+        load_model(str(folder), CONFIG)
+
+
 def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A known family with auto_map is that family, ours or transformers' own class."""
     folder = copy(checkpoint("llama"), tmp_path / "a")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.multimodal_models import save_multimodal
 from support.tiny_models import make_checkpoint
 
 from asyncengine.attention.base import page_bytes
@@ -41,6 +43,26 @@ def test_needs_of_an_encoder(settings: dict[str, object]) -> None:
     assert (needs.max_model_len, needs.vocab_size) == (loaded.max_model_len, loaded.vocab_size)
 
 
+def test_needs_of_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    save_multimodal("gemma3", tmp_path)
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False)
+    assert read_needs(str(tmp_path), config).weight_bytes == pytest.approx(
+        load_model(str(tmp_path), config).weights_bytes, rel=0.05
+    )
+
+
+def test_needs_of_an_embedder_without_the_output_layer_of_its_family(tmp_path: Path) -> None:
+    """As files have it that are made by transformers' `AutoModel`."""
+    folder = make_checkpoint("mistral", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = EngineConfig(device="cpu", num_threads=1, show_progress=False, task="embed", pooling="last")
+    assert read_needs(str(folder), config).weight_bytes == pytest.approx(
+        load_model(str(folder), config, headless=True).weights_bytes, rel=0.05
+    )
+
+
 def test_only_headers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncengine.models.checkpoint import Checkpoint
 
@@ -69,12 +91,21 @@ def test_needs_of_a_family_are_what_its_runner_allocates(
                           speculation="off", max_num_seqs=6, kv_cache_memory="1MiB")  # type: ignore[arg-type]  # fmt: skip
     needs = read_needs(folder, config)
     loaded = load_model(folder, config)
-    runner = build_runner(loaded, config)
+    runner = build_runner(loaded, config, two_pools=True)
     try:
         states = 0 if runner._states is None else runner._states.nbytes
         assert needs.weight_bytes == pytest.approx(loaded.weights_bytes, rel=0.05)  # matrices fill whole panels
         assert needs.num_states * needs.state_bytes == states
-        assert needs.kv_bytes_per_token * config.page_size == runner.kv_bytes // max(runner.num_pages, 1)
+        both = needs.kv_bytes_per_token * config.page_size
+        if runner.num_window_pages:
+            assert needs.two_pools is not None
+            windowed = needs.two_pools.window_page_bytes
+            assert runner.kv_bytes == runner.num_pages * (both - windowed) + runner.num_window_pages * windowed
+            tokens = needs.kv_tokens(config)
+            assert tokens == runner.num_pages * config.page_size > 2**20 // needs.kv_bytes_per_token
+            assert 2**20 - both < needs.kv_bytes(tokens) < 2**20 + both
+        else:
+            assert both == runner.kv_bytes // max(runner.num_pages, 1)
         assert (needs.num_heads > 0) == bool(loaded.layers)
     finally:
         runner.close()

@@ -21,7 +21,9 @@ _SHAPE = {
 _MIXTURE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 KINDS: dict[str, dict[str, object]] = {
     "llama": {}, "qwen3": {}, "gemma2": {"sliding_window": 8}, "gemma3_text": {"sliding_window": 8},
-    "mixtral": _MIXTURE, "qwen3_moe": _MIXTURE, "olmo2": {}, "cohere2": {}, "phi3": {"pad_token_id": 0}, "glm4": {},
+    "mixtral": _MIXTURE, "qwen3_moe": _MIXTURE, "qwen2_moe": {**_MIXTURE, "shared_expert_intermediate_size": 96},
+    "glm4_moe": {**_MIXTURE, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    "olmo2": {}, "cohere2": {}, "phi3": {"pad_token_id": 0}, "glm4": {},
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
+from asyncengine.kernels.arena import Part
+from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
+from asyncengine.models.progress import LoadProgress
 from asyncengine.models.updates import prepare_update
 
 QUIET = EngineConfig(show_progress=False)
@@ -225,3 +228,36 @@ def test_no_weight_is_held_twice_while_loading(
     model = load(tmp_path, quantization=quantization)
     taken = peak_kib() - before
     assert taken < 1.1 * model.nbytes / 1024 + 6 * 1024, f"{taken} KiB for {model.nbytes // 1024} KiB of weights"
+
+
+def test_memory_is_found_before_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By as many threads as the engine may use, with a stage of its own; all that the model's layers were given."""
+    pytest.importorskip("numba")
+    use_panels(True, monkeypatch)
+    told: list[str] = []
+    found: list[tuple[int, int]] = []
+
+    class Told(LoadProgress):
+        def stage(self, text: str, total: int | None = None) -> None:
+            told.append(text)
+
+        def advance(self) -> None:
+            told.append("one more")
+
+    def find_memory(parts: Sequence[Part], threads: int, advance: Callable[[], None]) -> None:
+        found.append((sum(part.size for part in parts), threads))
+        advance()
+
+    monkeypatch.setattr(loading, "find_memory", find_memory)
+    shape = FAMILIES["qwen3"]()
+    shape.update({"hidden_size": 512, "intermediate_size": 1024})
+    shape.save_pretrained(tmp_path)
+    config = QUIET.replace(dtype="bfloat16", num_threads=3, load_format="dummy")
+    model = load_model(str(tmp_path), config, Told(False)).model
+    assert isinstance(model, Decoder)
+    ((size, threads),) = found
+    assert threads == 3
+    assert 0.8 * model.nbytes < size < 1.1 * model.nbytes
+    made = told.index("making room for weights")
+    assert told[made + 1] == "one more"
+    assert told[made + 2] == "making up weights"

@@ -39,7 +39,7 @@ def test_chunks_change_no_bit(skip: int) -> None:
 
 
 def test_a_text_whose_numbers_are_not_finite_is_alone_with_it() -> None:
-    pooler = Pooler(PoolingSpec("embed", ("mean",)), WIDTH, whole=True)
+    pooler = Pooler(PoolingSpec("embed", ("mean",), whole=True), WIDTH)
     states = torch.ones(5, WIDTH)
     states[1, 3] = float("nan")
     pooled = Pooled(whole=True, every=True)

@@ -43,6 +43,9 @@ def test_who_writes_says_nothing(tmp_path: Path) -> None:
     assert read(tmp_path, WRITER, "embed", "mean + max").modes == ("mean", "max")
     assert read(tmp_path, WRITER, "rerank").scores_tokens
     assert read(tmp_path, BERT, encoder=True).modes == ("mean",)
+    lm = {"model_type": "roberta", "architectures": ["RobertaForCausalLM"]}
+    assert read_pooling(tmp_path, lm, "auto", None, encoder=True) is None
+    assert read(tmp_path, lm, "embed", encoder=True).whole
     with pytest.raises(UnsupportedModel, match="'middle' is not known; there are cls"):
         read(tmp_path, WRITER, pooling="middle")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncengine.attention.pool_sizes import PoolSizes
 from asyncengine.config import EngineConfig
 from asyncengine.device import transfer
 from asyncengine.engine import wiring
@@ -18,7 +19,6 @@ from asyncengine.layers.states import StateSpec
 from asyncengine.models import loading
 from asyncengine.runner import building
 from asyncengine.runner.building import build_runner
-from asyncengine.step import Batch
 
 CUDA = torch.device("cuda", 0)
 MIB = 2**20
@@ -82,18 +82,6 @@ class Runner:
         self.device.give(self.kv_bytes + WORKSPACE)
 
 
-@pytest.mark.parametrize(
-    ("taken", "runs", "shortest"),
-    [([1.0, 1.02], 2, 1.0), ([9.0, 1.0, 1.01], 3, 1.0), ([1.0, 2.0, 3.0], 3, 1.0), ([2.0, 1.96], 2, 1.96)],
-)
-def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, shortest: float) -> None:
-    """And three times at most: the first one may find its memory for the first time, or another process in its way."""
-    left = iter(taken)
-    runner: Any = SimpleNamespace(profile_run=lambda batch: SimpleNamespace(seconds=next(left)))
-    assert building._shortest(runner, Batch(0, ())) == shortest
-    assert len(taken) - len(list(left)) == runs
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device(monkeypatch)
@@ -102,7 +90,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def current(wanted: torch.device) -> Iterator[None]:
         yield
 
-    def make_backend(config: Any, layers: Any, pages: int, *_: Any) -> Any:
+    def make_backend(config: Any, layers: Any, pages: int, *_: Any, num_window_pages: int = 0) -> Any:
         kv_bytes = TRIAL_POOL if pages != 77 else 5 * MIB
         made.take(kv_bytes + WORKSPACE + GRAPHS)  # kernels are tried; what that took stays in torch's cache
         made.give(GRAPHS)
@@ -125,7 +113,12 @@ CONFIG = EngineConfig(max_num_seqs=8, show_progress=False)
 def built(monkeypatch: pytest.MonkeyPatch, config: EngineConfig = CONFIG, lora: Any = None) -> tuple[Any, int]:
     """A runner, and how many bytes were said to be free for its pool."""
     seen: list[int] = []
-    monkeypatch.setattr(building, "num_pages_for", lambda *arguments: seen.append(arguments[-1]) or 77)
+
+    def sizes(*arguments: Any, **_: Any) -> PoolSizes:
+        seen.append(arguments[-1])
+        return PoolSizes(77)
+
+    monkeypatch.setattr(building, "pool_sizes", sizes)
     return build_runner(MODEL, config, lora=lora), seen[0]
 
 

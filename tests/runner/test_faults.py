@@ -12,7 +12,8 @@ from support.drive import GREEDY, Driver, prompts
 from support.tiny_models import VOCAB
 
 from asyncengine.models.decoder import Decoder
-from asyncengine.runner.model_runner import OUT_OF_MEMORY, ModelRunner
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.parts import OUT_OF_MEMORY
 from asyncengine.sampling.sampler import NON_FINITE, NOTHING_ALLOWED
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.step import Batch
@@ -221,6 +222,32 @@ def test_a_request_that_does_not_fit_alone_ends_alone(make_runner: MakeRunner) -
     assert result.errors == {1: OUT_OF_MEMORY}
     assert result.tokens[1] == -1
     assert min(result.tokens[0], result.tokens[2]) >= 0
+
+
+class Guesses:
+    """In the place of a draft model: guesses nothing, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def guess(self, batch: Batch) -> Batch:
+        self.asked += 1
+        return batch
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_step_that_is_launched_in_parts_is_guessed_for_once(make_runner: MakeRunner) -> None:
+    """Asked again, a draft model takes what it has just computed for overwritten."""
+    driver = Driver(make_runner("llama"))
+    driver.runner._model = hungry = Hungry(driver.runner._model, 7, SAYINGS[0])
+    driver.runner.draft_model = guesses = Guesses()  # type: ignore[assignment]
+    jobs = [driver.job(prompt, 2) for prompt in prompts([4, 6, 3], VOCAB, seed=4)]
+    for job in jobs:
+        driver.admit(job)
+    assert not driver.execute([driver.row(job) for job in jobs]).errors
+    assert (guesses.asked, hungry.refused) == (1, 2)
 
 
 def test_another_error_is_not_taken_for_want_of_memory(make_runner: MakeRunner) -> None:

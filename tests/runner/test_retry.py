@@ -101,9 +101,9 @@ def failing(runner: ModelRunner, mode: FailOnce | None) -> Iterator[None]:
         try:
             return launch(batch)
         finally:
-            runner._forward = forward  # type: ignore[method-assign]
-            if mode is not None:
+            if mode is not None and runner._forward is then_fail:  # else it is a part of the step, launched again
                 mode.__exit__(None, None, None)
+            runner._forward = forward  # type: ignore[method-assign]
 
     def then_fail(*arguments: Any) -> torch.Tensor:
         logits = forward(*arguments)

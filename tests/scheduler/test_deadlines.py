@@ -35,7 +35,7 @@ def test_a_preempted_request_does_not_count_as_waiting():
     steps = Steps()
     ticket = steps.add([2, 3], 5, waiting_deadline=3.0)
     steps.step()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     steps.now = 100.0
     steps.run()
     steps.assert_right([ticket])
@@ -140,7 +140,7 @@ def test_two_thousand_deadlines_in_one_step():
                 examined += 1
                 yield value
 
-    steps.scheduler._deadlines._requests = Watched(steps.scheduler._deadlines._requests)
+    steps.scheduler.roster.deadlines._requests = Watched(steps.scheduler.roster.deadlines._requests)
     steps.scheduler.schedule(6.0)
     assert not steps.scheduler.requests
     assert examined == 2000

@@ -49,12 +49,12 @@ def test_abort_with_a_step_in_flight_frees_only_after_it_retires():
     free = steps.kv.pool.num_free
     steps.abort(ticket)
     assert steps.kv.pool.num_free == free
-    assert steps.scheduler._slots.num_free == 255
+    assert steps.scheduler.roster.slots.num_free == 255
     steps.commit()
     assert steps.kv.pool.num_free == free, "the second step still writes there"
     steps.commit()
     assert steps.kv.pool.num_free == steps.kv.pool.capacity
-    assert steps.scheduler._slots.num_free == 256
+    assert steps.scheduler.roster.slots.num_free == 256
     assert steps.tokens[ticket] == []
 
 
@@ -62,7 +62,7 @@ def test_preemption_with_a_token_in_flight_keeps_the_token():
     steps = Steps(max_steps_in_flight=2)
     ticket = steps.add([2, 3, 4], 8)
     steps.launch()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     assert steps.request(ticket).num_pending == 1
     assert steps.launch() is None, "not resumed before its token is known"
     steps.commit()
@@ -75,7 +75,7 @@ def test_a_preempted_request_whose_last_token_is_in_flight_ends():
     steps = Steps(max_steps_in_flight=2)
     ticket = steps.add([2, 3, 4], 1)
     steps.launch()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     steps.commit()
     assert steps.ended == {ticket: "length"}
     steps.assert_empty()
@@ -86,7 +86,7 @@ def test_a_chunk_of_an_earlier_life_says_nothing_about_the_pages_of_this_one():
     steps = Steps(max_steps_in_flight=2, max_num_batched_tokens=8, prefix_caching=False)
     ticket = steps.add(range(2, 40), 4)
     steps.launch()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     assert rows(steps.launch()) == {ticket: 8}
     request = steps.request(ticket)
     assert (request.epoch, request.num_launched) == (1, 8)

@@ -118,7 +118,7 @@ def test_resuming_is_a_cache_hit_when_nobody_needed_the_pages():
     ticket = steps.add(range(2, 22), 8)
     steps.step()
     steps.step()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     batch = steps.step()
     assert rows(batch) == {ticket: 2}, "21 of 22 tokens may match, 20 of them in full pages"
     steps.run()

@@ -148,7 +148,7 @@ def test_a_state_that_ends_on_a_page_is_kept_when_its_request_is_preempted() -> 
     ticket = steps.add([2, 3, 4, 5, 6], 9)
     while steps.scheduler.requests and steps.request(ticket).num_computed != 8:
         steps.step()
-    steps.scheduler._preempt(steps.request(ticket))
+    steps.scheduler.roster.preempt(steps.request(ticket))
     steps.run()
     steps.assert_right()
     begins = [row.start for batch in steps.batches for row in batch.rows if row.state and not row.moves_state]

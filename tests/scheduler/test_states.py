@@ -43,7 +43,7 @@ def test_the_check_finds_a_lost_slot():
     steps = Steps()
     steps.add([2, 3])
     steps.step()
-    steps.scheduler._slots._free.pop()
+    steps.scheduler.roster.slots._free.pop()
     with pytest.raises(InvariantViolation, match="slots out of balance"):
         steps.scheduler.check()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from support.fake_engine import Steps
+from support.fake_engine import Steps, greedy
 
+from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.testing import FakeModel
 
 
@@ -78,3 +79,13 @@ def test_the_next_turn_of_a_chat_starts_behind_the_answer():
     assert steps.request(again).cached_tokens == 96
     steps.run()
     steps.assert_right()
+
+
+def test_a_text_that_is_computed_whole_may_be_longer_than_the_pool():
+    """Nothing is kept of it."""
+    steps = windowed(pages=12, max_num_batched_tokens=1000)
+    pooled = Pooled(whole=True, every=True)
+    steps.apply(RequestSpec(1, tuple(range(2, 90)), greedy(1), 88, pooled=pooled))
+    steps.run()
+    assert [batch.num_tokens for batch in steps.batches] == [88]
+    assert steps.ended == {1: "stop"}

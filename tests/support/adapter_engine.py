@@ -91,7 +91,7 @@ def adapter_oracle(
 
 
 def slots_of(core: Frontend) -> AdapterSlots:
-    adapters = core.loop.scheduler._slots._adapters
+    adapters = core.loop.scheduler.roster.slots._adapters
     assert isinstance(adapters, AdapterSlots)
     return adapters
 
@@ -165,7 +165,8 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
 
 
 PROMPT = [5, 6, 7, 8, 9]
-LONG = greedy(400, ignore_eos=True)
+ENDLESS = 12_000
+"""Tokens that take a fake engine longer than any thread is kept waiting by others. Pages of 64 have room for them."""
 
 
 class Face(Lab):
@@ -190,8 +191,8 @@ class Face(Lab):
     def names(self) -> list[str]:
         return [info.name for info in (self.blocking or self.engine).adapters()]
 
-    async def running(self, name: str) -> Any:
+    async def running(self, name: str, max_tokens: int = ENDLESS) -> Any:
         """A request that runs until it is left."""
-        stream = self.engine.stream(PROMPT, LONG, adapter=name)
+        stream = self.engine.stream(PROMPT, greedy(max_tokens, ignore_eos=True), adapter=name)
         await anext(stream)
         return stream

@@ -49,7 +49,7 @@ class FakeLoader:
         path = os.path.basename(path)
         content = self.contents.get(path, path)
         self.reads.append(content)
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         if content.startswith("bug"):
             raise ZeroDivisionError
         if content.startswith("bad"):

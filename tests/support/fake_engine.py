@@ -24,6 +24,8 @@ from asyncengine.step import Batch, StepResult
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 
 GREEDY = SamplingParams(temperature=0.0)
+PATIENCE = 120.0
+"""Seconds until a broken test gives up. No right one comes near, on however slow a machine."""
 
 
 def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
@@ -45,13 +47,16 @@ class Steps:
         executor: FakeExecutor | None = None,
         check_every: int = 1,
         num_states: int = 0,
+        num_window_pages: int = 0,
         **settings: Any,
     ) -> None:
         settings.setdefault("page_size", 4)
         self._check_every = check_every
         self._notes = 0
         self.config = EngineConfig(**settings)
-        self.executor = executor or FakeExecutor(pages, self.config.page_size, model, num_states)
+        self.executor = executor or FakeExecutor(
+            pages, self.config.page_size, model, num_states, num_window_pages=num_window_pages
+        )
         self.kv = KVCache(
             pages,
             self.config.page_size,
@@ -59,6 +64,7 @@ class Steps:
             eviction=self.config.eviction,
             num_states=num_states,
             windows=self.executor.windows,
+            num_window_pages=self.executor.num_window_pages,
             most_ahead=self.config.most_ahead,
         )
         self.scheduler = Scheduler(self.config, self.kv, adapters)
@@ -182,26 +188,36 @@ def rows(batch: Batch | None) -> dict[int, int]:
 
 
 class SteppedExecutor(FakeExecutor):
-    """A fake executor whose steps wait for permission: `hold` stops it before its next step, `release` lets it go."""
+    """A fake executor whose steps wait for permission: `hold` stops it before its next step, `release` lets it go.
+
+    A test that needs something to be still running holds it, from the start, behind as many steps as it needs: whoever
+    holds what runs already may come too late.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._go = threading.Event()
         self._go.set()
         self.entered = threading.Event()
-        """Set when a step is waiting or running."""
+        """Set when a step is waiting or running; those that `hold` lets pass do not count."""
+        self._passing = 0
         self.failure: BaseException | None = None
 
-    def hold(self) -> None:
+    def hold(self, after: int = 0) -> None:
+        """`after`: so many steps more are run."""
         self.entered.clear()
+        self._passing = after
         self._go.clear()
 
     def release(self) -> None:
         self._go.set()
 
     def execute(self, batch: Batch) -> StepResult:
-        self.entered.set()
-        self._go.wait(20)
+        if self._passing and not self._go.is_set():
+            self._passing -= 1
+        else:
+            self.entered.set()
+            assert self._go.wait(PATIENCE), "nobody lets the step go"
         if self.failure is not None:
             raise self.failure
         return super().execute(batch)
@@ -244,7 +260,7 @@ def oracle(engine: AsyncEngine, prompt: Sequence[int], max_tokens: int) -> list[
     return executor_of(engine).model.oracle(prompt, max_tokens, 0, (1,))
 
 
-async def until(condition: Callable[[], bool], what: str = "the condition", most: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], what: str = "the condition", most: float = PATIENCE) -> None:
     """Turn the event loop until `condition` holds. Not a wait by time: the limit only ends a broken test."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + most

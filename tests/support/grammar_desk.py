@@ -34,7 +34,7 @@ class SlowBackend(LlguidanceBackend):
 
     def compile(self, grammar: Grammar, timeout: float) -> LlgTemplate:
         self.began.append(grammar.text)
-        self.go.wait(20)
+        self.go.wait(120)
         return super().compile(grammar, timeout)
 
     def close(self) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
+
+from support.held_steps import HeldSteps
 
 from asyncengine import EngineConfig
 from asyncengine.cluster.fleet import Fleet, FleetConfig, door
 from asyncengine.cluster.fleet.carrier import ReplicaProcess
+from asyncengine.cluster.fleet.link import Link
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import FleetError
@@ -24,7 +28,7 @@ ENGINE: dict[str, Any] = {
 class LocalHost:
     """As `ReplicaProcess`. `lose` makes it a killed process; while `speaks` is not set it is a network that is down."""
 
-    def __init__(self, name: str, node: str) -> None:
+    def __init__(self, name: str, node: str, silence_limit: float, *, line: bool) -> None:
         self.name, self.node = name, node
         self.loop = asyncio.new_event_loop()
         self.replica = Replica()
@@ -32,13 +36,43 @@ class LocalHost:
         self.killed = False
         self.speaks = asyncio.Event()
         self.speaks.set()
+        self.held: HeldSteps | None = None
+        self.link = Link(self, "127.0.0.1", silence_limit, line=line)
+        self._listen = self.link.deliveries
+        self.link.deliveries = self._heard  # type: ignore[method-assign]
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
+    def hold(self, after: int = 0) -> None:
+        """Its engine lets so many steps pass, and then none before `release`: what runs there then is not at its end
+        when it is lost."""
+        self.held = HeldSteps(self.replica.engine, after)
+
+    def release(self) -> None:
+        if self.held is not None:
+            self.held.release()
+
     def lose(self) -> None:
         self._gone.set()
-        self.loop.call_soon_threadsafe(self.replica._outbox.wake)
+        self.release()
+        self.loop.call_soon_threadsafe(self._cut)
+
+    def _cut(self) -> None:
+        if self.replica._speaking is not None:
+            self.replica._speaking.cancel()
+        self.replica._outbox.wake()
+
+    async def cut(self) -> int:
+        """Break what connects its line just now. How many connections that were."""
+
+        async def cut() -> int:
+            there = [] if self.replica._line is None else list(self.replica._line._connections)
+            for writer in there:
+                writer.transport.abort()
+            return len(there)
+
+        return int(await self._here(cut()))
 
     def _check(self) -> None:
         if self._gone.is_set():
@@ -52,20 +86,25 @@ class LocalHost:
         self.calls.append(method)
         return unpacked(await self._here(self.replica.answer(method, pickle.dumps(arguments))))
 
-    def post(self, commands: bytes) -> None:
+    def carry(self, commands: bytes) -> None:
         if not self._gone.is_set():
             asyncio.run_coroutine_threadsafe(self.replica.post(commands), self.loop)
 
-    async def deliveries(self) -> AsyncIterator[bytes]:
+    async def carried(self) -> AsyncGenerator[bytes, None]:
         source = self.replica.deliveries()
         while True:
             try:
                 item = await self._here(anext(source))
             except StopAsyncIteration:
                 return
-            self._check()
-            await self.speaks.wait()
             yield item
+
+    async def _heard(self) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._listen()) as told:
+            async for item in told:
+                self._check()
+                await self.speaks.wait()
+                yield item
 
     async def gone(self) -> bool:
         return False  # only its deliveries tell
@@ -75,17 +114,19 @@ class LocalHost:
             return
         self.killed = True
         self._gone.set()
-        asyncio.run_coroutine_threadsafe(self.replica.stop(), self.loop).result(20)
+        self.release()
+        asyncio.run_coroutine_threadsafe(self.replica.stop(), self.loop).result(120)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(20)
+        self._thread.join(120)
         self.loop.close()
 
 
 class LocalCarrier:
     """As `Carrier`. `room`: replicas that fit at once."""
 
-    def __init__(self, config: FleetConfig, name: str) -> None:
+    def __init__(self, config: FleetConfig, name: str, *, line: bool) -> None:
         self.name = name
+        self._config, self._line = config, line
         self.room = 100
         self.head = True
         self.hosts: dict[str, LocalHost] = {}
@@ -98,10 +139,20 @@ class LocalCarrier:
     def spawn(self) -> ReplicaProcess:
         if len(self.hosts) >= self.room:
             raise FleetError("no node has room")
-        host = LocalHost(f"{self.name}/{next(self._serial)}", f"node-{len(self.ever)}")
+        name, node = f"{self.name}/{next(self._serial)}", f"node-{len(self.ever)}"
+        host = LocalHost(name, node, self._config.silence_limit, line=self._line)
         self.hosts[host.name] = host
         self.ever.append(host)
         return host  # type: ignore[return-value]
+
+    def hold(self, after: int = 0) -> None:
+        """All that are there now."""
+        for host in list(self.hosts.values()):
+            host.hold(after)
+
+    def release(self) -> None:
+        for host in list(self.hosts.values()):
+            host.release()
 
     def head_answers(self) -> bool:
         return self.head
@@ -115,12 +166,15 @@ class LocalCarrier:
             self.end(host)
 
 
-async def local_fleet(monkeypatch: Any, replicas: int = 3, **settings: Any) -> tuple[Fleet, LocalCarrier]:
-    """A started fleet of the demo model. `settings` of the fleet and of its engines."""
+async def local_fleet(
+    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, line: bool = True, **settings: Any
+) -> tuple[Fleet, LocalCarrier]:
+    """A started fleet of a bundled model. `line`: with lines to its replicas, else with calls as Ray carries them.
+    `settings` of the fleet and of its engines."""
     made: list[LocalCarrier] = []
 
     def carrier(config: FleetConfig, name: str) -> LocalCarrier:
-        made.append(LocalCarrier(config, name))
+        made.append(LocalCarrier(config, name, line=line))
         return made[0]
 
     monkeypatch.setattr(door, "Carrier", carrier)
@@ -128,6 +182,6 @@ async def local_fleet(monkeypatch: Any, replicas: int = 3, **settings: Any) -> t
     theirs = {name: value for name, value in settings.items() if name not in ours}
     attempt, config = LoadAttempt(), EngineConfig(**{**ENGINE, **theirs})
     fleet_config = FleetConfig(replicas=replicas, **ours)
-    fleet = Fleet(lambda: door.open_fleet("demo", config, fleet_config, attempt), hosted=True, attempt=attempt)
+    fleet = Fleet(lambda: door.open_fleet(model, config, fleet_config, attempt), hosted=True, attempt=attempt)
     await fleet.start()
     return fleet, made[0]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_new_engine_thread(patience: float = 5.0) -> Iterator[None]:
+def no_new_engine_thread(patience: float = 60.0) -> Iterator[None]:
     """Engine threads that start inside must have ended `patience` seconds after. Others' shared engines may live on."""
     before = set(threading.enumerate())
     yield

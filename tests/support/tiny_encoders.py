@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "distilbert": lambda: hf.DistilBertConfig(
         vocab_size=VOCAB, dim=64, hidden_dim=96, n_layers=3, n_heads=4, max_position_embeddings=96, num_labels=3
     ),
+    "mpnet": lambda: hf.MPNetConfig(**_SIZES, max_position_embeddings=98),
     "modernbert": lambda: hf.ModernBertConfig(
         **{**_SIZES, "num_hidden_layers": 4}, max_position_embeddings=96, local_attention=16, classifier_bias=True,
         classifier_pooling="mean", classifier_activation="gelu",

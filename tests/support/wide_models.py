@@ -11,6 +11,9 @@ import transformers as hf
 from support import tiny_models
 from support.tiny_models import WINDOW, make_checkpoint
 
+CHUNK = 12
+"""Of Llama 4's attention: three pages of the tests."""
+
 
 def _sized(heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
     return tiny_models._common(
@@ -32,8 +35,14 @@ WIDE: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: hf.Gemma2Config(
         **_sized(4, 2, attn_logit_softcapping=5.0, final_logit_softcapping=30.0, **_GEMMA)
     ),
-}
-"""Query heads per kv head: 1, 2, 7, 4, 2."""
+    "llama4": lambda: hf.Llama4TextConfig(
+        **_sized(
+            4, 2, intermediate_size_mlp=80, num_local_experts=4, num_experts_per_tok=1, moe_layers=[1],
+            no_rope_layers=[1, 0, 1], attention_chunk_size=CHUNK, floor_scale=8,
+        )
+    ),
+}  # fmt: skip
+"""Query heads per kv head: 1, 2, 7, 4, 2, 2."""
 
 
 def make_wide(name: str, folder: Path) -> Path:

@@ -55,7 +55,10 @@ def test_small_letters_and_prompts(tmp_path: Path) -> None:
 def test_what_cannot_be_encoded_is_named(tmp_path: Path) -> None:
     batches = BatchTokenizer(tokenizer_in(tmp_path), 50)
     with pytest.raises(InvalidParameter, match=r"texts\[12\]: is not valid Unicode"):
-        batches.encode(["the", "cat", "\ud800"], 10)
+        batches.encode(["the", "cat", "\ud800"], "texts", range(10, 13))
+    framed = BatchTokenizer(tokenizer_in(tmp_path), 50, frame=((1,), (2,)))
+    with pytest.raises(InvalidParameter, match=r"documents\[1\]: is not valid Unicode"):
+        framed.encode(["the", "\ud800"], "documents")
 
 
 def test_a_frame_stays_whole(tmp_path: Path) -> None:

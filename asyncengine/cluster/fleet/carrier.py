@@ -11,13 +11,15 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
 from asyncengine.cluster import Claim, Instance, Refusal, Share
 from asyncengine.cluster.fleet.lifeline import until_gone
+from asyncengine.cluster.fleet.line import UNSENT
+from asyncengine.cluster.fleet.link import Link
 from asyncengine.cluster.fleet.placing import RayNode, asked_claim, asked_devices, place_replica, read_claim
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.cluster.fleet.settings import FleetConfig
@@ -38,8 +40,6 @@ MOST_CALLS = 10_000
 """At once on one replica; none of them waits for another."""
 CLOSE_SECONDS = 10.0
 """That Ray gets to end something."""
-UNSENT = 4
-"""Deliveries that may be on their way before a replica gathers instead of sending."""
 
 
 def load_ray() -> Any:
@@ -236,6 +236,8 @@ class ReplicaProcess:
         self._ray, self._group = ray, group
         self.name, self.node, self.placed = placed.name, node.id, placed
         self._address = node.address
+        # A Ray that encrypts what it sends is not gone around.
+        self.link = Link(self, node.address, config.silence_limit, line=not _encrypts())
         kind = ray.remote(Replica).options(
             name=self.name,
             namespace=NAMESPACE,
@@ -260,12 +262,12 @@ class ReplicaProcess:
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
 
-    def post(self, commands: bytes) -> None:
+    def carry(self, commands: bytes) -> None:
         """Hand over without waiting; in order."""
         with contextlib.suppress(self._ray.exceptions.RayError):  # lost: the reader of its deliveries hears of it
             self._actor.post.remote(commands)
 
-    async def deliveries(self) -> AsyncIterator[bytes]:
+    async def carried(self) -> AsyncGenerator[bytes, None]:
         """What the replica has to say, to its end. Raises `FleetError` when its process or node is gone."""
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNSENT}
         try:
@@ -284,6 +286,11 @@ class ReplicaProcess:
         """A head that is gone would be waited for: whatever it says, there is nothing left to do here."""
         _at_most(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
         _at_most(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
+
+
+def _encrypts() -> bool:
+    """Whether Ray's processes are told to speak TLS."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 class _LongThread:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
@@ -18,6 +18,7 @@ from asyncengine.cluster.fleet.adapters import FleetAdapters
 from asyncengine.cluster.fleet.carrier import Carrier, ReplicaProcess
 from asyncengine.cluster.fleet.flights import Flight
 from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.fleet.text_flights import TextFlight
 from asyncengine.cluster.fleet.wire import Hello, Loaded
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, FleetError
@@ -37,8 +38,9 @@ RETRY_SECONDS = 1.0
 """Between two attempts to replace a lost replica."""
 HEAD_SECONDS = 1.0
 """Between two looks at the head of the cluster; it is gone when it does not answer twice."""
-AWAY_SECONDS = 2.0
-"""A fleet whose own loop stood still for so long has not listened: it blames nobody for silence."""
+LOOK_SECONDS = 0.5
+"""Between two looks at clocks: silent replicas, deadlines of what has no replica. While the fleet's own loop stands
+still for longer it does not listen, and blames nobody for silence."""
 HOPELESS = 5
 """Attempts, one after the other, that a fleet without any replica makes before it gives up."""
 
@@ -48,7 +50,7 @@ class Member:
 
     def __init__(self, host: ReplicaProcess) -> None:
         self.host = host
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, Flight | TextFlight] = {}
         self.stats: EngineStats | None = None
         self.heard_at = time.monotonic()
         self.closing = False
@@ -119,6 +121,15 @@ class Crew:
         loaded: Loaded = await host.call("start", self._model, config, pinned, timeout=self._settings.start_timeout)
         return loaded
 
+    async def _catch_up(self, host: ReplicaProcess, loaded: Loaded) -> None:
+        """Adapters that the others were given while it loaded."""
+        here = {info.name for info in loaded.adapters}
+        limit = self._settings.start_timeout
+        while self.adapters is not None and (new := [i for i in self.adapters.list() if i.name not in here]):
+            for info in new:
+                await host.call("load_adapter", info.name, self._path_of(info), info.pinned, timeout=limit)
+                here.add(info.name)
+
     def _path_of(self, info: AdapterInfo) -> str:
         """Where a replica finds it: as the configuration says it, if it is still that one; "demo/..." lies elsewhere on
         every machine."""
@@ -144,7 +155,7 @@ class Crew:
         """One more replica. Raises `FleetError`, or what loading raises."""
         host = await anyio.to_thread.run_sync(self.carrier.spawn)
         try:
-            await self._load(host)
+            await self._catch_up(host, await self._load(host))
         except BaseException:
             await self._end_process(host)
             raise
@@ -166,11 +177,12 @@ class Crew:
         """Take what the replica has to say, until it is gone."""
         reason = f"replica {member.name} ended by itself"
         try:
-            async for data in member.host.deliveries():
-                news: wire.Delivery = pickle.loads(data)
-                member.heard_at = self._fleet.clock.now()
-                member.stats = news.stats or member.stats
-                self._fleet.took(member, news)
+            async with contextlib.aclosing(member.host.link.deliveries()) as told:
+                async for data in told:
+                    news: wire.Delivery = pickle.loads(data)
+                    member.heard_at = self._fleet.clock.now()
+                    member.stats = news.stats or member.stats
+                    self._fleet.took(member, news)
         except FleetError as error:
             reason = str(error)
         except Exception as error:
@@ -189,11 +201,9 @@ class Crew:
 
     def check_silence(self, now: float) -> None:
         """A replica that says nothing is lost, whatever its process does."""
-        away, self._looked_at = now - self._looked_at > AWAY_SECONDS, now
-        if away:
-            for member in self.members.values():
-                member.heard_at = now
+        away, self._looked_at = max(0.0, now - self._looked_at - LOOK_SECONDS), now
         for member in list(self.members.values()):
+            member.heard_at = min(now, member.heard_at + away)
             silent = now - member.heard_at
             if silent > self._settings.silence_limit and not member.gone:
                 self._lose(member, f"replica {member.name} said nothing for {silent:.1f} s")
@@ -287,14 +297,17 @@ class Crew:
         self._fleet.left(member)
         await self._stop(member)
         await self._end_process(member.host)
+        if member.reader is not None:
+            member.reader.cancel()
 
     async def _stop(self, member: Member) -> None:
         with contextlib.suppress(EngineError):  # it is ended by force next
             await member.host.call("stop", timeout=STOP_SECONDS)
 
-    async def on_all(self, method: str, *arguments: Any) -> list[Any]:
-        """What every replica answers. A replica that is lost meanwhile does not count."""
-        members = list(self.members.values())
+    async def on_all(self, method: str, *arguments: Any, but: Collection[str] = ()) -> dict[str, Any]:
+        """What every replica answers, by name, but those of the names `but`. One that is lost meanwhile does not
+        count."""
+        members = [member for member in self.members.values() if member.name not in but]
         limit = self._settings.start_timeout
         answers = await asyncio.gather(
             *(member.host.call(method, *arguments, timeout=limit) for member in members), return_exceptions=True
@@ -302,12 +315,16 @@ class Crew:
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, BaseException) and not member.gone:
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        pairs = zip(members, answers, strict=True)
+        return {member.name: answer for member, answer in pairs if not isinstance(answer, BaseException)}
 
     async def load_adapter(self, adapters: FleetAdapters, name: str, path: str, pinned: bool) -> AdapterInfo:
         """On every replica; those that come later have it from the start."""
         async with self._changing:
-            infos: list[AdapterInfo] = await self.on_all("load_adapter", name, path, pinned)
+            found: dict[str, AdapterInfo] = {}
+            while any(member not in found for member in self.members):  # one may join meanwhile
+                found |= await self.on_all("load_adapter", name, path, pinned, but=found)
+            infos = list(found.values())
             if not infos:
                 raise FleetError("no replica is there to load an adapter")
             if len({info.digest for info in infos}) > 1:

@@ -22,6 +22,7 @@ from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.grammar_wiring import make_grammars
 from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vector_desk import VectorDesk
 from asyncengine.engine.wiring import bundled_name, resolve_model
 from asyncengine.errors import AdapterError, EngineClosed, FleetError
 from asyncengine.lora.naming import AdapterInfo
@@ -170,4 +171,6 @@ def _wire(crew: Crew, loaded: list[Loaded], config: EngineConfig, settings: Flee
         planner = ChatPlanner(first.tokenizer, config.tool_format)
     fleet = FleetLoop(config, settings, crew, clock, info.page_size, grammars=grammars, adapters=adapters)
     validator = RequestValidator(config, info, clock, first.tokenizer, grammars, adapters)
-    return FleetDoor(fleet, validator, first, planner)
+    door = FleetDoor(fleet, validator, first, planner)
+    door.desk = None if first.vectors is None else VectorDesk(door, first.vectors)
+    return door

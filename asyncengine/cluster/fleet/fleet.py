@@ -85,7 +85,7 @@ class Fleet(AsyncEngine):
         crew = self.door.fleet.crew
 
         async def ask() -> dict[str, Any]:
-            return dict(zip(list(crew.members), await crew.on_all("stats"), strict=False))
+            return await crew.on_all("stats")
 
         return dict(await finished(self.door.on_fleet(ask())))
 

@@ -18,9 +18,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from asyncengine.cluster.fleet.adapters import FleetAdapters
-from asyncengine.cluster.fleet.crew import Crew, Member
+from asyncengine.cluster.fleet.crew import LOOK_SECONDS, Crew, Member
 from asyncengine.cluster.fleet.flights import Flight
 from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.fleet.text_flights import TextFlight
 from asyncengine.cluster.fleet.wire import Command, Delivery, Leave, Parcel, Piece
 from asyncengine.cluster.routing import Router
 from asyncengine.config import EngineConfig
@@ -40,8 +41,6 @@ from asyncengine.stats import Meter
 
 logger = logging.getLogger("asyncengine")
 
-TICK = 0.5
-"""Seconds between two looks at clocks: silent replicas, deadlines of what has no replica."""
 _LOOK = object()
 """A message that says nothing: look whether it is time to end."""
 
@@ -75,11 +74,11 @@ class FleetLoop:
         """The event loop that it runs on, once its replicas are there to be asked."""
         self.runs_on.set_running_or_notify_cancel()  # one impatient caller must not cancel it for all
         self.router = Router(settings.weights)
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, Flight | TextFlight] = {}
         self.resumed = self.matched_pages = 0
         self._page_size = page_size
-        self._by_ticket: dict[int, Flight] = {}
-        self._homeless: dict[int, Flight] = {}
+        self._by_ticket: dict[int, Flight | TextFlight] = {}
+        self._homeless: dict[int, Flight | TextFlight] = {}
         """Those that no replica could take, in order."""
         self._outgoing: dict[str, list[Command]] = {}
         self._drain: Drain | None = None
@@ -93,7 +92,7 @@ class FleetLoop:
                 self._apply_inbox()
                 self._flush()
                 if not self._drained():
-                    await self.inbox.wait(TICK)
+                    await self.inbox.wait(LOOK_SECONDS)
                     self._look_at_the_clock()
         except BaseException as error:
             self.failure = self.failure or error
@@ -123,6 +122,9 @@ class FleetLoop:
         for message in self.inbox.take():
             if isinstance(message, RequestSpec):
                 self.delivery.open(message.ticket)
+                if message.pooled is not None:
+                    self._depart_texts(message)
+                    continue
                 if group and (message.group is None or message.group != group[0].spec.group):
                     self._depart(group)
                     group = []
@@ -147,7 +149,17 @@ class FleetLoop:
         self._by_ticket.update({stream.spec.ticket: flight for stream in streams})
         self._send(flight)
 
-    def _send(self, flight: Flight) -> None:
+    def _depart_texts(self, spec: RequestSpec) -> None:
+        """The first text of a window stands for all: they are posted together."""
+        window = self.delivery.windows.get(spec.ticket)
+        if window is None or window.spec is not spec:
+            return
+        flight = TextFlight(window, self.adapters.claimed(spec.ticket))
+        self.flights[flight.key] = flight
+        self._by_ticket.update(dict.fromkeys(flight.tickets, flight))
+        self._send(flight)
+
+    def _send(self, flight: Flight | TextFlight) -> None:
         """To the replica that the router chooses, or into the line for one."""
         flight.route = self.router.assign(flight.to_route(self._page_size))
         if flight.route is None:
@@ -167,11 +179,18 @@ class FleetLoop:
         for name, commands in outgoing.items():
             member = self.crew.members.get(name)
             if member is not None:
-                member.host.post(pickle.dumps(commands))
+                member.host.link.post(pickle.dumps(commands))
 
     def _abort(self, ticket: int) -> None:
         """Its consumer has left. The replica ends it; where there is none, it ends here."""
         flight = self._by_ticket.get(ticket)
+        if isinstance(flight, TextFlight):
+            flight.left = True
+            if flight.route is None:
+                self._end_texts(flight, flight.end("abort"))
+            else:
+                self._tell(flight.route.replica, Leave((ticket,)))
+            return
         stream = self.delivery.streams.get(ticket)
         if flight is None or stream is None:
             return
@@ -198,9 +217,13 @@ class FleetLoop:
         waiters: list[Waiter] = []
         for parcel in news.parcels:
             flight = member.flights.get(parcel.key)
-            if flight is not None and not (news.dead and parcel.pieces[-1].reason == "engine_dead"):
+            if isinstance(flight, Flight) and not (news.dead and parcel.pieces[-1].reason == "engine_dead"):
                 self._open_parcel(flight, parcel, waiters)
         wake_all(waiters)
+        for vectors in news.vectors:
+            texts = member.flights.get(vectors.key)
+            if isinstance(texts, TextFlight):
+                self._end_texts(texts, texts.arrive(vectors))
         if news.dead:
             raise FleetError(f"the engine of replica {member.name} died: {news.dead}")
 
@@ -212,6 +235,9 @@ class FleetLoop:
             self._release(flight)
         self.router.remove(member.name)
         for flight in flights:
+            if isinstance(flight, TextFlight):
+                self._lose_texts(flight, reason)
+                continue
             self._end_here(flight, [index for index in flight.streams if index in flight.left], "abort")
             if not flight.streams:
                 continue
@@ -223,6 +249,15 @@ class FleetLoop:
                 self._fail(flight, FleetError(reason))
         self._flush()
         self.look()
+
+    def _lose_texts(self, flight: TextFlight, reason: str) -> None:
+        if flight.left:
+            self._end_texts(flight, flight.end("abort"))
+        elif self.settings.on_loss == "resume":
+            self.resumed += 1
+            self._send(flight)
+        else:
+            self._end_texts(flight, flight.window.fail(lambda: EngineDead(FleetError(reason))))
 
     def left(self, member: Member) -> None:
         """A replica has ended as it was asked to, with no request left."""
@@ -268,23 +303,42 @@ class FleetLoop:
         ticket = stream.spec.ticket
         self._leave_queue(flight)
         if len(flight.streams) == 1:  # before its consumer hears of it
-            self._release(flight)
-            del self.flights[flight.key]
-            self._homeless.pop(flight.key, None)
-            if self._drain is not None:
-                self.look()
+            self._forget(flight)
         del flight.streams[stream.spec.index]
         self._by_ticket.pop(ticket, None)
         self.delivery.streams.pop(ticket, None)
         self.adapters.cancel(ticket)
         self.meter.count_end(reason)
 
+    def _end_texts(self, flight: TextFlight, waiter: Waiter | None) -> None:
+        """All of a window has ended; its consumer hears of it last."""
+        window = flight.window
+        self.queue_limit.leave(window.samples, window.num_tokens)
+        self._forget(flight)
+        for ticket in flight.tickets:
+            self._by_ticket.pop(ticket, None)
+            self.delivery.windows.pop(ticket, None)
+            self.adapters.cancel(ticket)
+            self.meter.count_end(flight.reason)
+        if flight.reason == "stop":
+            self.meter.first_token.append(self.clock.now() - flight.spec.arrival)
+        if waiter is not None:
+            wake_all([waiter])
+
+    def _forget(self, flight: Flight | TextFlight) -> None:
+        """It is no request any more."""
+        self._release(flight)
+        del self.flights[flight.key]
+        self._homeless.pop(flight.key, None)
+        if self._drain is not None:
+            self.look()
+
     def _leave_queue(self, flight: Flight) -> None:
         if not flight.begun:
             flight.begun = True
             self.queue_limit.leave(flight.samples, flight.samples * flight.spec.prompt_len)
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: Flight | TextFlight) -> None:
         """It is nowhere any more."""
         route, flight.route = flight.route, None
         if route is None:
@@ -314,13 +368,22 @@ class FleetLoop:
         for flight in list(self._homeless.values()):
             spec = flight.spec
             due = [at for at in (spec.deadline, None if flight.begun else spec.waiting_deadline) if at is not None]
-            if due and min(due) <= now:
+            if not due or min(due) > now:
+                continue
+            if isinstance(flight, TextFlight):
+                self._end_texts(flight, flight.end("timeout"))
+            else:
                 self._end_here(flight, list(flight.streams), "timeout")
         if self._drain is not None and self._drain.deadline is not None and now >= self._drain.deadline:
             self._abort_all()
 
     def _abort_all(self) -> None:
         for flight in list(self.flights.values()):
+            if isinstance(flight, TextFlight):
+                if flight.route is not None:
+                    self._tell(flight.route.replica, Leave(tuple(flight.tickets)))
+                self._end_texts(flight, flight.end("abort"))
+                continue
             if flight.route is not None:
                 self._tell(flight.route.replica, Leave(tuple(s.spec.ticket for s in flight.streams.values())))
             self._end_here(flight, list(flight.streams), "abort")
@@ -330,7 +393,7 @@ class FleetLoop:
             return False
         if self._drain.deadline is not None and self.clock.now() >= self._drain.deadline:
             self._abort_all()
-        return not self.flights and not self.delivery.expected
+        return not self.flights and not self.delivery.expected and not self.delivery.windows
 
     async def _shut_down(self) -> None:
         self.queue_limit.close()

@@ -8,12 +8,15 @@ bounded by the requests' own `max_tokens`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from asyncengine.cluster.fleet.wire import Beginning, Parcel, Piece
+from asyncengine.cluster.fleet.wire import Beginning, Parcel, Piece, Vectors
 from asyncengine.engine.mailbox import Mailbox, Waiter
+from asyncengine.engine.vector_window import VectorWindow
 from asyncengine.outputs import Chunk
+from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import Output
 
 
 class OutboxSlot(Mailbox):
@@ -32,16 +35,47 @@ class OutboxSlot(Mailbox):
         return self._outbox.note(self)
 
 
+class OutboxWindow(VectorWindow):
+    """Texts of one order. It tells the outbox when the last of them has ended: nothing of it is left here then."""
+
+    __slots__ = ("_outbox", "key")
+
+    def __init__(self, key: int, specs: Sequence[RequestSpec], outbox: Outbox) -> None:
+        super().__init__(specs)
+        self.key = key
+        self._outbox = outbox
+
+    def put(self, output: Output) -> Waiter | None:
+        super().put(output)
+        if self.tickets:
+            return None
+        if self.fault is not None:
+            return self._outbox.note_vectors(Vectors(self.key, None, self.cached_tokens, self.fault))
+        import numpy as np
+
+        vectors = np.stack([vector for vector in self.vectors if vector is not None])
+        return self._outbox.note_vectors(Vectors(self.key, vectors, self.cached_tokens))
+
+
 class Outbox:
     """Which requests have something new. Lives on the engine's loop."""
 
     def __init__(self) -> None:
         self._ready: dict[int, OutboxSlot] = {}
+        self._vectors: list[Vectors] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def note(self, slot: OutboxSlot) -> Waiter | None:
         """Returns whom to wake, or None."""
         self._ready[slot.key] = slot
+        return self._take_waiter()
+
+    def note_vectors(self, vectors: Vectors) -> Waiter | None:
+        """The same of what has come of an order of texts."""
+        self._vectors.append(vectors)
+        return self._take_waiter()
+
+    def _take_waiter(self) -> Waiter | None:
         waiter, self._waiter = self._waiter, None
         return waiter
 
@@ -53,7 +87,7 @@ class Outbox:
 
     async def wait(self, timeout: float) -> None:
         """Until something is new, at most `timeout` seconds."""
-        if self._ready:
+        if self._ready or self._vectors:
             return
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
@@ -72,8 +106,18 @@ class Outbox:
         self._ready[key] = slot
         self.wake()
 
+    def refuse_texts(self, key: int, error: Exception) -> None:
+        """An order of texts that the engine did not take."""
+        self._vectors.append(Vectors(key, None, fault=(0, Output(key, reason="error", error=error))))
+        self.wake()
+
+    def take_vectors(self) -> list[Vectors]:
+        """All that is new."""
+        vectors, self._vectors = self._vectors, []
+        return vectors
+
     def take(self) -> list[Parcel]:
-        """Everything that is new."""
+        """The same of what is written."""
         ready, self._ready = self._ready, {}
         return [_parcel(slot) for slot in ready.values()]
 

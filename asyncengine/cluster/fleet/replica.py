@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import pickle
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
 from asyncengine.cluster.fleet import lifeline, wire
-from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot
+from asyncengine.cluster.fleet.line import LineEnd
+from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot, OutboxWindow
 from asyncengine.cluster.fleet.wire import Hello, Leave, Loaded, Order
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.request_spec import RequestSpec
 from asyncengine.stats import EngineStats
+
+logger = logging.getLogger("asyncengine")
 
 BEAT = 0.5
 """Seconds after which a replica says that it lives, if it has nothing else to say."""
@@ -37,7 +40,9 @@ class Replica:
         self._outbox = Outbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
-        self._lifeline: socket.socket | None = None
+        self._lifeline: asyncio.Server | None = None
+        self._line: LineEnd | None = None
+        self._speaking: asyncio.Task[None] | None = None
         self._stats_at = 0.0
         self._untold = True
         """Something has happened since the last figures."""
@@ -60,8 +65,18 @@ class Replica:
 
     async def lifeline(self, address: str) -> int:
         """The port at which a connection to this process breaks when it ends. Raises `OSError`."""
-        self._lifeline = lifeline.listen(address)
-        return int(self._lifeline.getsockname()[1])
+        self._lifeline = await lifeline.listen(address)
+        return int(self._lifeline.sockets[0].getsockname()[1])
+
+    async def line(self, address: str, token: bytes) -> int:
+        """The port at which whoever has the token may give orders and take deliveries, instead of calling `post` and
+        `deliveries`. Raises `OSError`."""
+        self._line = line = LineEnd(token, self._take)
+        port = await line.listen(address)
+        self._speaking = asyncio.get_running_loop().create_task(self._speak(line))
+        # However it ends, and be it before it began: the door then knows that nothing more comes.
+        self._speaking.add_done_callback(lambda done: line.close())
+        return port
 
     async def start(self, model: str, config: EngineConfig, pinned: tuple[str, ...]) -> Loaded:
         """Load. Raises what loading raises."""
@@ -71,7 +86,9 @@ class Replica:
         self._engine = engine
         for name in pinned:
             await engine.load_adapter(name, dict(config.adapters)[name], pinned=True)
-        return Loaded(engine.info, engine.core.tokenizer, engine.adapters())
+        desk = engine.core.desk
+        vectors = None if desk is None else desk.model
+        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), vectors)
 
     async def load_adapter(self, name: str, path: str, pinned: bool) -> AdapterInfo:
         return await self.engine.load_adapter(name, path, pinned=pinned)
@@ -88,14 +105,13 @@ class Replica:
             await self._engine.aclose()
         self._stopped = True
         self._outbox.wake()
+        if self._line is not None and self._speaking is not None:
+            self._speaking.cancel()
+            await self._line.closed()
 
     async def post(self, commands: bytes) -> None:
         """Take orders, in order. What is wrong with one is told in a delivery, not here."""
-        for command in pickle.loads(commands):
-            if isinstance(command, Leave):
-                self.engine.core.abort_tickets(list(command.tickets))
-            else:
-                self._take_order(command)
+        self._take(commands)
 
     async def deliveries(self) -> AsyncIterator[bytes]:
         """What is new, as often as the fleet takes it."""
@@ -111,6 +127,24 @@ class Replica:
             raise FleetError("the replica has loaded no model")
         return self._engine
 
+    def _take(self, commands: bytes) -> None:
+        for command in pickle.loads(commands):
+            if isinstance(command, Leave):
+                self.engine.core.abort_tickets(list(command.tickets))
+            elif command.specs[0].pooled is not None:
+                self._take_texts(command)
+            else:
+                self._take_order(command)
+
+    async def _speak(self, line: LineEnd) -> None:
+        try:
+            await line.room()
+            async for delivery in self.deliveries():
+                line.send(delivery)
+                await line.room()
+        except Exception:
+            logger.exception("a replica's deliveries cannot be sent")
+
     def _take_order(self, order: Order) -> None:
         core, first = self.engine.core, order.specs[0]
         slot = OutboxSlot(order.key, self._outbox)
@@ -125,6 +159,19 @@ class Replica:
             known = error if isinstance(error, EngineError) else FleetError(f"the replica took no order: {error!r}")
             self._outbox.refuse(order.key, [spec.index for spec in order.specs], known)
 
+    def _take_texts(self, order: Order) -> None:
+        core, first = self.engine.core, order.specs[0]
+        try:
+            core.check_open()
+            self._check_adapter(first, order.digest)
+            specs = [_rebased(spec, core.loop.clock.now(), order.sent_at) for spec in order.specs]
+            window = OutboxWindow(order.key, specs, self._outbox)
+            core.loop.queue_limit.enter(window.samples, window.num_tokens)
+            core.post_window(window)
+        except Exception as error:
+            known = error if isinstance(error, EngineError) else FleetError(f"the replica took no texts: {error!r}")
+            self._outbox.refuse_texts(order.key, known)
+
     def _check_adapter(self, spec: RequestSpec, digest: str) -> None:
         """The name may mean something else by now, or not here yet."""
         name = spec.options.adapter
@@ -136,10 +183,10 @@ class Replica:
 
     def _delivery(self) -> wire.Delivery:
         core = self.engine.core
-        delivery = wire.Delivery(self._outbox.take())
+        delivery = wire.Delivery(self._outbox.take(), self._outbox.take_vectors())
         delivery.news = core.loop.scheduler.kv.news() or None
         now = asyncio.get_running_loop().time()
-        self._untold = self._untold or bool(delivery.parcels)
+        self._untold = self._untold or bool(delivery.parcels or delivery.vectors)
         if now >= self._stats_at + (FIGURES if self._untold else BEAT * 0.9):
             with contextlib.suppress(RuntimeError):  # a table that another thread is changing: next time
                 delivery.stats, self._stats_at, self._untold = self.engine.stats(), now, False

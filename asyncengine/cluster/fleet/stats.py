@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
 
-from asyncengine.kvcache import PageCounts
+from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
 
@@ -41,12 +43,27 @@ def summed(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, o
             values[name] = sum(of_each)
         elif isinstance(mine, Summary):
             values[name] = max(of_each, key=lambda summary: summary.p50, default=mine)
-        elif isinstance(mine, PageCounts):
-            values[name] = _pages(of_each)
+        elif isinstance(mine, (PageCounts, StateCounts)):
+            values[name] = _added([mine, *of_each])
+        elif name == "speculation":
+            guessed = [stats for stats in of_each if stats is not None]
+            values[name] = _added(guessed) if guessed else None
         elif isinstance(mine, ThreadStats):
-            values[name] = ThreadStats(sum(t.now for t in of_each) or 1, sum(t.most for t in of_each) or 1)
+            values[name] = _threads(of_each)
     return values
 
 
-def _pages(counts: Sequence[PageCounts]) -> PageCounts:
-    return PageCounts(*(sum(getattr(count, item.name) for count in counts) for item in fields(PageCounts)))
+def _added(counts: Sequence[Any]) -> Any:
+    """Counts of one type, field by field; of tuples, place by place."""
+    sums = {}
+    for item in fields(counts[0]):
+        each = [getattr(count, item.name) for count in counts]
+        several = isinstance(each[0], tuple)
+        sums[item.name] = tuple(map(sum, zip_longest(*each, fillvalue=0))) if several else sum(each)
+    return replace(counts[0], **sums)
+
+
+def _threads(each: Sequence[ThreadStats]) -> ThreadStats:
+    now = sum(threads.now for threads in each)
+    used = sum(threads.now * threads.efficiency for threads in each)
+    return ThreadStats(now, sum(threads.most for threads in each), used / now) if now else ThreadStats()

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from asyncengine.engine.vector_desk import VectorModel
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache.cache_log import CacheNews
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import FinishReason, LogprobEntry
 from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import Output
 from asyncengine.stats import EngineStats
 from asyncengine.step import TokenLogprob
 from asyncengine.text import TextTokenizer
 
-VERSION = 2
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+VERSION = 4
 """Of what is said here. Raise it with every change."""
 
 
@@ -33,11 +39,14 @@ class Loaded:
     info: ModelInfo
     tokenizer: TextTokenizer | None
     adapters: tuple[AdapterInfo, ...]
+    vectors: VectorModel | None = None
+    """Of a model that gives vectors or scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request: samples of one prompt. `key` is the ticket of the first, and names the request in what comes back."""
+    """Samples of one prompt, or texts whose vectors are wanted. `key` is the ticket of the first, and names the order
+    in what comes back."""
 
     key: int
     specs: tuple[RequestSpec, ...]
@@ -88,11 +97,23 @@ class Parcel(NamedTuple):
     """What its consumer raises, where that has a type of its own."""
 
 
+class Vectors(NamedTuple):
+    """All that comes of an order of texts: their vectors, or what ended the first that has none."""
+
+    key: int
+    vectors: NDArray[np.float32] | None
+    """[texts, width]"""
+    cached_tokens: int = 0
+    fault: tuple[int, Output] | None = None
+    """(which text, how it ended)"""
+
+
 @dataclass(slots=True)
 class Delivery:
     """What is new on a replica. An empty one says that it lives."""
 
     parcels: list[Parcel] = field(default_factory=list)
+    vectors: list[Vectors] = field(default_factory=list)
     news: CacheNews | None = None
     stats: EngineStats | None = None
     dead: str = ""

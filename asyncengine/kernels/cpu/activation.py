@@ -29,8 +29,10 @@ from asyncengine.kernels.cpu.vectors import LANES, number_of, size_of
 
 _WORK = 16
 """Bytes that could be read while an element is computed."""
-_SILU, _GELU_TANH, _GELU, _RELU = range(4)
-_NUMBERS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU, "relu": _RELU}
+_SILU, _GELU_TANH, _GELU, _RELU, _RELU2 = range(5)
+_NUMBERS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU, "relu": _RELU, "relu2": _RELU2}
+UNGATED = 16
+"""What the number of an activation is raised by where it is that of every number and not of one half."""
 
 
 def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
@@ -63,9 +65,12 @@ def _activated(activation: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def activation_id(gated: object) -> int | None:
-    """The number by which `gate` knows one of these; None: it is none of them."""
-    return gated.args[0] if isinstance(gated, partial) and gated.func is _gated else None
+def activation_id(between: object) -> int | None:
+    """The number by which `apply` knows one of these; None: it is none of them."""
+    if not isinstance(between, partial):
+        return None
+    number: int = between.args[0] if between.args else -1
+    return number if between.func is _gated else number + UNGATED if between.func is _activated else None
 
 
 @inline
@@ -165,13 +170,26 @@ def _activate_part(
         else:
             for index in range(width):
                 number = widen(numbers[row, index])
-                numbers[row, index] = narrow(np.float32(0) if number < np.float32(0) else number, kind)
+                number = np.float32(0) if number < np.float32(0) else number
+                numbers[row, index] = narrow(number * number if activation == _RELU2 else number, kind)
 
 
 @serial_in_order
 def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> None:
     """One of the activations above of every number, in place, by address."""
     parallel_for(_activate_part, team, pieces_of(rows * width * _WORK, rows, team), (x, rows, width, activation, kind))
+
+
+@serial_in_order
+def apply(both: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> int:
+    """What is between a feed-forward part's products, of what the first gives: where the result [rows, width] lies,
+    behind the halves [rows, 2 * width] of a gated one, or in the place of numbers that are not gated."""
+    if activation >= UNGATED:
+        activate(both, rows, width, activation - UNGATED, kind, team)
+        return both
+    inner: int = both + rows * 2 * width * size_of(kind)
+    gate(both, inner, rows, width, activation, kind, team)
+    return inner
 
 
 def clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -25,6 +25,7 @@ import platform
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,8 +42,10 @@ from asyncengine.kernels.cpu.compile_watcher import watcher
 logger = logging.getLogger("asyncengine")
 
 VARIABLE = "ASYNCENGINE_CACHE"
-_KEPT = 7
-"""Folders of other keys that stay: other environments, other machines on the same disk. About 5 MB each."""
+_UNUSED_SECONDS = 90 * 86400.0
+"""After which a folder of another key goes: of an older release, a virtual environment or a machine that is no more."""
+_MOST_BYTES = 256 << 20
+"""Of all other keys, the lately used first. About 5 MB each, so that some fifty machines may share a disk."""
 _DIGEST = hashlib.sha256
 _KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = with_gil\(\w+\)$", re.MULTILINE)
 
@@ -140,14 +143,16 @@ class KernelFolder:
         return True
 
     def _make(self, folder: Path) -> None:
-        """With the first file of a new key, the keys that were not used for longest go."""
+        """With the first file of a new key, those go that nobody has used for long, and those beyond the most bytes."""
         if folder.is_dir():
             return
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        others = [other for other in folder.parent.iterdir() if other.name != folder.name and _is_key(other)]
-        others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
-        for other in others[_KEPT:]:
-            shutil.rmtree(other, ignore_errors=True)
+        others = [_use_of(other) for other in folder.parent.iterdir() if other.name != folder.name and _is_key(other)]
+        room = _MOST_BYTES
+        for used_at, size, other in sorted(others, reverse=True):
+            room -= size
+            if room < 0 or used_at < time.time() - _UNUSED_SECONDS:
+                shutil.rmtree(other, ignore_errors=True)
 
     def _give_up(self, reason: str) -> None:
         self.folder = None
@@ -159,6 +164,14 @@ class KernelFolder:
 
 def _is_key(path: Path) -> bool:
     return len(path.name) == 16 and not set(path.name) - set("0123456789abcdef") and path.is_dir()
+
+
+def _use_of(folder: Path) -> tuple[float, int, Path]:
+    """When it was last used, and its bytes. Another process may remove it meanwhile: then it is old and empty."""
+    try:
+        return folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder
+    except OSError:
+        return 0.0, 0, folder
 
 
 def folder_here() -> KernelFolder:

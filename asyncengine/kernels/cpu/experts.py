@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu import gemm_quantized
-from asyncengine.kernels.cpu.activation import gate, gate_clamped
+from asyncengine.kernels.cpu.activation import UNGATED, activate, gate, gate_clamped
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import (
     BYTES,
@@ -64,7 +64,7 @@ class ExpertsForm(NamedTuple):
 
     experts: int
     activation: int
-    """As `activation.activation_id` says, or `CLAMPED`."""
+    """As `activation.activation_id` says, or `CLAMPED`. An expert that is not gated has one half only."""
     alpha: float = 0.0
     limit: float = 0.0
     """Of `CLAMPED`."""
@@ -121,6 +121,9 @@ def run_experts(
     _multiply(linears[UP], memory[_GATHERED], memory, memory[_BOTH], pairs, used, rounds, packs, kind, size, team)
     if activation == CLAMPED:
         gate_clamped(memory[_BOTH], memory[_INNER], pairs, inner, alpha, limit, kind, team)
+    elif activation >= UNGATED:
+        activate(memory[_BOTH], pairs, inner, activation - UNGATED, kind, team)
+        memory[_INNER] = memory[_BOTH]
     else:
         gate(memory[_BOTH], memory[_INNER], pairs, inner, activation, kind, team)
     _multiply(linears[DOWN], memory[_INNER], memory, memory[_MADE], pairs, used, rounds, packs, kind, size, team)

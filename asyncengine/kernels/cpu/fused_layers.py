@@ -17,23 +17,33 @@ from asyncengine.kernels.cpu import packed
 from asyncengine.kernels.cpu.attention import attend, join
 from asyncengine.kernels.cpu.attention_write import prepare_and_write
 from asyncengine.kernels.cpu.calls import address_of, call
-from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel, run_fused_layer
+from asyncengine.kernels.cpu.fused_layer import LINEARS, FusedLayerKernel, run_fused_layer
 from asyncengine.kernels.cpu.head_gate import multiply_gates, split
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
-from asyncengine.kernels.cpu.linears import LINEAR_FIELDS, LinearRecord, LinearWeights, forms_of, multiply_any
+from asyncengine.kernels.cpu.linears import (
+    LINEAR_FIELDS,
+    OUTPUTS,
+    LinearRecord,
+    LinearWeights,
+    forms_of,
+    multiply_any,
+)
 from asyncengine.kernels.cpu.lora import add_adapters
 from asyncengine.kernels.cpu.norm import norm
+from asyncengine.kernels.cpu.scaling import scale_columns
 from asyncengine.kernels.cpu.team import use_team
 
 # What is known of a layer: int64 by place. Of its fused layer and heads, what never changes (GATED: whether its heads
-# have gates; COLUMNS: numbers of a row of its projection; of a layer that keeps a state, MIX: the address of its
-# record, and CODE: that of what is called with it; 0 of one that attends) ...
+# have gates; COLUMNS: numbers of a row of what they read; VALUES: of what they give; HEADS is 0 without attention. Of a
+# layer that keeps a state, MIX: the address of its record, 0 without one, and CODE: that of what is called with it;
+# FACTORS: that of what the first SCALED columns of its projection are multiplied by, whose rows are WIDE) ...
 RECORD, ACTIVATION, PROJECTS, Q_NORM, K_NORM, HEADS, KEY_BYTES, GATED, COLUMNS, MIX, CODE = range(11)
+VALUES, FACTORS, SCALED, WIDE = range(11, 15)
 # ... and of a step: addresses of the layer's pool and plan, results to be joined, cosines, sines, dimensions rotated.
-POOL, STEP, JOINS, COS, SIN, ROTARY = range(11, 17)
-STATES, WINDOWS = POOL, STEP
-"""Of a layer that keeps a state, in their place: addresses of its pools."""
-FIELDS = 17
+POOL, STEP, JOINS, COS, SIN, ROTARY = range(15, 21)
+STATES, WINDOWS = 21, 22
+"""Of a layer that keeps a state: addresses of its pools."""
+FIELDS = 23
 FACTOR, FIRST_EPSILON, SECOND_EPSILON, HEAD_EPSILON = range(4)
 NUMBERS = 4
 """float32 by place."""
@@ -61,56 +71,77 @@ class StateMix(NamedTuple):
     """As `calls.address_of` takes it: (record, the layer's states and windows, projections, out, six numbers of the
     step's segments (`segment_places`), tokens, kind, team)."""
     outputs: int
+    width: int
+    """Numbers of a row of its projection."""
+    factors: torch.Tensor | None = None
+    """What the first of them are multiplied by, float32."""
+
+
+class Mix(NamedTuple):
+    """What a layer mixes tokens by: attention, a state, or both of the same x, whose projections stand one behind the
+    other."""
+
+    heads: Heads | None
+    state: StateMix | None
 
 
 class FusedLayersKernel:
     """The layers of one model, from the first norm to what the output layer reads.
 
-    `first` are weight and epsilon of the first norm, `projection` is the first layer's merged one; `layers` and `mixes`
-    are those of each layer, some of which may have a mixture of experts.
+    `first` are weight and epsilon of the first norm, `projections` the first layer's merged one, and that of a state
+    beside its attention; `layers` and `mixes` are those of each layer, some of which may have a mixture of experts.
     """
 
     def __init__(
         self,
         first: tuple[torch.Tensor, float],
-        projection: Sequence[LinearWeights],
+        projections: Sequence[Sequence[LinearWeights]],
         layers: Sequence[FusedLayerKernel],
-        mixes: Sequence[Heads | StateMix],
+        mixes: Sequence[Mix],
         dtype: torch.dtype,
     ) -> None:
-        self._projection = LinearRecord(projection, dtype)
-        self._held = (first, layers, mixes)  # an address keeps nothing where it is
+        records = [LinearRecord(parts, dtype) for parts in projections]
+        self._held = (first, layers, mixes, records)  # an address keeps nothing where it is
         self._kind, self._size = kind_of(dtype), dtype.itemsize
-        parts = [*projection, *(part for layer in layers for part in layer.parts)]
+        parts = [part for record in records for part in record.parts]
+        parts += [part for layer in layers for part in layer.parts]
         mixed = np.uint8(0) if any(layer.mixture is not None for layer in layers) else None
-        heads = [own for own in mixes if isinstance(own, Heads)]
+        heads = [own.heads for own in mixes if own.heads is not None]
         gated = np.uint8(0) if any(own.gated for own in heads) else None
         self.forms = (*forms_of(parts), mixed, gated)
         """As `fused_layer.run_fused_layer` takes them; and the same of gates."""
         self._first = (first[0].data_ptr(), np.float32(first[1]))
-        self._projection_fields = np.array(self._projection.fields, dtype=np.int64)
+        self._projections = np.zeros((2, LINEAR_FIELDS), dtype=np.int64)
+        self._projections[: len(records)] = [record.fields for record in records]
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
         self._numbers = np.zeros((len(layers), NUMBERS), dtype=np.float32)
-        columns = [self._projection.outputs, *(layer.outputs for layer in layers)]
-        """Of each layer's projection, which is the last part of the layer before."""
+        attending = [records[0].outputs, *(layer.attending for layer in layers)]
+        """Columns of what each layer's attention reads, which is the last part of the layer before."""
         for place, (layer, own) in enumerate(zip(layers, mixes, strict=True)):
             factor, *epsilons, activation, projects = layer.settings
             self._table[place, :Q_NORM] = layer.address, activation, projects
-            self._table[place, COLUMNS] = columns[place]
+            self._table[place, COLUMNS] = attending[place]
             self._numbers[place, :HEAD_EPSILON] = factor, *epsilons
-            if isinstance(own, StateMix):
-                self._table[place, MIX] = own.record
-                continue
-            norms = [0 if weight is None else weight.data_ptr() for weight in (own.q_norm, own.k_norm)]
-            self._table[place, Q_NORM:COLUMNS] = *norms, own.number, own.key_dim * self._size, own.gated
-            self._numbers[place, HEAD_EPSILON] = own.epsilon
-        self._codes = {place: own.code for place, own in enumerate(mixes) if isinstance(own, StateMix)}
+            self._note(place, own)
+        self._codes = {place: own.state.code for place, own in enumerate(mixes) if own.state is not None}
         """Of layers whose code has not been asked for."""
-        self._width = self._projection.inputs
-        self._outputs = max(self._projection.outputs, *(layer.outputs for layer in layers))
+        self._width = records[0].inputs
+        self._outputs = max(sum(record.outputs for record in records), *(layer.outputs for layer in layers))
         self._query = max((own.number * own.key_dim for own in heads), default=0)
-        self._attended = max(own.number * own.value_dim if isinstance(own, Heads) else own.outputs for own in mixes)
-        self._split = max((width for width, own in zip(columns, mixes, strict=False) if _is_gated(own)), default=0)
+        self._attended = max(_outputs_of(own) for own in mixes)
+        self._split = max((width for width, own in zip(attending, mixes, strict=False) if _is_gated(own)), default=0)
+
+    def _note(self, place: int, own: Mix) -> None:
+        if own.state is not None:
+            factors = own.state.factors
+            scaled = (0, 0) if factors is None else (factors.data_ptr(), len(factors))
+            self._table[place, MIX], self._table[place, FACTORS:POOL] = own.state.record, (*scaled, own.state.width)
+        heads = own.heads
+        if heads is not None:
+            norms = [0 if weight is None else weight.data_ptr() for weight in (heads.q_norm, heads.k_norm)]
+            self._table[place, Q_NORM:COLUMNS] = *norms, heads.number, heads.key_dim * self._size, heads.gated
+            self._table[place, VALUES] = heads.number * heads.value_dim
+            self._numbers[place, HEAD_EPSILON] = heads.epsilon
 
     def scratch_bytes(self, rows: int) -> int:
         """What a call needs of `scratch` for itself, before that of the fused layers."""
@@ -129,9 +160,10 @@ class FusedLayersKernel:
     ) -> None:
         """out = what the output layer reads, of the embedded tokens h, which are overwritten. Both [rows, width].
 
-        `places` int64 [layers, 6]: POOL .. ROTARY of each layer, or STATES and WINDOWS; `tile_types` (lanes, operand)
-        as `attention.attend` takes them; `adapters`: `AdapterRecords` of all linears in order, four of each layer, or
-        zeros; `segments` int64 [6]: `segment_places`, where layers keep states.
+        `places` int64 [layers, 8]: POOL .. WINDOWS of each layer, zeros for what it has not; `tile_types` (lanes,
+        operand) as `attention.attend` takes them; `adapters`: `AdapterRecords` of all linears in order, `LINEARS` of
+        each layer, of which the first two are its projections, or zeros; `segments` int64 [6]: `segment_places`, where
+        layers keep states.
         """
         rows = h.shape[0]
         for place in [*self._codes]:
@@ -139,20 +171,26 @@ class FusedLayersKernel:
         self._table[:, POOL:] = places
         _run_layers(
             self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
-            self._projection_fields.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+            self._projections.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
             scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
             self._attended, *packed.tiles_for(rows), *self.forms, self._kind, *tile_types, self._size, *adapters,
             0 if segments is None else segments.ctypes.data, use_team(),
         )  # fmt: skip
 
 
-def _is_gated(own: Heads | StateMix) -> bool:
-    return isinstance(own, Heads) and own.gated
+def _is_gated(own: Mix) -> bool:
+    return own.heads is not None and own.heads.gated
+
+
+def _outputs_of(own: Mix) -> int:
+    """Numbers of a row of what a layer mixes, of attention and of a state."""
+    heads = 0 if own.heads is None else own.heads.number * own.heads.value_dim
+    return heads + (0 if own.state is None else own.state.outputs)
 
 
 @serial_in_order
 def _run_layers(
-    table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projection: int, residual: int, out: int,
+    table: int, numbers: int, count: int, weight: int, epsilon: np.float32, projections: int, residual: int, out: int,
     own: int, scratch: int, rows: int, width: int, outputs: int, queries: int, values: int, tile: int, tiles: int,
     rounds: np.generic | None, packs: np.generic | None, mixed: np.generic | None, gated: np.generic | None,
     kind: np.generic, lanes: Any, operand: Any, size: int, adapters: int, adapter_rows: int, memory: int,
@@ -165,26 +203,35 @@ def _run_layers(
     attended = query + rows * queries * size
     ungated = attended + rows * values * size
     norm(residual, weight, normed, rows, width, epsilon, kind, team)
-    linear = array(pointer(projection, np.int64(0)), (LINEAR_FIELDS,))
-    multiply_any(normed, linear, x, scratch, rows, tile, tiles, rounds, packs, kind, size, team)
-    add_adapters(normed, x, adapters, 0, adapter_rows, memory, kind, team)
+    linears = array(pointer(projections, np.int64(0)), (2, LINEAR_FIELDS))
+    target = x
+    for place in range(2):
+        if linears[place, OUTPUTS] != 0:
+            multiply_any(normed, linears[place], target, scratch, rows, tile, tiles, rounds, packs, kind, size, team)
+            add_adapters(normed, target, adapters, place, adapter_rows, memory, kind, team)
+            target += rows * linears[place, OUTPUTS] * size
     for index in range(count):
         spec, number = fields[index], factors[index]
         if spec[MIX] != 0:
             part = array(pointer(segments, np.int64(0)), (6,))
+            given, made = x, attended
+            if spec[HEADS] != 0:
+                given, made = x + rows * spec[COLUMNS] * size, attended + rows * spec[VALUES] * size
+            if spec[SCALED] != 0:
+                scale_columns(given, spec[FACTORS], rows, spec[WIDE], spec[SCALED], kind, team)
             call(
                 spec[CODE],
-                (spec[MIX], spec[STATES], spec[WINDOWS], x, attended, part[0], part[1], part[2], part[3], part[4],
+                (spec[MIX], spec[STATES], spec[WINDOWS], given, made, part[0], part[1], part[2], part[3], part[4],
                  part[5], rows, kind, team),
             )  # fmt: skip
-        else:
+        if spec[HEADS] != 0:
             _attend(
                 x, ungated, query, attended, spec, number[HEAD_EPSILON], rows, gated, kind, lanes, operand, size, team
             )
         run_fused_layer(
             spec[RECORD], attended, residual, x if index + 1 < count else out, scratch, rows, number[FACTOR],
             number[FIRST_EPSILON], number[SECOND_EPSILON], spec[ACTIVATION], spec[PROJECTS] != 0, tile, tiles, rounds,
-            packs, mixed, kind, size, adapters, 4 * index + 1, adapter_rows, memory, team,
+            packs, mixed, kind, size, adapters, LINEARS * index + 2, adapter_rows, memory, team,
         )  # fmt: skip
 
 

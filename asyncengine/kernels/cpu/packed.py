@@ -46,7 +46,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12)
 """Rows of x in the tiles there are. Others are made of tiles that overlap."""
 _SLICE = 128 * WIDTH
 """Outputs that are packed at once."""
-_AHEAD = 8192
+_AHEAD = 4096
 """Bytes that a panel is asked for before it is read, where no other panel is read meanwhile."""
 _BLOCK = 2**19
 """Bytes of panels that are done for all rows before the next, if there are many: what stays in the second-level cache.

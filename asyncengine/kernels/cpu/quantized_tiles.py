@@ -20,6 +20,8 @@ MOST = 4 if cpu_has("avx512f") else 1
 what they write to memory and read again costs more than numbers that are taken apart once more."""
 SPREAD = 3 if MOST > 1 else 0
 """Turns of rows from which on numbers of 6 bits are spread to bytes beforehand, once for all of them; 0: never."""
+_AHEAD = 2048
+"""Bytes that a panel is asked for before it is read, where no other tile reads it."""
 _LINES = 4
 """Of numbers, that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
@@ -96,10 +98,17 @@ class _TileWriter:
             self._clear(self.of_block)
 
     def _ahead(self, place: Any) -> Any:
-        """How far ahead weights are asked for: the tiles that share these take turns at asking for the next."""
+        """How far ahead weights are asked for. Tiles that share these take turns at asking for the next panels; one
+        that has them for itself asks for what it reads soon, and at a panel's end for the beginning of the next but
+        one: each is a stream."""
         builder = self.builder
         mine = builder.icmp_signed("==", builder.srem(place, self.turns), self.turn)
-        return builder.select(mine, builder.mul(self.panel, LONG(PANELS)), LONG(0))
+        shared = builder.select(mine, builder.mul(self.panel, LONG(PANELS)), LONG(0))
+        begin = builder.mul(place, LONG(self.form.chunk_bytes // self.parts))
+        within = builder.icmp_signed("<", builder.add(begin, LONG(_AHEAD)), self.panel)
+        beyond = builder.add(builder.mul(self.panel, LONG(PANELS - 1)), LONG(_AHEAD))
+        own = builder.select(within, LONG(_AHEAD), beyond)
+        return builder.select(builder.icmp_signed("==", self.turns, LONG(1)), own, shared)
 
     def _ask_for_head(self, chunk: Any, part: Any, ahead: Any) -> None:
         """Each part of a chunk asks for its share."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import Inside, inside_of
+from asyncengine.models.families.common import Inside, UnknownLayers, inside_of
 from asyncengine.models.plain_config import PlainConfig
 
 logger = logging.getLogger("asyncengine")
@@ -133,6 +133,8 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config
     try:
         made = read(own, length)
+    except UnknownLayers:
+        raise
     except UnsupportedModel as error:
         logger.warning("%s: it runs through transformers, slower", error)
         return None

@@ -1,29 +1,35 @@
-"""BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019), XLM-R, CamemBERT and DistilBERT: norms behind each sum, learned
-positions. MiniLM, bge, e5, gte (first) and most others of sentence-transformers are one of these."""
+"""BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019), XLM-R, CamemBERT, DistilBERT and MPNet (Song et al. 2020):
+norms behind each sum, learned positions. MiniLM, bge, e5, gte (first), all-mpnet and most others of
+sentence-transformers are one of these."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.sequence_head import SequenceHeadConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.encoder import EncoderConfig
+from asyncengine.models.encoder import DISTANCES, EncoderConfig
 from asyncengine.models.families.common import activation
 
 _IGNORED = (
     r"(.*\.)?embeddings\.(position|token_type)_ids", r"(.*\.)?pooler\..*", r"cls\..*", r"lm_head\..*", r"vocab_.*",
 )  # fmt: skip
 """What goes with the training that these checkpoints are of."""
+_MPNET_PADDING = 1
+"""Whatever its config says."""
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """Of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`, and of their
-    `...ForSequenceClassification`."""
+    """Of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`, `MPNetModel`, and
+    of their `...ForSequenceClassification`."""
     if config.model_type == "distilbert":
         return _distilbert(config, length, classifies)
+    if config.model_type == "mpnet":
+        return _mpnet(config, length, classifies)
     base = "bert" if config.model_type == "bert" else "roberta"
     padding = None if base == "bert" else config.pad_token_id
     own = config.max_position_embeddings - (0 if padding is None else padding + 1)
@@ -69,6 +75,29 @@ def _distilbert(config: Any, length: int | None, classifies: bool) -> EncoderCon
         stack=_stack(config, "distilbert", "distilbert.transformer.layer.{}.", layer, 1e-12, classifies),
         max_model_len=length or config.max_position_embeddings,
         embedding_norm="distilbert.embeddings.LayerNorm",
+        head=head if classifies else None,
+    )
+
+
+def _mpnet(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
+    if config.relative_attention_num_buckets != DISTANCES:
+        raise UnsupportedModel(f"relative_attention_num_buckets is not {DISTANCES}, of which transformers has its code")
+    names = ("attention.attn.q", "attention.attn.k", "attention.attn.v")
+    layer = LayerConfig(
+        _attention(config.num_attention_heads, config.hidden_size, "attention.attn.o", names),
+        MLPConfig(
+            config.intermediate_size, activation(config), ("intermediate.dense",), "output.dense", gated=False,
+            bias=True,
+        ),
+        before_attention=None, before_mlp="attention.LayerNorm", after_mlp="output.LayerNorm", post_norm=True,
+    )  # fmt: skip
+    head = SequenceHeadConfig(config.num_labels, "classifier.out_proj", "classifier.dense")
+    return EncoderConfig(
+        stack=_stack(config, "mpnet", "mpnet.encoder.layer.{}.", layer, config.layer_norm_eps, classifies),
+        max_model_len=length or config.max_position_embeddings - _MPNET_PADDING - 1,
+        embedding_norm="mpnet.embeddings.LayerNorm",
+        padding=_MPNET_PADDING,
+        distance_bias="mpnet.encoder.relative_attention_bias",
         head=head if classifies else None,
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from asyncengine.errors import UnsupportedModel
+from asyncengine.errors import UnsupportedModel, shorten
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.experts import MoEConfig
 from asyncengine.layers.mlp import MLPConfig
@@ -74,9 +74,24 @@ def rotary_of(
     return RotaryConfig(tuple(found.float().tolist()), float(scaling), style)
 
 
-def layer_types_of(config: Any) -> list[str]:
-    """One for each layer; all attend to everything where the configuration says nothing."""
-    return list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+class UnknownLayers(UnsupportedModel):
+    """A family's configuration names layers that nobody here has, transformers' modules within our reach neither."""
+
+
+def layer_types_of(config: Any, known: Sequence[str] = ("full_attention", "sliding_attention")) -> list[str]:
+    """One for each layer; all attend to everything where the configuration says nothing. Raises `UnknownLayers` for
+    one that is not `known`."""
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise unknown_layers(config.model_type, unknown[0], known)
+    return kinds
+
+
+def unknown_layers(family: str, kind: object, known: Sequence[str]) -> UnknownLayers:
+    """The error for a layer type that is not `known`."""
+    return UnknownLayers(
+        f"family {family!r} has layers of type {shorten(repr(kind), 80)}; known are {', '.join(known)}"
+    )
 
 
 def windows_of(config: Any) -> list[int | None]:

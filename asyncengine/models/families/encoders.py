@@ -64,6 +64,7 @@ ENCODERS: Mapping[str, str] = {
     "xlm-roberta": "bert",
     "camembert": "bert",
     "distilbert": "bert",
+    "mpnet": "bert",
     "modernbert": "modernbert",
     "nomic_bert": "rotary_bert",
     "gte": "rotary_bert",
@@ -75,7 +76,6 @@ ENCODERS: Mapping[str, str] = {
 
 _RELATIVE = "adds a bias by the distance of two tokens to its scores, which is not written down"
 REFUSED: Mapping[str, str] = {
-    "mpnet": _RELATIVE,
     "deberta": _RELATIVE,
     "deberta-v2": _RELATIVE,
     "convbert": "convolves beside its attention, which is not written down",
@@ -101,7 +101,7 @@ def is_encoder_config(config: Any) -> bool:
         family, both, decodes = (getattr(config, name, None) for name in names)
     if family == "gemma3_text":
         return both is True
-    return (family in ENCODERS or family in REFUSED) and not decodes
+    return isinstance(family, str) and (family in ENCODERS or family in REFUSED) and not decodes
 
 
 def encoder_config_of(config: Any, length: int | None, classifies: bool) -> EncoderConfig:

@@ -13,7 +13,7 @@ from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.side_experts import SideExpertsConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.families.common import activation, rotary_of, windows_of
+from asyncengine.models.families.common import activation, layer_types_of, rotary_of, windows_of
 from asyncengine.models.families.gemma import SANDWICH
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -23,7 +23,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Gemma4ForCausalLM`."""
     norm = NormConfig(epsilon=config.rms_norm_eps)
     values = NormConfig(epsilon=config.rms_norm_eps, weight=False)
-    kinds, windows = config.layer_types, windows_of(config)
+    kinds, windows = layer_types_of(config), windows_of(config)
     by_kind = sorted(set(kinds))
     count = len(kinds)
     first_shared = count - config.num_kv_shared_layers

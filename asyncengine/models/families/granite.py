@@ -8,8 +8,8 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import activation, llama_like, rotary_of
-from asyncengine.models.families.mamba import mixer, with_states
+from asyncengine.models.families.common import activation, layer_types_of, llama_like, rotary_of
+from asyncengine.models.families.mamba import KINDS, mixer, with_states
 
 _BLOCK = "block_sparse_moe."
 _SHARED: dict[str, Any] = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
@@ -45,7 +45,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 def _kinds(config: Any) -> list[str]:
     """Of the layers. transformers calls attention by its full name where older files do not."""
-    return ["full_attention" if kind == "attention" else kind for kind in config.layer_types]
+    return ["full_attention" if kind == "attention" else kind for kind in layer_types_of(config, (*KINDS, "attention"))]
 
 
 def _mixture(config: Any) -> MoEConfig | None:

@@ -16,7 +16,7 @@ from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.families.common import activation
+from asyncengine.models.families.common import activation, layer_types_of
 
 _KINDS = ("linear_attention", "full_attention")
 _SPARSE = "block_sparse_moe."
@@ -58,11 +58,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _refuse_unknown(config: Any, act: str) -> None:
-    unknown = [kind for kind in config.layer_types if kind not in _KINDS]
-    if unknown:
-        raise UnsupportedModel(
-            f"family 'kimi_linear': unknown layer type {unknown[0]!r}; known are {', '.join(_KINDS)}"
-        )
+    layer_types_of(config, _KINDS)
     for option, value in (("q_lora_rank", None), ("attention_bias", False)):
         if getattr(config, option) != value:
             raise UnsupportedModel(

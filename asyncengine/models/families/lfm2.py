@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
@@ -23,11 +22,7 @@ _LEAST = 1e-6
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
     norm = NormConfig(epsilon=config.norm_eps)
-    kinds = layer_types_of(config)
-    for kind in kinds:
-        if kind not in _KINDS:
-            known = ", ".join(_KINDS)
-            raise UnsupportedModel(f"family {config.model_type!r} has layers of type {kind!r}; known are {known}")
+    kinds = layer_types_of(config, _KINDS)
     attention = {
         "out": "self_attn.out_proj",
         "head_norm": norm,

@@ -30,7 +30,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         rotary=(rotary_of(config, length, partial=True),),
         final_norm="model.final_layernorm",
     )  # fmt: skip
-    return with_states(made, layer_types_of(config), mixer(config))
+    return with_states(made, layer_types_of(config, KINDS), mixer(config))
 
 
 def mixer(config: Any) -> Mamba2Config:
@@ -57,14 +57,9 @@ def check_silu(config: Any, activation: str) -> None:
 
 
 def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any) -> DecoderConfig:
-    """The same decoder with `state` in the place of attention, wherever `kinds` say so.
-
-    Raises `UnsupportedModel` for a kind that is not known.
-    """
+    """The same decoder with `state` in the place of attention, wherever `kinds`, each of `KINDS`, say so."""
 
     def one(layer: LayerConfig, kind: str) -> LayerConfig:
-        if kind not in KINDS:
-            raise UnsupportedModel(f"layers of type {kind!r} are not written down; known are {', '.join(KINDS)}")
         return layer if kind == "full_attention" else replace(layer, attention=None, state=state)
 
     return replace(made, layers=tuple(one(*each) for each in zip(made.layers, kinds, strict=True)))
@@ -127,7 +122,8 @@ def _falcon(config: Any, length: int) -> DecoderConfig:
     z, x, b, c, dt = (float(each) * float(config.ssm_in_multiplier) for each in config.ssm_multipliers)
     if config.mamba_proj_bias and config.ssm_in_multiplier != 1.0:
         raise UnsupportedModel("family 'falcon_h1' with a bias and a factor of its state's input is not written down")
+    scales = None if {z, x, b, c, dt} == {1.0} else (z, x, b, c, dt)
     state = replace(
-        mixer(config), norm=kind, scales=(z, x, b, c, dt), out_bias=False, out_scale=float(config.ssm_out_multiplier)
+        mixer(config), norm=kind, scales=scales, out_bias=False, out_scale=float(config.ssm_out_multiplier)
     )  # fmt: skip
     return replace(made, layers=tuple(replace(layer, state=state) for layer in made.layers))

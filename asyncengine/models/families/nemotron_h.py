@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.experts import ExpertsConfig, LatentExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.mamba2 import Mamba2Config
@@ -16,7 +15,7 @@ from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.families.common import activation, head_dim_of
+from asyncengine.models.families.common import activation, head_dim_of, unknown_layers
 from asyncengine.models.families.mamba import check_silu
 
 _KINDS = ("linear_attention", "full_attention", "mlp", "moe")
@@ -44,11 +43,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     )  # fmt: skip
     layers = (None, None, state), (attention, None, None), (None, mlp, None), (None, _mixture(config, mlp), None)
     parts: dict[str, Any] = dict(zip(_KINDS, layers, strict=True))
-    unknown = [kind for kind in config.layers_block_type if kind not in parts]
-    if unknown:
-        raise UnsupportedModel(
-            f"family 'nemotron_h' with layers of type {unknown[0]!r} is not written down; known are {', '.join(_KINDS)}"
-        )
+    if unknown := [kind for kind in config.layers_block_type if kind not in parts]:
+        raise unknown_layers(config.model_type, unknown[0], _KINDS)
     return DecoderConfig(
         vocab_size=config.vocab_size,
         width=config.hidden_size,

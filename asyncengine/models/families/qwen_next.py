@@ -12,7 +12,7 @@ from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.families.common import activation, head_dim_of, rotary_of
+from asyncengine.models.families.common import activation, head_dim_of, layer_types_of, rotary_of
 
 _SHARED = "mlp.shared_expert."
 _KINDS = ("linear_attention", "full_attention")
@@ -21,9 +21,7 @@ _KINDS = ("linear_attention", "full_attention")
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
     family, act = config.model_type, activation(config)
-    unknown = [kind for kind in config.layer_types if kind not in _KINDS]
-    if unknown:
-        raise UnsupportedModel(f"family {family!r}: unknown layer type {unknown[0]!r}; known are {', '.join(_KINDS)}")
+    kinds = layer_types_of(config, _KINDS)
     if act != "silu":
         raise UnsupportedModel(f"family {family!r} with activation {config.hidden_act!r} is not written down")
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
@@ -40,7 +38,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
     mixture = _mixture(config, act)
 
     def one(index: int) -> LayerConfig:
-        recurrent = config.layer_types[index] == "linear_attention"
+        recurrent = kinds[index] == "linear_attention"
         mlp = MLPConfig(config.intermediate_size, act) if mixture is None or _dense(config, index) else mixture
         return LayerConfig(None if recurrent else attention, mlp, state if recurrent else None)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.checkpoint import StoredTensor, read_json
-from asyncengine.models.formats.mapped_matrix import FoundMatrix
-from asyncengine.models.formats.stored_tensors import StoredTensors
 
-Find = Callable[[Mapping[str, Any], StoredTensors], dict[str, FoundMatrix]]
-"""(quantization_config, tensors) -> matrices by the names that they have without quantization. Raises `ModelNotFound`
-for tensors that do not fit together, `UnsupportedModel` for a variant that is not read."""
+if TYPE_CHECKING:  # both import torch, and a wrong path is to be refused before that
+    from collections.abc import Callable
+
+    from asyncengine.models.formats.mapped_matrix import FoundMatrix
+    from asyncengine.models.formats.stored_tensors import StoredTensors
+
+    Find = Callable[[Mapping[str, Any], StoredTensors], dict[str, FoundMatrix]]
+    """(quantization_config, tensors) -> matrices by the names that they have without quantization. Raises
+    `ModelNotFound` for tensors that do not fit together, `UnsupportedModel` for a variant that is not read."""
 
 METHODS: Mapping[str, str] = {
     "awq": "awq",

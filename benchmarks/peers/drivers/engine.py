@@ -19,6 +19,8 @@ class EngineDriver:
             if "quantization" not in {field.name for field in fields(EngineConfig)}:
                 raise Absent("the engine of this checkout has no setting `quantization` yet")
             given["quantization"] = settings.quantization
+        if "speculation" in {field.name for field in fields(EngineConfig)}:
+            given["speculation"] = "off"  # what random weights say goes round in circles, which look-ups guess
         self._engine = await AsyncEngine.from_pretrained(
             settings.gguf or settings.checkpoint, dtype=settings.dtype, device="cpu", num_threads=settings.threads,
             max_num_seqs=settings.max_seqs, max_model_len=settings.max_len, kv_cache_memory=settings.kv_bytes,

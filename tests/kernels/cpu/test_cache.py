@@ -6,9 +6,11 @@ import importlib
 import logging
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +162,49 @@ def test_what_others_could_have_written_is_not_run(
     assert KernelFolder(tmp_path / "a").find(NAME) is None
 
 
-def test_old_keys_go_when_a_new_one_comes(tmp_path: Path) -> None:
-    for age in range(12):
-        folder = tmp_path / f"{age:016x}"
-        KernelFolder(folder).keep(NAME, b"code")
-        os.utime(folder, (1e9 - age, 1e9 - age))
+def test_unused_keys_go_when_a_new_one_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not used for 90 days, and beyond so many bytes those that were not used for longest."""
+    monkeypatch.setattr(cache, "_MOST_BYTES", 10_000)
+    now = time.time()
+    for days in range(0, 120, 10):  # a kilobyte and a bit each
+        folder = tmp_path / f"{days:016x}"
+        KernelFolder(folder).keep(NAME, b"x" * 1000)
+        os.utime(folder, (now - days * 86400, now - days * 86400))
     others = tmp_path / "somebody's"
     others.mkdir()
-    KernelFolder(tmp_path / f"{11:016x}").find(NAME)  # the oldest, but in use
-    KernelFolder(tmp_path / ("f" * 16)).keep(NAME, b"code")
+    os.utime(others, (0, 0))
+    KernelFolder(tmp_path / f"{110:016x}").find(NAME)  # the oldest, but in use
+    KernelFolder(tmp_path / ("f" * 16)).keep(NAME, b"x" * 50_000)  # its own size is no matter
     left = {int(folder.name, 16) for folder in tmp_path.iterdir() if folder != others}
-    assert left == {11, *range(6), int("f" * 16, 16)}
+    assert left == {110, *range(0, 80, 10), int("f" * 16, 16)}  # nine of a kilobyte
     assert others.is_dir()
+    monkeypatch.setattr(cache, "_MOST_BYTES", 10**9)
+    KernelFolder(tmp_path / ("e" * 16)).keep(NAME, b"x")
+    assert len([*tmp_path.iterdir()]) == len(left) + 2, "nobody else is old enough"
+    for days in (60, 70):
+        os.utime(tmp_path / f"{days:016x}", (now - 91 * 86400, now - 91 * 86400))
+    KernelFolder(tmp_path / ("d" * 16)).keep(NAME, b"x")
+    assert not (tmp_path / f"{60:016x}").exists()
+    assert (tmp_path / f"{50:016x}").exists()
+
+
+def test_keys_that_another_process_removes_meanwhile_harm_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    KernelFolder(tmp_path / ("a" * 16)).keep(NAME, b"code")
+    KernelFolder(tmp_path / ("b" * 16)).keep(NAME, b"code")
+    looked = cache._is_key
+
+    def gone_then(path: Path) -> bool:
+        found = looked(path)
+        shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(cache, "_is_key", gone_then)
+    mine = KernelFolder(tmp_path / ("c" * 16))
+    mine.keep(NAME, b"code")
+    assert mine.find(NAME) == b"code"
+    assert caplog.records == []
 
 
 def test_many_at_once_find_all_or_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import activation, gemm_quantized, norm, packed, quantize
-from asyncengine.kernels.cpu.fused_layer import FusedLayerKernel
+from asyncengine.kernels.cpu.fused_layer import DOWN, GATE_UP, NEXT, OUT, FusedLayerKernel
 from asyncengine.kernels.cpu.linears import LinearWeights
 
 ATTENDED, WIDTH, BETWEEN, AFTER = 96, 512, 320, 224
@@ -43,6 +43,10 @@ def multiply(x: torch.Tensor, by: LinearWeights) -> torch.Tensor:
     return out
 
 
+def by_place(linears: list[list[LinearWeights]]) -> dict[int, list[LinearWeights]]:
+    return dict(zip((OUT, GATE_UP, DOWN, NEXT), linears, strict=False))
+
+
 class Parts:
     """A span and the same one by one."""
 
@@ -54,7 +58,7 @@ class Parts:
         form = activation.activation_id(gate)
         assert form is not None
         norms = list(zip(self.norms, EPSILONS, strict=True))
-        self.span = FusedLayerKernel([[each] for each in self.products], norms, form, factor, dtype)
+        self.span = FusedLayerKernel(by_place([[each] for each in self.products]), norms, form, factor, dtype)
 
     def one_by_one(self, attended: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, both, down, *after = self.products
@@ -97,7 +101,7 @@ def test_products_of_mixed_forms_side_by_side(dtype: torch.dtype) -> None:
         firsts.append([sum(each.outputs for each in made[:place]) for place in range(len(made))])
         linears.append([each._replace(first=first) for each, first in zip(made, firsts[-1], strict=True)])
     norms = [(random(WIDTH, dtype=torch.float32), EPSILONS[0])] * 2
-    span = FusedLayerKernel(linears, norms, 0, 1.0, dtype)
+    span = FusedLayerKernel(by_place(linears), norms, 0, 1.0, dtype)
     for rows in (1, 13):
         attended, residual = random(rows, ATTENDED, dtype=dtype), random(rows, WIDTH, dtype=dtype)
 

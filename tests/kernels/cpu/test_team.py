@@ -143,7 +143,7 @@ def test_a_team_that_nobody_holds_ends() -> None:
     assert len(helpers) == 1
     del team
     gc.collect()
-    helpers[0].join(5)
+    helpers[0].join(120)
     assert not helpers[0].is_alive()
 
 
@@ -182,7 +182,7 @@ def test_a_fork_closes_what_it_has_not() -> None:
         if child == 0:
             team.close()
             os._exit(0)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             assert time.monotonic() < deadline
             time.sleep(0.001)

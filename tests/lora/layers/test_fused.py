@@ -72,12 +72,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
-)
+    ("name", "fields"),
+    [("qwen3", {}), ("qwen3", {"dtype": "bfloat16"}), ("qwen3", {"quantization": "int8"}), ("dots1", {}),
+     ("falcon-h1", {"dtype": "bfloat16"})],
+)  # fmt: skip
 def test_the_bits_of_layer_by_layer(
-    fields: dict[str, Any], checkpoint: Checkpoint, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, fields: dict[str, Any], checkpoint: Checkpoint, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = make(checkpoint, **fields)
+    """Also on experts that all rows share, and on a state beside attention."""
+    driver = make(checkpoint, name, **fields)
     slots = [4, 0, 1, 2, 0, 1]
     fused = run(driver, slots)
     assert len(calls) >= 7

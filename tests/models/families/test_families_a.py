@@ -252,9 +252,10 @@ def test_attention_in_steps_of_its_own_equals_transformers(name: str, checkpoint
 
 
 COMMONEST = (
-    "llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3", "qwen3moe", "mixtral", "gpt-oss"
+    "llama", "phi3", "granite", "granitehybrid", "smollm3", "seedoss", "ministral3", "qwen3moe", "mixtral", "gpt-oss",
+    "granitemoe", "glm4moe", "dots1",
 )  # fmt: skip
-"""Families with an RMS norm before each branch, a gated feed-forward part, and nothing after."""
+"""Families with an RMS norm before each branch, a gated feed-forward part or experts, and nothing after."""
 SEEDS = (0, 1, 2)
 
 

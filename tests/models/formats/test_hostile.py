@@ -126,7 +126,7 @@ def test_it_is_refused_by_name(case: str, pair: Pair, tmp_path: Path, monkeypatc
     begun = time.monotonic()
     with pytest.raises(error, match=message) as raised:
         load_model(str(folder), QUIET)
-    assert time.monotonic() - begun < 5.0  # a busy machine; alone it takes a tenth of a second
+    assert time.monotonic() - begun < 60.0  # a busy machine; alone it takes a tenth of a second
     assert len(str(raised.value)) < 700
 
 
@@ -272,4 +272,4 @@ def test_whatever_is_wrong_is_a_named_error(pair: Pair, tmp_path: Path) -> None:
             checkpoint = open_checkpoint(str(tmp_path), QUIET)
             for name in checkpoint.tensors:
                 checkpoint.read(name)
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 60.0

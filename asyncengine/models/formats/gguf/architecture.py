@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.header import Header
@@ -38,8 +38,14 @@ class Architecture:
     """Heads may be rotated in part."""
     outer: Mapping[str, str] = field(default_factory=lambda: names.OUTER)
     """Of no layer, as `layer`."""
+    prefix: str = names.LAYER
+    """Of a layer's names in transformers."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: names.FUSED)
+    """Names of the file that stand for several."""
     hybrid: bool = False
     """Layers without attention have no heads of keys."""
+    attention: Literal["rotated", "unrotated", "latent", "none"] = "rotated"
+    """Whether a header's rotary values mean something, and its lengths of heads; "none": no layer attends."""
     undo: Callable[[Header, TensorName], Undo | None] = lambda header, name: None
     """What else its converter did to a tensor."""
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)

@@ -13,6 +13,8 @@ from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.architecture import Architecture, Fields
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.hybrids import HYBRIDS
+from asyncengine.models.formats.gguf.kimi import KIMI
+from asyncengine.models.formats.gguf.mamba import MAMBA
 
 
 def _bias(header: Header) -> bool:
@@ -258,6 +260,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", names.SEED, more=_seed),
     **HYBRIDS,
+    **MAMBA,
+    **KIMI,
 }  # fmt: skip
 """By `general.architecture`."""
 

@@ -46,36 +46,20 @@ def architecture_of(header: Header) -> Architecture:
 def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
     """What config.json would say. Raises `ModelNotFound` for a value that is missing or of a wrong type."""
     known = architecture_of(header)
-    heads, width = header.whole("attention.head_count", zeros=known.hybrid), header.whole("embedding_length")
-    if not heads or not width:
-        raise ModelNotFound(
-            f"{header.path}: {header.architecture}.attention.head_count and .embedding_length must not be 0"
-        )
-    head_dim = header.whole("attention.key_length", width // heads)
-    if header.whole("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
-    more = dict(known.more(header))
-    local, yarn = more.pop("rope_local", None), more.pop("yarn_more", {})
-    rope = rope_parameters(header, factors, head_dim, **more.pop("rope_defaults", {}))
-    if "partial_rotary_factor" in rope and not known.partial:
-        raise UnsupportedModel(f"{header.path}: {header.architecture} whose heads are rotated in part is not read")
-    if known.partial:
-        more["partial_rotary_factor"] = rope.setdefault("partial_rotary_factor", 1.0)
-    if rope["rope_type"] == "yarn":
-        rope |= yarn
+    attention = {} if known.attention == "none" else _attention(header, known)
+    width, more = _not_zero(header, "embedding_length"), dict(known.more(header))
+    if known.attention == "rotated":
+        attention["rope_parameters"] = _rope(header, known, factors, attention["head_dim"], more)
     config = {
         "model_type": known.model_type,
         "architectures": [known.causal],
         "vocab_size": _vocabulary(header),
         "hidden_size": width,
-        "intermediate_size": header.whole("feed_forward_length", 0),
+        "intermediate_size": header.whole("feed_forward_length", 0, zeros=known.hybrid),
         "num_hidden_layers": header.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": header.whole("attention.head_count_kv", heads, zeros=known.hybrid),
-        "head_dim": head_dim,
+        **attention,
         "max_position_embeddings": header.whole("context_length"),
         "tie_word_embeddings": not header.has("output.weight"),
-        "rope_parameters": rope if local is None else {"full_attention": rope, "sliding_attention": local},
         **_tokens(header),
         **more,
     }
@@ -85,6 +69,40 @@ def hugging_face_config(header: Header, factors: Factors) -> dict[str, Any]:
     if any(place.kind.form is not None for place in header.tensors.values()):
         config["dtype"] = "bfloat16"  # of what is not quantized, and of the numbers between layers
     return config
+
+
+def _not_zero(header: Header, key: str, *, zeros: bool = False) -> int:
+    found = header.whole(key, zeros=zeros)
+    if not found:
+        raise ModelNotFound(f"{header.path}: {header.architecture}.{key} must not be 0")
+    return found
+
+
+def _attention(header: Header, known: Architecture) -> dict[str, Any]:
+    heads = _not_zero(header, "attention.head_count", zeros=known.hybrid)
+    found = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.whole("attention.head_count_kv", heads, zeros=known.hybrid),
+    }
+    if known.attention == "latent":
+        return found
+    head_dim = header.whole("attention.key_length", _not_zero(header, "embedding_length") // heads)
+    if header.whole("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{header.path}: keys and values of different lengths are not read")
+    return {**found, "head_dim": head_dim}
+
+
+def _rope(header: Header, known: Architecture, factors: Factors, head_dim: int, more: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters`. What `more` says of them is taken out of it."""
+    local, yarn = more.pop("rope_local", None), more.pop("yarn_more", {})
+    rope = rope_parameters(header, factors, head_dim, **more.pop("rope_defaults", {}))
+    if "partial_rotary_factor" in rope and not known.partial:
+        raise UnsupportedModel(f"{header.path}: {header.architecture} whose heads are rotated in part is not read")
+    if known.partial:
+        more["partial_rotary_factor"] = rope.setdefault("partial_rotary_factor", 1.0)
+    if rope["rope_type"] == "yarn":
+        rope |= yarn
+    return rope if local is None else {"full_attention": rope, "sliding_attention": local}
 
 
 def _vocabulary(header: Header) -> int:

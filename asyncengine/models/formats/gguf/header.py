@@ -49,6 +49,15 @@ class Header:
             raise self._wrong(key, "a whole number", found)
         return found
 
+    def of_layers(self, key: str) -> list[int]:
+        """A whole number for each layer; an empty list where the header has one for all, or none."""
+        found = self.value(key)
+        if not isinstance(found, list):
+            return []
+        if len(found) < self.layers or not all(isinstance(each, int) and each >= 0 for each in found):
+            raise ModelNotFound(f"{self.path}: {self.architecture}.{key} must have a number for each layer")
+        return found[: self.layers]
+
     def real(self, key: str, default: float | None = None) -> float:
         found = self.value(key)
         if found is None and default is not None:
@@ -86,6 +95,10 @@ class Header:
 
     def has(self, tensor: str) -> bool:
         return tensor in self.tensors
+
+    def any_layer(self, end: str) -> bool:
+        """Whether a layer has a tensor of that name: "attn_q.bias"."""
+        return any(name.endswith(f".{end}") for name in self.tensors)
 
     def _wrong(self, key: str, what: str, found: object) -> ModelNotFound:
         got = "is missing" if found is None else f"must be {what}, got {shorten(repr(found), 60)}"

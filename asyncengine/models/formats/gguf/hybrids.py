@@ -1,7 +1,7 @@
-"""llama.cpp's architectures with layers that keep a state beside attention.
+"""llama.cpp's architectures with layers that keep a state beside attention: Qwen3-Next, Qwen 3.5, LFM2.
 
-Source: llama.cpp's conversion/qwen.py, lfm2.py and granite.py (what was done), src/models/qwen35.cpp, lfm2.cpp and
-granite-hybrid.cpp (what a header leaves to the reader).
+Source: llama.cpp's conversion/qwen.py and lfm2.py (what was done), src/models/qwen35.cpp, qwen3next.cpp and lfm2.cpp
+(what a header leaves to the reader). Those with Mamba-2 and Kimi's are apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncengine.models.formats.gguf import names
 from asyncengine.models.formats.gguf.architecture import Architecture, Fields
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.names import TensorName
-from asyncengine.models.formats.gguf.undo import Undo, grouped_heads
+from asyncengine.models.formats.gguf.undo import Undo, grouped_heads, taking_turns
 from asyncengine.models.sizes import MAX_LAYERS
 
 _STATE: Mapping[str, str] = {
@@ -56,24 +56,6 @@ _LFM_MOE = {
     "ffn_up_exps": "feed_forward.experts.{}.w3",
     "ffn_down_exps": "feed_forward.experts.{}.w2",
 }
-_GRANITE = {
-    **names.LLAMA,
-    "ssm_in": "mamba.in_proj",
-    "ssm_conv1d": "mamba.conv1d",
-    "ssm_dt": "mamba.dt_bias",
-    "ssm_a": "mamba.A_log",
-    "ssm_d": "mamba.D",
-    "ssm_norm": "mamba.norm",
-    "ssm_out": "mamba.out_proj",
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_exps": "block_sparse_moe.gate_linear",
-    "ffn_up_exps": "block_sparse_moe.up_linear",
-    "ffn_down_exps": "block_sparse_moe.output_linear",
-    **{f"ffn_gate{suffix}": "shared_mlp.gate_linear" for suffix in ("", "_shexp")},
-    **{f"ffn_up{suffix}": "shared_mlp.up_linear" for suffix in ("", "_shexp")},
-    **{f"ffn_down{suffix}": "shared_mlp.output_linear" for suffix in ("", "_shexp")},
-}
-"""`joins` puts gates and what they multiply together, as transformers has them."""
 _LFM_OUTER = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 _LFM_OUTER["output_norm"] = "model.embedding_norm"  # Ollama's converter calls it so
 _MOST = 2**20
@@ -82,19 +64,9 @@ _PERIOD = 4
 """Layers of Qwen3.5 from one with attention to the next, where a header does not say it."""
 
 
-def _of_layers(header: Header, key: str) -> list[int]:
-    """A whole number for each layer; an empty list where the header has one for all, or none."""
-    found = header.value(key)
-    if not isinstance(found, list):
-        return []
-    if len(found) < header.layers or not all(isinstance(each, int) and each >= 0 for each in found):
-        raise ModelNotFound(f"{header.path}: {header.architecture}.{key} must have a number for each layer")
-    return found[: header.layers]
-
-
 def _qwen_layers(header: Header) -> list[str]:
-    recurrent = _of_layers(header, "attention.recurrent_layers")
-    heads = _of_layers(header, "attention.head_count_kv")
+    recurrent = header.of_layers("attention.recurrent_layers")
+    heads = header.of_layers("attention.head_count_kv")
     if not recurrent and 0 in heads:  # Ollama's converter says it so
         recurrent = [not each for each in heads]
     period = max(header.whole("full_attention_interval", _PERIOD), 1)
@@ -154,8 +126,28 @@ def _undo_qwen35(header: Header, name: TensorName) -> Undo | None:
     return None
 
 
+def _undo_qwen3next(header: Header, name: TensorName) -> Undo | None:
+    """Heads lie as transformers has them; of what goes key head by key head there, older files have all in one tensor,
+    and all files b and a."""
+    keys, values = header.whole("ssm.group_count"), header.whole("ssm.time_step_rank")
+    each, size = values // max(keys, 1), header.whole("ssm.inner_size") // max(values, 1)
+    match name.stem:
+        case "ssm_a":
+            return Undo(decay=True)
+        case "ssm_conv1d":
+            return Undo(shape="taps")
+        case "ssm_beta" | "ssm_alpha":
+            part = 0 if name.stem == "ssm_beta" else 1
+            return Undo(taking_turns(keys, [each, each], [part]), among=2 * values)
+        case "attn_qkv" | "attn_gate" if header.has(f"blk.{name.layer}.ssm_in.weight"):
+            sizes = [header.whole("ssm.state_size")] * 2 + [each * size] * 2
+            wanted = [0, 1, 2] if name.stem == "attn_qkv" else [3]
+            return Undo(taking_turns(keys, sizes, wanted), among=keys * sum(sizes))
+    return None
+
+
 def _lfm(header: Header) -> Fields:
-    heads = _of_layers(header, "attention.head_count_kv")
+    heads = header.of_layers("attention.head_count_kv")
     if not heads:
         raise ModelNotFound(
             f"{header.path}: {header.architecture}.attention.head_count_kv must say which layers attend"
@@ -192,55 +184,6 @@ def _undo_lfm(header: Header, name: TensorName) -> Undo | None:
     return Undo(shape="taps") if (name.stem, name.suffix) == ("shortconv.conv", "weight") else None
 
 
-def _granite(header: Header) -> Fields:
-    heads, inner = header.whole("ssm.time_step_rank"), header.whole("ssm.inner_size")
-    marks = _of_layers(header, "attention.head_count_kv")
-    if not heads or inner % heads or not marks:
-        raise ModelNotFound(
-            f"{header.path}: {header.architecture} has states of {heads} heads in {inner} numbers, and must say by "
-            "attention.head_count_kv which layers attend"
-        )
-    gate = next(
-        (header.tensors[n] for n in ("blk.0.ffn_gate_shexp.weight", "blk.0.ffn_gate.weight") if header.has(n)), None
-    )
-    rotates = header.flag("rope.scaling.finetuned", True)  # llama.cpp's switch for this family
-    return {
-        "layer_types": ["full_attention" if each else "linear_attention" for each in marks],
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_d_state": header.whole("ssm.state_size"),
-        "mamba_n_groups": header.whole("ssm.group_count"),
-        "mamba_d_conv": header.whole("ssm.conv_kernel"),
-        "mamba_expand": inner // max(header.whole("embedding_length"), 1),
-        "mamba_conv_bias": _any(header, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _any(header, "ssm_in.bias"),
-        "num_local_experts": header.whole("expert_count", 0),
-        "num_experts_per_tok": header.whole("expert_used_count", 0),
-        "shared_intermediate_size": 0 if gate is None else gate.shape[0],
-        "position_embedding_type": "rope" if rotates else None,
-        "attention_bias": _any(header, "attn_q.bias"),
-        "attention_multiplier": header.real("attention.scale"),
-        "embedding_multiplier": header.real("embedding_scale"),
-        "residual_multiplier": header.real("residual_scale"),
-        "logits_scaling": header.real("logit_scale"),
-    }
-
-
-def _any(header: Header, end: str) -> bool:
-    return any(name.endswith(f".{end}") for name in header.tensors)
-
-
-def _undo_granite(header: Header, name: TensorName) -> Undo | None:
-    match name.stem, name.suffix:
-        case "ssm_conv1d", "weight":
-            return Undo(shape="taps")
-        case "ssm_a", _:
-            return Undo(decay=True, shape="flat")
-        case (("ssm_d" | "ssm_norm"), _):
-            return Undo(shape="flat")
-    return None
-
-
 HYBRIDS: Mapping[str, Architecture] = {
     "qwen35": Architecture(
         "qwen3_5_text", "Qwen3_5ForCausalLM", _QWEN, norm_offset=1.0, partial=True, hybrid=True, undo=_undo_qwen35,
@@ -250,16 +193,17 @@ HYBRIDS: Mapping[str, Architecture] = {
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN_MOE, norm_offset=1.0, partial=True, hybrid=True,
         undo=_undo_qwen35, more=_qwen35moe,
     ),
+    # what Qwen 3.5 is as well, but for the order of rows in transformers' checkpoints
+    "qwen3next": Architecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _QWEN_MOE, fused=names.FUSED_STATES, norm_offset=1.0,
+        partial=True, hybrid=True, undo=_undo_qwen3next, more=_qwen35moe,
+    ),
     "lfm2": Architecture(
         "lfm2", "Lfm2ForCausalLM", _LFM, "norm_eps", outer=_LFM_OUTER, hybrid=True, undo=_undo_lfm, more=_lfm
     ),
     "lfm2moe": Architecture(
         "lfm2_moe", "Lfm2MoeForCausalLM", _LFM_MOE, "norm_eps", outer=_LFM_OUTER, hybrid=True, undo=_undo_lfm,
         more=_lfm_moe,
-    ),
-    "granitehybrid": Architecture(
-        "granitemoehybrid", "GraniteMoeHybridForCausalLM", _GRANITE, paired=True, hybrid=True, undo=_undo_granite,
-        more=_granite,
     ),
 }  # fmt: skip
 """By `general.architecture`."""

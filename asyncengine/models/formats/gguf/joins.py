@@ -1,4 +1,5 @@
-"""Tensors of transformers' that are several in a file: gpt-oss' experts, Granite's gates above what they multiply."""
+"""Tensors of transformers' that are several in a file: gpt-oss' experts, Granite's gates above what they multiply, what
+makes keys and values of a latent vector."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from asyncengine.models.formats.gguf import gpt_oss
 Shapes = dict[str, tuple[int, ...]]
 GATE, UP, BOTH = "gate_linear.weight", "up_linear.weight", "input_linear.weight"
 _OUT = "block_sparse_moe.output_linear.weight"
-MATRICES = (*gpt_oss.MATRICES, f"block_sparse_moe.{GATE}", f"block_sparse_moe.{UP}", _OUT)
+_KEYS, _VALUES, _BOTH = (f"self_attn.{name}_b_proj.weight" for name in ("k", "v", "kv"))
+MATRICES = (*gpt_oss.MATRICES, f"block_sparse_moe.{GATE}", f"block_sparse_moe.{UP}", _OUT, _KEYS, _VALUES)
 """How names of tensors [experts, outputs, inputs] end."""
 
 
@@ -27,6 +29,8 @@ class Join(NamedTuple):
     """In transformers."""
     below: bool = False
     """Of each expert, the second lies below the first; else their rows take turns, and inputs come first."""
+    turned: bool = False
+    """Of each head, the second lies below the first, whose rows are columns in the file: never as it is stored."""
 
 
 def joined(family: str, shapes: Shapes) -> dict[str, Join]:
@@ -34,6 +38,8 @@ def joined(family: str, shapes: Shapes) -> dict[str, Join]:
     not go together."""
     if family == "gpt_oss":
         return {name: Join(*each) for name, each in gpt_oss.joined(shapes).items()}
+    if family == "kimi_linear":
+        return _latent(shapes)
     return _granite(shapes) if family == "granitemoehybrid" else {}
 
 
@@ -52,8 +58,27 @@ def _granite(shapes: Shapes) -> dict[str, Join]:
     return found
 
 
+def _latent(shapes: Shapes) -> dict[str, Join]:
+    """Of each head, keys [rank, size] and values [size, rank]."""
+    found: dict[str, Join] = {}
+    for name, shape in shapes.items():
+        if not name.endswith(_KEYS):
+            continue
+        other = name.removesuffix(_KEYS) + _VALUES
+        values = shapes.get(other, ())
+        if len(shape) != 3 or len(values) != 3 or (shape[0], shape[1]) != (values[0], values[2]):
+            raise ValueError(f"{other} does not go with {name}")
+        whole = (shape[0] * (shape[2] + values[1]), shape[1])
+        found[name.removesuffix(_KEYS) + _BOTH] = Join((name, other), whole, turned=True)
+    return found
+
+
 def plain(join: Join, parts: list[torch.Tensor]) -> torch.Tensor:
     """Of tensors as the file has them."""
+    if join.turned:
+        keys, values = parts
+        dtype = torch.promote_types(keys.dtype, values.dtype)
+        return torch.cat((keys.transpose(1, 2).to(dtype), values.to(dtype)), dim=1).reshape(join.shape)
     return torch.cat(parts, dim=-2) if join.below else gpt_oss.interleaved(parts)
 
 

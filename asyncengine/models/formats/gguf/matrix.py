@@ -24,16 +24,16 @@ class BlockMatrix:
     file: GgufFile
     place: TensorPlace
     source: NDArray[np.int64] | None = None
-    """Row i of the matrix is row source[i] of the file; None: they are the same."""
+    """Row i of the matrix is row source[i] of the file, which may have more; None: they are the same."""
     order: NDArray[np.int64] | None = None
 
     @property
     def _row_bytes(self) -> int:
-        return self.place.nbytes // self.shape[0]
+        return self.place.nbytes // self.place.shape[0]
 
     def rows(self, first: int, last: int) -> GroupedRows:
         """Rows [first, last), unpacked into memory of their own."""
-        stored = self.file.array(self.place).reshape(self.shape[0], self._row_bytes)
+        stored = self.file.array(self.place).reshape(self.place.shape[0], self._row_bytes)
         if compiler_missing(torch.float32, torch.device("cpu")) is None:
             places = np.arange(first, last) if self.source is None else self.source[first:last]
             return compiled(self.name, stored, places)

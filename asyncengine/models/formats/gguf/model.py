@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.layers.stored import StoredMatrix
+from asyncengine.layers.stored import StoredMatrix, dense
 from asyncengine.models.checkpoint import StoredTensor
-from asyncengine.models.formats.gguf import joins, names
+from asyncengine.models.formats.gguf import joins
 from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
@@ -81,7 +81,8 @@ class GgufModel:
         }
         for name, each in self._joins.items():
             first = self._entries[each.parts[0]]
-            found[name] = StoredTensor(first.place.kind.name, each.shape, first.file.path)
+            kind = "F32" if each.turned else first.place.kind.name
+            found[name] = StoredTensor(kind, each.shape, first.file.path)
         values = self._values.items()
         return found | {name: StoredTensor("F32", tuple(tensor.shape), self.path) for name, tensor in values}
 
@@ -91,7 +92,8 @@ class GgufModel:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(entry.place.nbytes for entry in self._entries.values())
+        places = {(entry.file.path, entry.place.offset): entry.place.nbytes for entry in self._entries.values()}
+        return sum(places.values())
 
     def generation_defaults(self) -> dict[str, Any]:
         """Of sampling, under generation_config.json's names: Ollama's first, then the file's own."""
@@ -119,6 +121,8 @@ class GgufModel:
     def _read_joined(self, join: joins.Join) -> torch.Tensor | StoredMatrix:
         """Quantized ones lie one below the other, [outputs, inputs] each."""
         parts = [self._entries[part] for part in join.parts]
+        if join.turned:
+            return joins.plain(join, [_dense(entry) for entry in parts])
         if parts[0].place.kind.form is None:
             return joins.plain(join, [_plain(entry) for entry in parts])
         return joins.stored(join, [_matrix(_flat(entry)) for entry in parts])
@@ -170,7 +174,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
         own = split_name(name)
         if own is not None and own.layer is not None and header.layers <= own.layer < header.whole("block_count"):
             continue  # predicts further tokens
-        parts = parts_of(header, name, known.layer, known.outer)
+        parts = parts_of(header, name, known)
         if not parts:
             raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
         if not place.kind.readable:
@@ -179,7 +183,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
         for part in parts:
-            undo = None if own is None else known.undo(header, own)
+            undo = None if own is None else known.undo(header, own._replace(stem=part.stem))
             heads, added = _heads(part.stem, known, header), _added(name, known)
             found[part.name] = _Entry(file, part.place, heads, added, undo)
             if len(found) > MAX_PARTS:
@@ -191,9 +195,10 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
 
 def _values(header: Header) -> dict[str, torch.Tensor]:
     """Tensors of each layer whose numbers lie in the header."""
+    known = architecture_of(header)
     return {
-        names.LAYER.format(layer) + there: torch.full(shape, value)
-        for key, (there, shape) in architecture_of(header).values.items()
+        known.prefix.format(layer) + there: torch.full(shape, value)
+        for key, (there, shape) in known.values.items()
         for layer, value in enumerate(header.each_layer(key))
     }
 
@@ -205,7 +210,7 @@ def _joined(path: Path, family: str, entries: dict[str, _Entry]) -> dict[str, jo
         raise ModelNotFound(f"{path} has experts of other shapes: {error}") from None
     for each in found.values():
         kinds = sorted({entries[part].place.kind.name for part in each.parts})
-        if len(kinds) > 1:
+        if len(kinds) > 1 and not each.turned:
             raise UnsupportedModel(f"{path} has {' and '.join(each.parts)} as {' and '.join(kinds)}: of one type only")
     return found
 
@@ -251,11 +256,18 @@ def _source(entry: _Entry) -> NDArray[np.int64]:
 def _matrix(entry: _Entry) -> BlockMatrix:
     place, form = entry.place, entry.place.kind.form
     assert form is not None
-    shape = (place.shape[0], place.shape[1])
     source = _source(entry) if entry.heads else entry.undo.rows if entry.undo else None
+    shape = (place.shape[0] if source is None else len(source), place.shape[1])
     return BlockMatrix(
         place.kind.name, shape, form, entry.file, place, source, entry.undo.columns if entry.undo else None
     )
+
+
+def _dense(entry: _Entry) -> torch.Tensor:
+    """Float32, of whatever type it is in the file."""
+    if entry.place.kind.form is None:
+        return _plain(entry).float()
+    return dense(_matrix(_flat(entry))).view(entry.place.shape)
 
 
 def _plain(entry: _Entry) -> torch.Tensor:

@@ -101,8 +101,10 @@ OLLAMA_GPT_OSS = {
 }
 """As Ollama's own converter calls it: rows of gate and up taking turns in one tensor at first, apart since."""
 WITHOUT_SUFFIX = (
-    "self_attn.sinks", "linear_attn.dt_bias", "linear_attn.A_log", "feed_forward.expert_bias", "mamba.dt_bias",
-    "mamba.A_log", "mamba.D",
+    "self_attn.sinks", "feed_forward.expert_bias", "mixer.gate.e_score_correction_bias",
+    "block_sparse_moe.gate.e_score_correction_bias",
+    *(f"{layer}.{name}" for layer in ("linear_attn", "mamba", "mixer", "self_attn") for name in ("dt_bias", "A_log")),
+    "mamba.D", "mixer.D",
 )  # fmt: skip
 """Parameters of a module itself: transformers adds no ".weight"; files have it, or ".bias", or nothing."""
 
@@ -118,6 +120,8 @@ IGNORED = (
 )
 """Tensors that became part of the configuration, and parts that Ollama keeps in the same file: of images, and what
 predicts further tokens."""
+FUSED_STATES = {**FUSED, "ssm_in": ("attn_qkv", "attn_gate"), "ssm_ba": ("ssm_beta", "ssm_alpha")}
+"""Of Qwen3-Next: rows go key head by key head, so that a part's lie among the other's."""
 
 
 class TensorName(NamedTuple):
@@ -149,12 +153,15 @@ def split_name(name: str) -> TensorName | None:
     return TensorName(int(number), inner, suffix)
 
 
-def hugging_face_name(name: TensorName, layer: Mapping[str, str], outer: Mapping[str, str] = OUTER) -> str | None:
+def hugging_face_name(
+    name: TensorName, layer: Mapping[str, str], outer: Mapping[str, str] = OUTER, prefix: str = LAYER
+) -> str | None:
     """The name in a checkpoint of transformers, with "{}" where a tensor is several; None: unknown."""
     there = (outer if name.layer is None else layer).get(name.stem)
     if there is None:
         return None
-    prefix = "" if name.layer is None else LAYER.format(name.layer)
+    before = "" if name.layer is None else prefix.format(name.layer)
     if there in WITHOUT_SUFFIX:
-        return prefix + there
-    return f"{prefix}{there}.{name.suffix}" if name.suffix else None
+        return before + there
+    suffix = name.suffix or ("weight" if name.stem.endswith("_norm") else "")  # Falcon-H1's have none
+    return f"{before}{there}.{suffix}" if suffix else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from asyncengine.errors import ModelNotFound
+from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.container import TensorPlace
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.names import FUSED, TensorName, hugging_face_name, split_name
@@ -24,7 +25,7 @@ class Part(NamedTuple):
     place: TensorPlace
 
 
-def parts_of(header: Header, name: str, layer: Mapping[str, str], outer: Mapping[str, str]) -> list[Part]:
+def parts_of(header: Header, name: str, architecture: Architecture) -> list[Part]:
     """What one tensor of the file is in transformers; nothing if its architecture has no such tensor.
 
     Raises `ModelNotFound` for a shape that cannot be taken apart.
@@ -32,14 +33,15 @@ def parts_of(header: Header, name: str, layer: Mapping[str, str], outer: Mapping
     known, place = split_name(name), header.tensors[name]
     if known is None:
         return []
-    there = hugging_face_name(known, layer, outer)
+    tables = architecture.layer, architecture.outer, architecture.prefix
+    there = hugging_face_name(known, *tables)
     if there is not None:
         return [Part(own, known.stem, part) for own, part in _single(header, there, place)]
-    if known.layer is None or known.stem not in FUSED:
+    if known.layer is None or known.stem not in architecture.fused:
         return []
     found = []
-    for stem, piece in zip(FUSED[known.stem], _unfused(header, known, place), strict=True):
-        there = hugging_face_name(known._replace(stem=stem), layer)
+    for stem, piece in zip(architecture.fused[known.stem], _unfused(header, known, place), strict=True):
+        there = hugging_face_name(known._replace(stem=stem), *tables)
         if there is None:
             return []
         found += [Part(there.format(index), stem, part) for index, part in enumerate(piece)]
@@ -63,7 +65,9 @@ def _along_first(header: Header, name: str, place: TensorPlace) -> list[TensorPl
 
 
 def _unfused(header: Header, name: TensorName, place: TensorPlace) -> list[list[TensorPlace]]:
-    """For each name in `FUSED`: the tensor, or one for each expert."""
+    """For each name that it stands for: the tensor, or one for each expert."""
+    if name.stem not in FUSED:
+        return [[place], [place]]  # rows of both take turns, and `Undo` has which
     if name.stem == "attn_qkv":
         heads = header.whole("attention.head_count")
         dim = header.whole("attention.key_length", header.whole("embedding_length") // max(heads, 1))

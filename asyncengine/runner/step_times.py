@@ -1,0 +1,88 @@
+"""Seconds of steps in which one row computes a few tokens: what guesses cost (`speculation.costs`).
+
+Measuring them takes ten steps or more, of a model of a gigabyte most of a second of its load. So they are kept, beside
+the compiled kernels, under the name of all that a step depends on. Next time only the smallest and the largest step are
+run: if one is as much longer than the other as it was then, the same holds of those between, in the unit of today.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncengine.config import EngineConfig
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.loading import LoadedModel
+from asyncengine.speculation.costs import SIZES
+
+_MEASURED = 3
+_AGREE = 0.04
+_ENOUGH = 0.5
+"""A step is run until two runs of it agree to that share, three times, or so many seconds: the shortest counts. A long
+step is disturbed little, and a large model has five of them to measure while somebody waits for it."""
+_HOLDS = 0.15
+"""By how much the largest step, in units of the smallest, may differ from what was kept."""
+_WORTH_KEEPING = 0.1
+"""Seconds of one step of each size. Small models are measured in less time than a file takes to explain."""
+
+Run = Callable[[int], float]
+"""Seconds of one step of so many tokens."""
+
+
+class KeptTimes:
+    """What was measured of one model, on this machine, with these kernels."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, threads: int) -> None:
+        """Only for models of compiled kernels: they lie in the folder of those."""
+        from asyncengine.kernels.cpu.cache import folder_here
+
+        described = model.model.config if isinstance(model.model, Decoder) else type(model.model).__name__
+        parts = (
+            described, model.fused, sorted(model.stored.items()), str(model.dtype), model.max_model_len,
+            config.page_size, threads, torch.__version__,
+        )  # fmt: skip
+        self._folder = folder_here()
+        self._name = f"step_times-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+    def read(self) -> tuple[float, ...] | None:
+        """Of all `SIZES`; None: they were never measured, or are not what they should be."""
+        try:
+            found = json.loads(self._folder.find(self._name) or b"null")
+        except ValueError:
+            return None
+        if not isinstance(found, list) or len(found) != len(SIZES):
+            return None
+        sound = all(isinstance(value, float) and math.isfinite(value) and value > 0 for value in found)
+        return tuple(found) if sound else None
+
+    def keep(self, times: Sequence[float]) -> None:
+        if sum(times) >= _WORTH_KEEPING:
+            self._folder.keep(self._name, json.dumps(list(times)).encode())
+
+
+def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
+    """Seconds of steps of `SIZES` tokens; `kept`: where they are looked for and put."""
+    known, smallest = None if kept is None else kept.read(), shortest(run, SIZES[0])
+    if known is not None:
+        longer = run(SIZES[-1]) / smallest
+        if abs(longer * known[0] / known[-1] - 1) <= _HOLDS:
+            return tuple(smallest * value / known[0] for value in known)
+    times = (smallest, *(shortest(run, count) for count in SIZES[1:]))
+    if kept is not None:
+        kept.keep(times)
+    return times
+
+
+def shortest(run: Run, count: int) -> float:
+    """Seconds of the shortest of some runs: of two, where nothing disturbs them."""
+    taken = [run(count)]
+    while len(taken) < _MEASURED and sum(taken) < _ENOUGH:
+        taken.append(run(count))
+        first, second = sorted(taken)[:2]
+        if second <= first * (1 + _AGREE):
+            break
+    return min(taken)

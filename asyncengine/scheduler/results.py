@@ -1,0 +1,144 @@
+"""What the result of a step means for its requests: which rows count, which tokens are appended, and who has ended.
+
+A result may be older than what has happened since its step was launched: its request may have ended, given way, or been
+launched for a token that its grammar did not let stand. Each row says as of which admission it was launched
+(`InFlight.epochs`).
+"""
+
+from __future__ import annotations
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.scheduler.drafts import settle_drafts
+from asyncengine.scheduler.output import Output, with_counts
+from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.roster import Roster
+from asyncengine.scheduler.rows import InFlight, constrained_end, plain_end
+from asyncengine.scheduler.states import settle_snapshots
+from asyncengine.step import ConstrainedToken, Row, StepResult, TokenLogprob
+
+
+class Results:
+    """Applies results to the requests of a roster."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def apply(self, flown: InFlight, result: StepResult, now: float) -> None:
+        """The step `flown` has retired with `result`. The only place where results become facts."""
+        roster = self._roster
+        batch, requests, epochs = flown
+        if result.step != batch.step:
+            raise InvariantViolation(f"result of step {result.step}, but step {batch.step} is the oldest in flight")
+        roster.kv.retire(batch.step)
+        roster.slots.retire(batch.step)
+        if roster.kv.states is not None:
+            settle_snapshots(flown, result, roster.kv, roster.publish)
+            for index in result.lost:
+                self._start_again(batch.rows[index], requests[index], epochs[index])
+        roster.counters.steps += 1
+        tokens, errors, logprobs = result.tokens, result.errors, result.logprobs
+        computed = sampled = 0
+        for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
+            computed += row.num_scheduled
+            if request.state is RequestState.FINISHED:
+                continue  # it ended while the step ran: the token nobody waits for is dropped
+            if batch.step <= request.discard_until:
+                continue  # launched for a token that its grammar did not let stand: computed again
+            if errors and index in errors:
+                roster.end(request, "error", errors[index])
+                continue
+            if request.epoch == epoch:
+                request.num_computed = row.start + row.num_scheduled - len(row.drafts)
+                if row.num_scheduled > 1 or row.start < len(row.spec.prompt):
+                    roster.publish(request)
+            if result.prompt_logprobs and index in result.prompt_logprobs:
+                entries = (row.start + 1, result.prompt_logprobs[index])
+                roster.outputs.append(Output(request.ticket, prompt_logprobs=entries))
+            if row.samples:
+                request.num_pending -= 1
+                if row.spec.max_total == len(row.spec.prompt):  # asked for no token: for a vector, or a prompt's scores
+                    if row.spec.pooled is not None:
+                        roster.end(request, "stop", vector=result.vectors[index])
+                    else:
+                        roster.end(request, "length")
+                    continue
+                roster.counters.passes += 1
+                scored = logprobs.get(index) if logprobs else None
+                if request.matcher is None and not row.drafts:
+                    sampled += 1
+                    self._accept(request, tokens[index], scored[0] if scored else None, now)
+                else:
+                    several = (tokens[index], *result.further.get(index, ()))
+                    accepted = settle_drafts(roster.drafts, row, result, index)
+                    computed -= len(row.drafts) - accepted
+                    accepted = accepted if request.epoch == epoch else 0
+                    constrained = result.constrained[index] if request.matcher is not None else None
+                    sampled += self._accept_several(request, several, accepted, constrained, scored, now)
+        roster.counters.computed_tokens += computed
+        roster.counters.generated_tokens += sampled
+
+    def _start_again(self, row: Row, request: Request, epoch: int) -> None:
+        """Its state was lost in a step that had no memory: a second time without a token in between is an error."""
+        if request.state is RequestState.FINISHED or (request.epoch != epoch and not row.samples):
+            return
+        request.discard_launched()
+        if request.state is RequestState.RUNNING:
+            if request.num_kept == len(request.tokens):
+                self._roster.end(request, "error", "the device has not enough memory for this request's steps")
+            else:
+                self._roster.preempt(request)
+
+    def _accept(
+        self,
+        request: Request,
+        token: int,
+        logprob: TokenLogprob | None,
+        now: float,
+        constrained: ConstrainedToken | None = None,
+    ) -> None:
+        """Append a token of `request`; end the request if that was its last.
+
+        A request preempted meanwhile takes its token all the same: it was sampled from intact pages. `constrained`:
+        what its grammar made of the last of the tokens that came with this one, if this is that one.
+        """
+        request.tokens.append(token)
+        request.last_token_at = now
+        reason, error = plain_end(request, token), None
+        if constrained is not None and request.matcher is not None:
+            reason, error = constrained_end(request.matcher, constrained, reason)
+        if reason is None and logprob is None and request.num_output > 1:
+            self._roster.outputs.append(Output(request.spec.ticket, token, True))
+            return
+        if reason is not None:
+            self._roster.forget(request)
+        self._roster.outputs.append(with_counts(request, token, reason, logprob=logprob, error=error))
+
+    def _accept_several(
+        self,
+        request: Request,
+        tokens: tuple[int, ...],
+        accepted: int,
+        constrained: ConstrainedToken | None,
+        scored: list[TokenLogprob] | None,
+        now: float,
+    ) -> int:
+        """Append the tokens of one row, until one ends the request: drafts that were right, and what its grammar
+        forces, which is computed like a chunk in the next step. Returns how many were taken.
+
+        `accepted`: so many of them were guessed, so that their positions are computed already.
+        """
+        if constrained is not None and request.num_pending and (constrained.replaced or len(tokens) > 1):
+            request.discard_launched()
+        request.drafts_launched = 0
+        last = len(tokens) - 1
+        for place, token in enumerate(tokens):
+            if place < accepted:
+                request.num_computed += 1
+                request.num_launched += 1
+            self._accept(request, token, scored[place] if scored else None, now, constrained if place == last else None)
+            if request.state is RequestState.FINISHED and place < last:  # a stop token id of the caller's
+                forced = 0 if constrained is None else max(0, constrained.forced - (last - place))
+                self._roster.counters.forced_tokens += forced
+                return place + 1
+        self._roster.counters.forced_tokens += 0 if constrained is None else constrained.forced
+        return len(tokens)

@@ -1,0 +1,199 @@
+"""Every request there is, each in exactly one place: how it gets there, gives way, and ends.
+
+This is the state that the scheduler's verbs share. They decide what becomes of whom (`scheduler` before a step,
+`results` after it); here it is done, so that no request moves without everything that goes with it: its pages and slot,
+its deadline, what others may start from, and what its consumer is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler.drafts import end_drafting
+from asyncengine.scheduler.messages import EndReason
+from asyncengine.scheduler.output import Counters, Output, with_counts
+from asyncengine.scheduler.policy import Policy
+from asyncengine.scheduler.queues import Deadlines, WaitingQueue
+from asyncengine.scheduler.request import Request, RequestState
+from asyncengine.scheduler.slots import Slots
+from asyncengine.scheduler.weight_updates import WeightUpdates
+from asyncengine.speculation import DraftPlanner
+
+
+class Roster:
+    """The requests of one engine, from arrival to end."""
+
+    def __init__(
+        self,
+        kv: KVCache,
+        policy: Policy,
+        slots: Slots,
+        drafts: DraftPlanner | None,
+        namespace: Callable[[Request], Namespace],
+    ) -> None:
+        """`namespace`: where in the prefix cache a request's pages are."""
+        self.kv = kv
+        self.slots = slots
+        self.drafts = drafts
+        self.requests: dict[int, Request] = {}
+        """Every request that has not ended, by ticket, in order of arrival."""
+        self.waiting = WaitingQueue(policy)
+        self.running: dict[int, Request] = {}
+        """In order of admission."""
+        self.grammar_queue: dict[int, Request] = {}
+        self.adapter_queue: dict[int, Request] = {}
+        self.weights = WeightUpdates()
+        self.deadlines = Deadlines()
+        self.counters = Counters()
+        self.outputs: list[Output] = []
+        """News that nobody has taken yet."""
+        self._namespace = namespace
+
+    # ---------------------------------------------------------------- arriving
+
+    def add(self, spec: RequestSpec) -> None:
+        """A request has come."""
+        request = Request(spec)
+        self.weights.note_arrival(request)
+        self.requests[spec.ticket] = request
+        self.deadlines.add(request)
+        if spec.options.adapter is not None:
+            self.adapter_queue[spec.ticket] = request
+        if spec.params.grammar is not None:
+            self.grammar_queue[spec.ticket] = request
+        if request.state is RequestState.WAITING:
+            self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        """It has all it needs: it waits for its turn, or before that for other weights."""
+        if self.weights.is_before(request):
+            self.weights.held[request.ticket] = request
+        else:
+            self.waiting.add(request)
+
+    def leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
+        """What `ticket` waited for in `queue` is here, or will never be (`error`)."""
+        request = queue.pop(ticket, None)
+        if request is None:
+            return
+        if error is not None:
+            self.end(request, "error", error)
+        elif ticket in self.grammar_queue:
+            pass  # its adapter came first: the grammar queue still holds it
+        elif ticket in self.adapter_queue:
+            request.move(RequestState.ADAPTER_QUEUE)
+        else:
+            request.move(RequestState.WAITING)
+            self._wait(request)
+
+    def release_held(self, number: int) -> None:
+        """Update `number` has happened, or is not wanted any more: who was held for it alone waits for its turn."""
+        for request in self.weights.remove(number):
+            self.waiting.add(request)
+
+    # ---------------------------------------------------------------- running
+
+    def note_start(self, request: Request, now: float) -> None:
+        """It was admitted: whether for the first time is seen here."""
+        if request.first_step_at is None:
+            request.first_step_at = now
+            self._count_left_queue(request)
+            self.counters.prompt_tokens += request.spec.prompt_len
+            self.counters.cached_tokens += request.cached_tokens
+
+    def preempt(self, request: Request) -> None:
+        """Take the request's pages; it keeps its tokens and computes them again when readmitted.
+
+        Its full pages stay findable in the prefix cache until somebody really needs the memory, so resuming is often
+        no more than a cache hit.
+        """
+        self._close(request)
+        request.num_kept = len(request.tokens) + request.num_pending
+        request.num_computed = request.num_launched = 0
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        request.move(RequestState.WAITING)
+        self.waiting.add(request)
+
+    def _close(self, request: Request) -> None:
+        """Stop running: publish what is computed, give back everything held."""
+        if request.table is not None:
+            self.publish(request)
+            self.kv.close(request.table, request.last_step)
+            request.table = None
+        self.slots.release(request, request.last_step)
+        request.epoch += 1
+        del self.running[request.ticket]
+
+    def publish(self, request: Request) -> None:
+        """Let others start from this request's full pages."""
+        if request.spec.whole or (not self.kv.prefix_caching and request.spec.group is None):
+            return
+        table = request.table
+        assert table is not None
+        if request.num_computed // self.kv.page_size > table.num_shared:
+            priority = request.spec.options.priority
+            self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)
+
+    # ---------------------------------------------------------------- ending
+
+    def end_ticket(self, ticket: int, reason: EndReason) -> None:
+        request = self.requests.get(ticket)
+        if request is not None:
+            self.end(request, reason)
+
+    def end_all(self, reason: EndReason) -> None:
+        """End every request there is."""
+        for request in list(self.requests.values()):
+            self.end(request, reason)
+
+    def end(self, request: Request, reason: EndReason, error: Exception | str | None = None, **news: Any) -> None:
+        """The request ends, and its consumer hears why."""
+        self.forget(request)
+        self.outputs.append(with_counts(request, reason=reason, error=error, **news))
+
+    def forget(self, request: Request) -> None:
+        """It has ended; its pages, slot and adapter return when the last step that names them has retired. Nobody hears
+        of it here: whoever has its last token to tell says so with that."""
+        match request.state:
+            case RequestState.RUNNING:
+                self._close(request)
+            case RequestState.WAITING:
+                if self.weights.held.pop(request.ticket, None) is None:
+                    self.waiting.remove(request)
+        self.grammar_queue.pop(request.ticket, None)
+        self.adapter_queue.pop(request.ticket, None)
+        if request.first_step_at is None:
+            self._count_left_queue(request)
+        request.move(RequestState.FINISHED)
+        if self.drafts is not None:
+            end_drafting(self.drafts, request, self._namespace(request))
+        self.deadlines.discard(request)
+        del self.requests[request.ticket]
+
+    def _count_left_queue(self, request: Request) -> None:
+        self.counters.left_queue += 1
+        self.counters.left_queue_tokens += request.spec.prompt_len
+
+    # ---------------------------------------------------------------- books
+
+    def take_outputs(self) -> list[Output]:
+        """News since the last call, in order."""
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn, or for other weights."""
+        return len(self.waiting) + len(self.weights.held)
+
+    def check_places(self) -> None:
+        """Raises `InvariantViolation` if a request is in no place, or in two."""
+        queued = {**self.grammar_queue, **self.adapter_queue}
+        if len(self.running) + self.num_waiting + len(queued) != len(self.requests):
+            raise InvariantViolation(f"{len(self.requests)} requests, but not each in exactly one place")

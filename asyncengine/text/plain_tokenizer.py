@@ -1,0 +1,258 @@
+"""The tokenizers of the commonest models, read without transformers: importing it takes longer than loading a small
+model.
+
+A tokenizer.json holds all of a tokenizer, which the `tokenizers` package reads by itself. But transformers may build it
+anew by the rules of a class, add tokens, or change what stands before and behind a text. Only files are read here of
+which it is certain that it would do none of this, or that its class has the very rules of the file; every key of
+tokenizer_config.json must be known. `read_plain_tokenizer` gives None for all others: they are left to transformers
+(`tests/text/test_plain_tokenizer.py` compares both).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+NAMED = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+"""Special tokens that have a name, in the order in which transformers lists them."""
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+_SILENT: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("add_bos_token", "add_eos_token"), (bool, type(None))),
+        **dict.fromkeys(("clean_up_tokenization_spaces", "use_default_system_prompt", "legacy"), (bool, type(None))),
+        **dict.fromkeys(("padding_side", "truncation_side", "errors", "backend", "tokenizer_class"), (str,)),
+        **dict.fromkeys(("is_local", "local_files_only"), (bool,)),
+        "model_max_length": (int, float), "model_input_names": (list,), "sp_model_kwargs": (dict,),
+        "response_schema": (dict, type(None)),
+    }
+)  # fmt: skip
+"""What changes nothing that is done with a tokenizer here, by the types it may have: transformers ignores
+`add_bos_token` beside a tokenizer.json, and cleans up nothing behind byte pair encoding."""
+_OFF = ("add_prefix_space", "split_special_tokens", "spaces_between_special_tokens")
+"""What may stand there as false or null."""
+_ELSEWHERE = ("special_tokens_map.json", "added_tokens.json")
+"""Where older folders have special tokens as well; not read if tokenizer_config.json has all added tokens."""
+_FLAGS: Mapping[str, bool] = MappingProxyType(
+    {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+)
+"""Of a special token that any class would add in the same way."""
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How `Qwen2Tokenizer` splits texts, whatever the file says."""
+_QWEN_DEFAULTS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+)
+_LARGE = 100_000
+"""Tokens from which on transformers looks for Mistral's wrong splitting, and warns of it."""
+
+
+class PlainTokenizer:
+    """Of a transformers tokenizer what an engine asks of one: ids, text, special tokens and chats.
+
+    `special`: {name: token} of the named ones. Any number of threads may use it.
+    """
+
+    def __init__(self, backend: Any, special: Mapping[str, str], chat_template: str | None) -> None:
+        self.backend_tokenizer = backend
+        self.special_tokens_map = dict(special)
+        self.chat_template = chat_template
+        self._compiled: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlainTokenizer, (self.backend_tokenizer, self.special_tokens_map, self.chat_template)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id_of("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    def get_vocab(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def get_chat_template(self, tools: object = None) -> str:
+        """The only one there is. Raises `ValueError` without any."""
+        if self.chat_template is None:
+            raise ValueError("this model has no chat template")
+        return self.chat_template
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str,
+        tokenize: bool = False,
+        tools: object = None,
+        documents: Any = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The chat's text. Raises whatever the template raises, `ValueError` for a message that cannot be continued."""
+        from asyncengine.text.template_environment import render, template_environment
+
+        if tokenize:
+            raise ValueError("only text is rendered here")
+        compiled = self._compiled.get(chat_template)
+        if compiled is None:
+            compiled = self._compiled[chat_template] = template_environment().from_string(chat_template)
+        if documents is not None and not all(isinstance(each, dict) for each in documents):
+            raise TypeError("documents must be a list of dicts")
+        given = {**self.special_tokens_map, **variables, "tools": tools, "documents": documents}
+        given["add_generation_prompt"] = add_generation_prompt
+        return render(compiled, chat_template, conversation, given, continued=continue_final_message)
+
+    def _id_of(self, name: str) -> int | None:
+        token = self.special_tokens_map.get(name)
+        found: int | None = None if token is None else self.backend_tokenizer.token_to_id(token)
+        return found
+
+
+def read_plain_tokenizer(folder: Path, family: str) -> PlainTokenizer | None:
+    """The tokenizer in `folder`, beside a model of `family`; None: transformers has to read it."""
+    if not folder.is_dir() or (folder / "additional_chat_templates").exists():
+        return None
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        content = json.loads(text)
+        beside = folder / "chat_template.jinja"
+        template = beside.read_text(encoding="utf-8") if beside.is_file() else config.get("chat_template")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return None
+    if not isinstance(content, dict) or not isinstance(template, (str, type(None))) or not _is_known(config):
+        return None
+    try:
+        size = len(content["model"]["vocab"]) + len(content["added_tokens"])
+        kind = _class_of(folder, family, config, text, size)
+        if kind is None or not _is_whole(folder, config, content, kind):
+            return None
+        special = _special(config, _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {})
+        return PlainTokenizer(_backend(text), special, template)
+    except (KeyError, TypeError, ValueError, AttributeError):  # no such file as it is expected here
+        return None
+
+
+def _backend(text: str) -> Any:
+    """Raises `ValueError` for what the package cannot read."""
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_str(text)
+    except Exception as error:  # it raises nothing more special
+        raise ValueError(str(error)) from error
+    backend.encode_special_tokens = False
+    return backend
+
+
+def _is_known(config: Any) -> bool:
+    """Whether every key of tokenizer_config.json is one whose meaning is known here."""
+    if not isinstance(config, dict) or not isinstance(config.get("tokenizer_class"), str):
+        return False
+    for key, value in config.items():
+        if key in NAMED or key in _LISTED or key in ("added_tokens_decoder", "chat_template"):
+            continue  # looked at by `_is_whole` and `read_plain_tokenizer`
+        if key in _OFF and not value:
+            continue
+        if key not in _SILENT or not isinstance(value, _SILENT[key]):
+            return False
+    return True
+
+
+def _class_of(folder: Path, family: str, config: Mapping[str, Any], text: str, size: int) -> str | None:
+    """Which class transformers would take for a model of this family: "TokenizersBackend", which takes a file as it
+    is, or "Qwen2Tokenizer"; None: another one."""
+    declared = config["tokenizer_class"].removesuffix("Fast")
+    as_it_is = declared in ("PreTrainedTokenizer", "TokenizersBackend")
+    if family == "llama":  # Llama 3 and its like declare the class of Llama 2's, which nobody can mean
+        return "TokenizersBackend" if as_it_is or (declared == "LlamaTokenizer" and '"ByteLevel"' in text) else None
+    if family == "mistral":
+        return None if (folder / "tekken.json").exists() or size > _LARGE else "TokenizersBackend"
+    if family == "qwen2":
+        return "Qwen2Tokenizer"  # whatever the file declares
+    if family == "qwen3":
+        return "Qwen2Tokenizer" if declared == "Qwen2Tokenizer" else "TokenizersBackend" if as_it_is else None
+    return None
+
+
+def _is_whole(folder: Path, config: Mapping[str, Any], content: Mapping[str, Any], kind: str) -> bool:
+    """Whether tokenizer.json has everything, so that nothing is added, replaced or cut off."""
+    model, added = content["model"], {token["content"]: token for token in content["added_tokens"]}
+    if model.get("type") != "BPE" or content.get("truncation") is not None or content.get("padding") is not None:
+        return False
+    if "added_tokens_decoder" in config:
+        if not _agree(config["added_tokens_decoder"], content["added_tokens"]):
+            return False
+    elif any((folder / name).exists() for name in _ELSEWHERE):
+        return False
+    defaults = _QWEN_DEFAULTS if kind == "Qwen2Tokenizer" else {}
+    wanted = [*_special(config, defaults).values(), *_listed(config)]
+    if not all(name in added and all(added[name][flag] is on for flag, on in _FLAGS.items()) for name in wanted):
+        return False
+    return kind != "Qwen2Tokenizer" or _is_qwen(content)
+
+
+def _special(config: Mapping[str, Any], defaults: Mapping[str, str]) -> dict[str, str]:
+    """{name: token} of those that are set."""
+    found = {name: _name(config.get(name, defaults.get(name))) for name in NAMED}
+    return {name: token for name, token in found.items() if token is not None}
+
+
+def _listed(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name. Raises `TypeError` where they have names of their own."""
+    lists = [config.get(key) or [] for key in _LISTED]
+    if not all(isinstance(each, list) for each in lists):
+        raise TypeError("named special tokens of a model's own")
+    return [token for each in lists for token in map(_name, each) if token is not None]
+
+
+def _name(token: Any) -> str | None:
+    """A token is its text, or a dict with it."""
+    if isinstance(token, dict) and token.get("__type") == "AddedToken":
+        token = token["content"]
+    if not isinstance(token, (str, type(None))):
+        raise TypeError("no token")
+    return token
+
+
+def _agree(decoder: Mapping[str, Any], added: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether tokenizer_config.json has no token that tokenizer.json does not have, with the same flags."""
+    known = {str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in added}
+    return all(known.get(index) == token for index, token in decoder.items())
+
+
+def _is_qwen(content: Mapping[str, Any]) -> bool:
+    """Whether the file has the rules of `Qwen2Tokenizer`, which takes nothing of it but vocabulary, merges, added
+    tokens and what stands before and behind a text."""
+    model, before = content["model"], content["pre_tokenizer"]
+    steps = before["pretokenizers"] if before["type"] == "Sequence" else []
+    if content["normalizer"] != {"type": "NFC"} or len(steps) != 2 or content["decoder"]["type"] != "ByteLevel":
+        return False
+    split = {"type": "Split", "pattern": {"Regex": _QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    level = {key: steps[1].get(key) for key in ("type", "add_prefix_space", "use_regex")}
+    if steps[0] != split or level != {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
+        return False
+    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
+    if any(model.get(option) for option in (*options, "ignore_merges")):
+        return False
+    new = [token["id"] for token in content["added_tokens"] if token["content"] not in model["vocab"]]
+    return new == list(range(len(model["vocab"]), len(model["vocab"]) + len(new)))

@@ -1,0 +1,154 @@
+"""What steps of some sizes take: measured until it is certain, kept, and believed only while it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import Checkpoint
+
+from asyncengine import DEMO_MODEL
+from asyncengine.config import EngineConfig
+from asyncengine.models.loading import load_model
+from asyncengine.runner import building, step_times
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.step_times import KeptTimes, measure_steps, shortest
+from asyncengine.speculation.costs import SIZES
+
+TIMES = (0.04, 0.05, 0.06, 0.07, 0.12)
+
+
+class Kept:
+    """`KeptTimes` in memory."""
+
+    def __init__(self, times: Sequence[float] | None = None) -> None:
+        self.times = times
+
+    def read(self) -> Sequence[float] | None:
+        return self.times
+
+    def keep(self, times: Sequence[float]) -> None:
+        self.times = times
+
+
+class Steps:
+    """Steps that take what they are said to, and are counted."""
+
+    def __init__(self, times: Mapping[int, float]) -> None:
+        self.times, self.runs = dict(times), list[int]()
+
+    def __call__(self, count: int) -> float:
+        self.runs.append(count)
+        return self.times[count]
+
+
+def steps(factor: float = 1.0, **changes: float) -> Steps:
+    times = {size: factor * time for size, time in zip(SIZES, TIMES, strict=True)}
+    return Steps({**times, **{int(name[1:]): time for name, time in changes.items()}})
+
+
+@pytest.mark.parametrize(
+    ("taken", "runs", "least"),
+    [
+        ([0.1, 0.102], 2, 0.1),
+        ([0.19, 0.1, 0.101], 3, 0.1),
+        ([0.1, 0.12, 0.3], 3, 0.1),
+        ([0.1, 0.098], 2, 0.098),
+        ([0.3, 0.25], 2, 0.25),
+        ([2.0], 1, 2.0),
+    ],
+)
+def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, least: float) -> None:
+    """And three times at most: the first one may find its memory for the first time, or another process in its way. A
+    long one is not measured again."""
+    left = iter(taken)
+    assert shortest(lambda count: next(left), 1) == least
+    assert len(taken) - len(list(left)) == runs
+
+
+def test_what_was_kept_is_not_measured_again() -> None:
+    """The largest step is looked at once, the smallest as often as it takes; on a slower day all are as much slower."""
+    kept: Any = Kept()
+    assert measure_steps(steps(), kept) == TIMES == kept.times
+    slower = steps(1.5, _8=9.0)
+    assert measure_steps(slower, kept) == pytest.approx([1.5 * time for time in TIMES])
+    assert set(slower.runs) == {SIZES[0], SIZES[-1]}
+    assert slower.runs.count(SIZES[-1]) == 1
+    assert kept.times == TIMES
+
+
+def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:
+    """As when memory is faster and arithmetic is not, or when somebody else was in the way of what was kept."""
+    kept: Any = Kept(TIMES)
+    found = measure_steps(steps(_32=0.15, _8=0.08), kept)
+    assert found == (0.04, 0.05, 0.08, 0.07, 0.15) == kept.times
+
+
+def test_nothing_is_kept_where_it_cannot_be() -> None:
+    assert measure_steps(steps(), None) == TIMES
+
+
+# ---------------------------------------------------------------- on disk
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    cache = pytest.importorskip("asyncengine.kernels.cpu.cache")
+    monkeypatch.setattr(cache, "folder_here", lambda: cache.KernelFolder(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def test_the_file_is_of_all_that_a_step_depends_on(folder: Path, checkpoint: Checkpoint) -> None:
+    config = EngineConfig(page_size=4, show_progress=False)
+    model = load_model(str(checkpoint("llama")), config)
+    known = KeptTimes(model, config, 2)
+    assert known.read() is None
+    known.keep(TIMES)
+    assert KeptTimes(load_model(str(checkpoint("llama")), config), config, 2).read() == TIMES
+    assert KeptTimes(model, config, 1).read() is None
+    assert KeptTimes(model, config.replace(page_size=8), 2).read() is None
+    other = config.replace(dtype="bfloat16")
+    assert KeptTimes(load_model(str(checkpoint("llama")), other), config, 2).read() is None
+    assert KeptTimes(load_model(str(checkpoint("qwen3")), config), config, 2).read() is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[0.1]", b"[1, 2, 3, 4, 5]", b"[0.1, 0.1, 0.1, 0.1, -1.0]", b"[1.0, NaN, 1.0, 1.0, 1.0]"],
+)
+def test_what_is_no_table_is_not_read(content: bytes, folder: Path, checkpoint: Checkpoint) -> None:
+    config = EngineConfig(page_size=4, show_progress=False)
+    known: Any = KeptTimes(load_model(str(checkpoint("llama")), config), config, 2)
+    known._folder.keep(known._name, content)
+    assert known.read() is None
+
+
+def test_small_models_leave_no_files(folder: Path, checkpoint: Checkpoint) -> None:
+    config = EngineConfig(page_size=4, show_progress=False)
+    known = KeptTimes(load_model(str(checkpoint("llama")), config), config, 2)
+    known.keep([0.001] * len(SIZES))
+    assert known.read() is None
+
+
+def test_a_runner_takes_the_table_that_was_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the runner's own from then on, in any engine's configuration: what is replayed is replayed with it."""
+    monkeypatch.setattr(step_times, "_WORTH_KEEPING", 0.0)
+    monkeypatch.setattr(step_times, "_HOLDS", float("inf"))
+    config = EngineConfig(max_num_seqs=4, kv_cache_memory="8MiB", show_progress=False)
+    ratios = []
+    model = str(DEMO_MODEL)
+    for _ in range(2):
+        runner = build_runner(load_model(model, config), config)
+        if runner.no_speculation is not None:
+            pytest.skip(runner.no_speculation)
+        assert runner.step_costs is not None
+        ratios.append([value / runner.step_costs[0] for value in runner.step_costs])
+        runner.close()
+    assert ratios[0] == pytest.approx(ratios[1])
+    monkeypatch.setattr(building, "measure_steps", lambda run, kept: pytest.fail("it is given"))
+    given = config.replace(speculation_costs=TIMES)
+    runner = build_runner(load_model(model, given), given)
+    assert runner.step_costs == TIMES
+    runner.close()

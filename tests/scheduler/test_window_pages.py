@@ -1,0 +1,90 @@
+"""Requests of a model in which some layers have windows: what is held, and what the prefix cache finds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from support.fake_engine import Steps
+
+from asyncengine.testing import FakeModel
+
+PAGES = {"pages": 9000, "page_size": 16, "check_every": 50}
+
+
+def words(count: int, chance: random.Random) -> list[int]:
+    return [chance.randrange(2, 97) for _ in range(count)]
+
+
+def mixed(window_pages: int, window: int = 10, **settings: Any) -> Steps:
+    model = FakeModel(windows=((window, 0), (0, 0)))
+    return Steps(model=model, num_window_pages=window_pages, **settings)
+
+
+def served(prompts: list[list[int]], window_pages: int, *, at_once: bool) -> Steps:
+    steps = mixed(window_pages, 512, max_num_seqs=16, **PAGES)
+    for prompt in prompts:
+        steps.add(prompt, 4)
+        if not at_once:
+            steps.run()
+    steps.run()
+    steps.assert_right()
+    steps.assert_empty()
+    return steps
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("shared", "own"), [(1500, 700), (1600, 600)])
+def test_prefixes_of_any_length_are_found(shared: int, own: int, at_once: bool) -> None:
+    """vllm #45238, in window pages of a few prompts: what a dense model would find, but where the second prompt shows
+    that ways part."""
+    chance = random.Random(1)
+    prefix = words(shared, chance)
+    prompts = [prefix + words(own, chance) for _ in range(24)]
+    dense = 23 * (shared // 16) * 16
+    counters = served(prompts, 250, at_once=at_once).scheduler.counters
+    assert counters.cached_tokens >= 0.95 * dense
+    assert counters.computed_tokens <= sum(map(len, prompts)) + 24 * 4 - counters.cached_tokens
+
+
+def test_as_many_window_pages_as_a_window_for_a_long_generation() -> None:
+    steps, most = mixed(8, pages=128), 0
+    steps.add(range(2, 12), 400)
+    while steps.scheduler.requests:
+        steps.step()
+        near = steps.kv.window_counts(r.table for r in steps.scheduler.running.values())
+        most = max(most, near.held + near.shared + near.retiring)
+    steps.assert_right()
+    assert most <= 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_few_window_pages_make_requests_wait_and_none_fail(depth: int) -> None:
+    steps = mixed(8, pages=200, max_num_seqs=8, max_num_batched_tokens=64, max_steps_in_flight=depth)
+    for start in range(8):
+        steps.add([start + 2, *range(2, 80)], 30)
+    steps.run()
+    steps.assert_right()
+    assert set(steps.ended.values()) == {"length"}
+
+
+def test_a_preempted_request_finds_its_window() -> None:
+    steps = mixed(14, pages=100, preempt_every=30)
+    steps.add(range(2, 50), 100)
+    steps.run()
+    steps.assert_right()
+    counters = steps.scheduler.counters
+    assert counters.preemptions >= 2
+    assert counters.computed_tokens < 48 + 100 + 4 * counters.preemptions + 1
+
+
+def test_the_next_turn_of_a_chat_starts_behind_the_answer() -> None:
+    steps = mixed(14, pages=100)
+    first = steps.add(range(2, 40), 60)
+    steps.run()
+    again = steps.add([*range(2, 40), *steps.tokens[first], 5, 6, 7], 4)
+    steps.step()
+    assert steps.request(again).cached_tokens == 96
+    steps.run()
+    steps.assert_right()

@@ -1,0 +1,285 @@
+"""GGUF files of tiny models with states, as llama.cpp's converter writes them: Qwen3-Next, Mamba-2, Falcon-H1,
+Nemotron-H and Nemotron 3, Kimi Linear. What it does to each tensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import load_file, save_file
+from support.gguf_files import _halved, _paired, _stored
+from transformers import AutoModelForCausalLM
+
+ARCHITECTURES = {
+    "qwen3_next": "qwen3next", "mamba2": "mamba2", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
+    "kimi_linear": "kimi-linear",
+}  # fmt: skip
+Kinds = Callable[[str, torch.Tensor], str]
+Back = Callable[[list[torch.Tensor]], torch.Tensor]
+Moved = tuple[list[tuple[str, torch.Tensor]], Back]
+"""Names, and tensors as the converter writes them; and what they were before."""
+
+
+def checkpoint_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Its tensors under the names that files have, whatever its module calls them."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def model_of(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
+    """The model of `checkpoint_of` with other weights."""
+    whole = load_file(folder / "model.safetensors") | {name: each.contiguous() for name, each in weights.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def write_states(
+    path: Path, config: Any, weights: dict[str, torch.Tensor], kind_of: Kinds = lambda name, tensor: "F32",
+    change: Callable[[Any], object] = lambda writer: None, *, legacy: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What was really written of the tensors of a checkpoint; `kind_of` as for `write_gguf`. `change`: told of the
+    writer before it writes. `legacy`: Qwen3-Next's projections in one tensor."""
+    architecture = ARCHITECTURES[config.model_type]
+    if architecture == "nemotron_h" and "moe" in config.layers_block_type:
+        architecture = "nemotron_h_moe"
+    writer = gguf.GGUFWriter(path, architecture)
+    _header(writer, config)
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    written = {}
+    for name, tensor in _stacked(weights).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        parts, back = _moved(config, name, tensor.float(), legacy)
+        meant = []
+        for part, moved in parts:
+            there = _name(table, part)
+            single = moved.ndim == 1 or "norm" in there or "conv1d" in there or "ssm_a" in there or "ssm_d" in there
+            kind = "F32" if single else kind_of(there, moved)
+            stored, value = _stored(moved.contiguous().numpy(), kind)
+            writer.add_tensor(there, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+            meant.append(value)
+        whole = back(meant)
+        several = whole if ".experts." in name else [whole]
+        written |= {name.replace(".experts.", f".experts.{index}."): each for index, each in enumerate(several)}
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With one tensor for all experts, as the converter has it."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        before, part, after = name.partition(".experts.")
+        if not part:
+            found[name] = tensor
+            continue
+        own = after.partition(".")[2]
+        count = sum(key.startswith(before + part) and key.endswith(f".{own}") for key in weights)
+        every = [weights[f"{before}.experts.{index}.{own}"] for index in range(count)]
+        found[f"{before}.experts.{own}"] = torch.stack(every)
+    return found
+
+
+def _name(table: Any, name: str) -> str:
+    """By gguf's own table, which has some of the names without ".weight", and some not at all."""
+    if name.startswith("blk."):
+        return name
+    given = name.replace("dt_bias", "dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+    bare = name.endswith(("A_log", ".D"))
+    found = table.get_name(given) if bare else table.get_name(given, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _first(found: list[torch.Tensor]) -> torch.Tensor:
+    return found[0]
+
+
+def _moved(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if name.endswith("A_log"):
+        moved = -tensor.exp()
+        wide = moved if config.model_type in ("qwen3_next", "kimi_linear") else moved.view(-1, 1)
+        return [(name, wide)], lambda found: (-found[0]).log().view(tensor.shape)
+    if name.endswith("conv1d.weight"):
+        shape = (1, len(tensor), 1, tensor.shape[-1]) if config.model_type == "kimi_linear" else (len(tensor), -1)
+        return [(name, tensor.view(shape))], lambda found: found[0].view(tensor.shape)
+    if name.endswith(".D"):
+        return [(name, tensor.view(-1, 1))], lambda found: found[0].flatten()
+    return {"qwen3_next": _qwen, "falcon_h1": _falcon, "kimi_linear": _kimi}.get(config.model_type, _mamba)(
+        config, name, tensor, legacy
+    )
+
+
+def _qwen(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if name.endswith("norm.weight") and "linear_attn.norm" not in name:
+        return [(name, tensor + 1)], lambda found: found[0] - 1
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, tensor.squeeze(0))], lambda found: found[0].unsqueeze(0)
+    if "in_proj_qkvz" not in name:
+        return [(name, tensor)], _first
+    layer = name.split(".")[2]
+    if legacy:
+        return [(f"blk.{layer}.ssm_in.weight", tensor)], _first
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    inner = config.linear_num_value_heads * config.linear_value_head_dim // keys
+    sizes = [size, size, inner, inner]
+    kinds = tensor.view(keys, sum(sizes), -1).split(sizes, dim=1)
+    qkv = torch.cat([kind.reshape(-1, tensor.shape[1]) for kind in kinds[:3]])
+
+    def back(found: list[torch.Tensor]) -> torch.Tensor:
+        parts = [*found[0].split([keys * each for each in sizes[:3]]), found[1]]
+        return torch.cat([part.view(keys, -1, tensor.shape[1]) for part in parts], dim=1).view(tensor.shape)
+
+    z = kinds[3].reshape(-1, tensor.shape[1])
+    return [(f"blk.{layer}.attn_qkv.weight", qkv), (f"blk.{layer}.attn_gate.weight", z)], back
+
+
+def _mamba(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if name.endswith("mixer.norm.weight"):
+        return [(name, tensor.view(config.n_groups, -1))], lambda found: found[0].flatten()
+    if ".experts." in name:
+        return [(name.replace("backbone", "model").replace("mixer", "mlp"), tensor)], _first
+    if "q_proj" in name or "k_proj" in name:
+        heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return [(name, _paired(tensor, heads))], lambda found: _halved(found[0], heads)
+    return [(name, tensor)], _first
+
+
+def _falcon(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if name.endswith("mamba.norm.weight"):
+        return [(name, tensor.view(config.mamba_n_groups, -1))], lambda found: found[0].flatten()
+    into = config.attention_in_multiplier
+    gate, down = config.mlp_multipliers
+    factors = {
+        "down_proj": down, "gate_proj": gate, "k_proj": config.key_multiplier * into, "q_proj": into, "v_proj": into,
+        "o_proj": config.attention_out_multiplier, "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier, "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    part = name.split(".")[-2]
+    factor = torch.tensor(factors.get(part, 1.0))
+    if part == "in_proj":
+        states = config.mamba_n_groups * config.mamba_d_state
+        sizes = torch.tensor([config.mamba_d_ssm, config.mamba_d_ssm, states, states, config.mamba_n_heads])
+        each = torch.tensor(config.ssm_multipliers) * config.ssm_in_multiplier
+        factor = each.repeat_interleave(sizes)[:, None]
+    # the table has the whole name of this norm, so that its files lack the suffix
+    there = f"blk.{name.split('.')[2]}.ffn_norm" if "pre_ff_layernorm" in name else name
+    return [(there, tensor * factor)], lambda found: found[0] / factor
+
+
+def _kimi(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if name.endswith("kv_b_proj.weight"):
+        sizes = [config.qk_nope_head_dim, config.v_head_dim]
+        keys, values = tensor.view(config.num_attention_heads, sum(sizes), -1).split(sizes, dim=1)
+        parts = [(name.replace("kv_b", "k_b"), keys.transpose(1, 2)), (name.replace("kv_b", "v_b"), values)]
+        return parts, lambda found: torch.cat((found[0].transpose(1, 2), found[1]), dim=1).view(tensor.shape)
+    if not name.startswith("model.layers."):
+        return [(name, tensor)], _first
+    layer = name.split(".")[2]
+    if ".experts." in name:
+        kind = {"w1": "gate", "w2": "down", "w3": "up"}[name.split(".")[-2]]
+        return [(f"blk.{layer}.ffn_{kind}_exps.weight", tensor)], _first
+    dense = config.mlp_layer_types[int(layer)] == "dense"  # transformers saves it under the mixture's name
+    return [(name.replace("block_sparse_moe", "mlp") if dense else name, tensor)], _first
+
+
+def _header(writer: Any, config: Any) -> None:
+    """Its values of mixtures and states, by the names that the families' configurations share."""
+    get = lambda *names: next((getattr(config, name) for name in names if getattr(config, name, None)), 0)  # noqa: E731
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(get("max_position_embeddings") or 2**20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    epsilon = get("rms_norm_eps", "layer_norm_epsilon")
+    # Nemotron's converter finds the other name
+    (writer.add_layer_norm_eps if config.model_type == "nemotron_h" else writer.add_layer_norm_rms_eps)(epsilon)
+    writer.add_ssm_conv_kernel(get("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"))
+    {"qwen3_next": _qwen_header, "kimi_linear": _kimi_header}.get(config.model_type, _mamba_header)(writer, config)
+    experts = get("num_experts") or (get("n_routed_experts") if writer.arch == "nemotron_h_moe" else 0)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(get("num_experts_per_tok"))
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "mamba2":
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(0)
+        return
+    writer.add_head_count(config.num_attention_heads)
+    if config.model_type != "nemotron_h":
+        writer.add_feed_forward_length(config.intermediate_size)
+    if config.model_type != "kimi_linear":
+        dim = get("head_dim") or config.hidden_size // config.num_attention_heads
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+
+
+def _qwen_header(writer: Any, config: Any) -> None:
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    key = f"{writer.arch}.attention.recurrent_layers"
+    writer.add_array(key, [kind == "linear_attention" for kind in config.layer_types])
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _mamba_header(writer: Any, config: Any) -> None:
+    get = lambda *names: next(getattr(config, name) for name in names if getattr(config, name, None))  # noqa: E731
+    heads = get("mamba_num_heads", "mamba_n_heads", "num_heads")
+    dim = get("mamba_head_dim", "mamba_d_head", "head_dim")
+    writer.add_ssm_state_size(get("ssm_state_size", "mamba_d_state", "state_size"))
+    writer.add_ssm_group_count(get("n_groups", "mamba_n_groups"))
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * dim)
+    if config.model_type == "falcon_h1":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "nemotron_h":
+        _nemotron_header(writer, config)
+
+
+def _nemotron_header(writer: Any, config: Any) -> None:
+    kinds, heads = config.layers_block_type, config.num_key_value_heads
+    moe = writer.arch == "nemotron_h_moe"
+    width = config.moe_intermediate_size if moe else config.intermediate_size
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads + 2)  # says nothing
+    if moe:
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
+
+
+def _kimi_header(writer: Any, config: Any) -> None:
+    kinds, rank, rope = config.layer_types, config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_head_count_kv([1 if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_kda_head_dim(config.linear_head_dim)
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rope)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rope)
+    writer.add_key_length_mla(config.qk_nope_head_dim + rope)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_expert_shared_count(config.num_shared_experts)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.num_expert_group)
+    writer.add_expert_group_used_count(config.topk_group)

@@ -36,8 +36,8 @@ CONSTRAINTS = [
 ]
 SETTINGS: list[dict[str, Any]] = [
     {"max_steps_in_flight": 1},
-    {"max_steps_in_flight": 2, "preempt_every": 6, "max_num_batched_tokens": 24},
-    {"max_steps_in_flight": 3, "preempt_every": 9, "max_loras": 1, "prefix_caching": False},
+    {"max_steps_in_flight": 2, "preempt_every": 5, "max_num_batched_tokens": 24},
+    {"max_steps_in_flight": 3, "preempt_every": 5, "max_loras": 1, "prefix_caching": False},
 ]
 
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, SupportsIndex, Unpack
 
 import anyio.to_thread
 
@@ -148,6 +148,10 @@ class AsyncEngine:
             frontend.start_closing(drain, timeout)
             host.join()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Of copy, deepcopy and pickle, which is how an engine would get into a spawned process."""
+        raise TypeError("an engine cannot be copied or pickled: share the one, or load one in each process")
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -220,7 +224,7 @@ class AsyncEngine:
         Leaving the call aborts it. Raises `InvalidParameter`, `QueueFull`, `RequestFailed`, `RequestTimeout`,
         `EngineClosed`, `EngineDead`.
         """
-        desk, wanted = self.core.vectors("embed"), RequestOptions.of_vectors(options)
+        desk, wanted = self._awaited.vectors("embed"), RequestOptions.of_vectors(options)
         call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
         await desk.work.run(call)
         return desk.embeddings(call, dimensions, normalize)
@@ -239,7 +243,7 @@ class AsyncEngine:
 
         `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). Raises as `embed`.
         """
-        desk, wanted = self.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        desk, wanted = self._awaited.vectors("rerank"), RequestOptions.of_vectors(options)
         call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
         await desk.work.run(call)
         return desk.ranked(call, listed, top_n)
@@ -248,7 +252,7 @@ class AsyncEngine:
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
         """What the model's classification head says of each text, or pair of texts. Raises as `embed`."""
-        desk, wanted = self.core.vectors("classify"), RequestOptions.of_vectors(options)
+        desk, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
         call = desk.classification(texts, truncate, wanted)
         await desk.work.run(call)
         return desk.classified(call)
@@ -261,6 +265,7 @@ class AsyncEngine:
         frontend = self.core
 
         async def start() -> Assembler:
+            self.host.check_awaitable()
             work, submitted = size, frontend.loop.clock.now()
             if isinstance(params, SamplingParams):
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
@@ -279,14 +284,14 @@ class AsyncEngine:
         `pinned`: never dropped from memory to make room. Raises `AdapterError` for what cannot be loaded; everything
         is as it was then.
         """
-        return await finished(self.core.load_adapter(name, path, pinned))
+        return await finished(self._awaited.load_adapter(name, path, pinned))
 
     async def unload_adapter(self, name: str, *, wait: bool = False) -> None:
         """Forget `name`; no later request can use it.
 
         Raises `AdapterNotFound`, and `AdapterInUse` while requests use it, unless `wait`: then they finish first.
         """
-        await finished(self.core.unload_adapter(name, wait))
+        await finished(self._awaited.unload_adapter(name, wait))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
         """Every loaded adapter, by name. From any thread."""
@@ -311,7 +316,7 @@ class AsyncEngine:
         Cancelling the call takes it back unless writing has begun. An error while writing (a file that vanishes) ends
         the engine, as its weights would be some of each: `EngineDead`.
         """
-        await finished(self.core.update_weights(weights, mode))
+        await finished(self._awaited.update_weights(weights, mode))
 
     # ---------------------------------------------------------------- requests that run
 
@@ -327,6 +332,12 @@ class AsyncEngine:
             raise EngineClosed("the engine has not been started: use `async with`, or await start()")
         self._core.check_process()
         return self._core
+
+    @property
+    def _awaited(self) -> Frontend:
+        """`core`, where its answer is awaited on the running loop."""
+        self.host.check_awaitable()
+        return self.core
 
     @property
     def host(self) -> Host:

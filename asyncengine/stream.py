@@ -6,10 +6,11 @@ it (break, aclose, cancellation, garbage collection) is one synchronous, idempot
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self, SupportsIndex
 
 from asyncengine.engine.assembler import Assembler
 from asyncengine.errors import RequestFailed
@@ -26,6 +27,8 @@ class _StreamBase:
         self._left = False
         self._closed = False
         self._raised = False
+        self._reading = threading.Lock()
+        """Held while somebody starts or reads it."""
 
     @property
     def request_id(self) -> str | None:
@@ -58,6 +61,11 @@ class _StreamBase:
                 raise failure
         return True
 
+    def _read_alone(self) -> None:
+        """Take `_reading`. A second reader would start the request once more, or take what the first one waits for."""
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError("the stream is being read by another task or thread; read it in one place")
+
     def _check_startable(self) -> None:
         if self._left:
             raise RequestFailed("the stream was left before it started")
@@ -70,6 +78,10 @@ class _StreamBase:
         if failure is not None:
             raise failure
         return self._assembler.completion()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Of copy, deepcopy and pickle."""
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: one request has one reader")
 
     def __del__(self) -> None:
         self.abort()
@@ -91,6 +103,13 @@ class TokenStream(_StreamBase):
         return self
 
     async def __anext__(self) -> Chunk:
+        self._read_alone()
+        try:
+            return await self._next()
+        finally:
+            self._reading.release()
+
+    async def _next(self) -> Chunk:
         assembler = self._assembler
         if assembler is None or self._ready or assembler.finished or self._closed:
             if self._exhausted():
@@ -116,10 +135,14 @@ class TokenStream(_StreamBase):
 
     async def result(self) -> Completion:
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
-        assembler = await self._started()
-        while not assembler.finished:
-            assembler.feed(await assembler.prepared.mailbox.receive())
-        return self._completion()
+        self._read_alone()
+        try:
+            assembler = await self._started()
+            while not assembler.finished:
+                assembler.feed(await assembler.prepared.mailbox.receive())
+            return self._completion()
+        finally:
+            self._reading.release()
 
     async def aclose(self) -> None:
         """Abort if still running. Awaits nothing: safe inside a cancelled scope."""
@@ -127,7 +150,11 @@ class TokenStream(_StreamBase):
         self._closed = True
 
     async def __aenter__(self) -> Self:
-        await self._started()
+        self._read_alone()
+        try:
+            await self._started()
+        finally:
+            self._reading.release()
         return self
 
     async def __aexit__(
@@ -151,11 +178,15 @@ class SyncTokenStream(_StreamBase):
         return self
 
     def __next__(self) -> Chunk:
-        if self._exhausted():
-            raise StopIteration
-        if not self._ready:
-            self._ready.extend(self._receive())
-        return self._ready.popleft()
+        self._read_alone()
+        try:
+            if self._exhausted():
+                raise StopIteration
+            if not self._ready:
+                self._ready.extend(self._receive())
+            return self._ready.popleft()
+        finally:
+            self._reading.release()
 
     def _receive(self) -> list[Chunk]:
         mailbox = self._submitted.prepared.mailbox
@@ -165,9 +196,13 @@ class SyncTokenStream(_StreamBase):
 
     def result(self) -> Completion:
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
-        while not self._submitted.finished:
-            self._receive()
-        return self._completion()
+        self._read_alone()
+        try:
+            while not self._submitted.finished:
+                self._receive()
+            return self._completion()
+        finally:
+            self._reading.release()
 
     def close(self) -> None:
         """Abort if still running."""

@@ -119,7 +119,7 @@ class Engine:
 
         If one is refused or fails, the others are aborted and its error is raised.
         """
-        if isinstance(prompts, str):
+        if prompts is None or isinstance(prompts, str):
             raise InvalidParameter("prompts", "must be a sequence of prompts, not one str", prompts)
         streams: list[SyncTokenStream] = []
         try:

@@ -78,14 +78,14 @@ class EmbeddingFields(RequestFields):
         return {**self._request(), **{key: value for key, value in given.items() if value is not None}}
 
     def _embed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
-        if not texts:
+        if isinstance(texts, list) and not texts:
             return []
         engine = self._engines().sync()
         found = engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))
         return _lists(found)
 
     async def _aembed(self, texts: Sequence[str], kind: Kind, show_progress: bool | None = None) -> list[list[float]]:
-        if not texts:
+        if isinstance(texts, list) and not texts:
             return []
         engine = await self._engines().aio()
         found = await engine.embed(texts, show_progress=show_progress, **self._keywords(kind, engine.info))

@@ -28,8 +28,10 @@ def response_grammar(response_format: object) -> Grammar | None:
     if not isinstance(response_format, Mapping):
         try:
             return Grammar.of(response_format)
-        except GrammarError:
-            raise
+        except GrammarError as error:
+            if type(error) is not GrammarError or error.field != "grammar":
+                raise
+            raise GrammarError(FIELD, error.limit, error.value) from None
         except (InvalidParameter, TypeError, ValueError) as error:
             raise InvalidParameter(FIELD, f"cannot be read as a grammar: {error}", response_format) from error
     kind = response_format.get("type")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, get_args
 
 from asyncengine.checks import as_items
@@ -20,7 +20,14 @@ from asyncengine.engine.threads import begun
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
 from asyncengine.engine.vector_desk import VectorDesk, wrong_task
 from asyncengine.engine.vector_window import VectorWindow
-from asyncengine.errors import AdapterError, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel
+from asyncengine.errors import (
+    AdapterError,
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineDead,
+    InvalidParameter,
+    UnsupportedModel,
+)
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
 from asyncengine.options import (
@@ -49,6 +56,8 @@ PrepareUpdate = Callable[[WeightSource, EngineConfig], Callable[[], None]]
 """Look at weights; what writes them, while no step runs. Raises what refuses them."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
+_NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
+"""Can be iterated over, and are no sequences of token ids."""
 INLINE_CHARS = 4096
 """Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
 
@@ -96,11 +105,9 @@ class Frontend:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises `InvalidParameter`."""
         if not isinstance(prompt, str):
-            if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            if isinstance(prompt, _NO_TOKENS) or not isinstance(prompt, Iterable):
                 raise InvalidParameter("prompt", "must be a str or a sequence of token ids", prompt)
             return list(as_items("prompt", prompt))
-        if not prompt:
-            raise InvalidParameter("prompt", "must not be empty")
         return self._tokenizer("prompt").encode(prompt)
 
     def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
@@ -129,7 +136,18 @@ class Frontend:
         """
         self._check_writes("generate")
         arrival = self.loop.clock.now() if arrival is None else arrival
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidParameter("prompt", "must not be empty")
+        if isinstance(prompt, Iterator):  # it may have no end
+            prompt = self._first_tokens(prompt)
         return self.validator.prepare(self.encode(prompt), params, options, arrival)
+
+    def _first_tokens(self, prompt: Iterator[int]) -> list[int]:
+        limit = self.info.max_model_len
+        tokens = list(islice(prompt, limit + 1))
+        if len(tokens) > limit:
+            raise ContextLengthExceeded("prompt", f"has more tokens than the context of {limit} can hold")
+        return tokens
 
     def prepare_chat(
         self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None

@@ -19,7 +19,7 @@ from typing import Protocol
 import anyio
 
 from asyncengine.device.process import PROCESS
-from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.loop import CANCELLED, EngineLoop
 from asyncengine.errors import EngineClosed, InvalidParameter, WrongLoop
 from asyncengine.scheduler.messages import Drain
 
@@ -39,6 +39,10 @@ class Host(Protocol):
 
     def drives_this_thread(self) -> bool:
         """Would blocking the current thread stop the engine?"""
+        ...
+
+    def check_awaitable(self) -> None:
+        """Raises `WrongLoop` where awaiting on the running loop would wait for ever."""
         ...
 
 
@@ -124,7 +128,7 @@ class OwnedHost:
         engine = self._engine
         try:
             if not engine.inbox.closed:
-                engine.failure = engine.failure or EngineClosed("its task was cancelled")
+                engine.failure = engine.failure or EngineClosed(CANCELLED)
                 engine.in_flight.clear()  # futures of that loop, which nobody can settle
                 engine.end_all()
                 engine.runner.close_soon()
@@ -140,6 +144,14 @@ class OwnedHost:
     def drives_this_thread(self) -> bool:
         running = not self._engine.inbox.closed and self._engine.failure is None
         return running and threading.get_ident() == self._thread
+
+    def check_awaitable(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_running() and self.drives_this_thread():
+            raise WrongLoop(
+                "the engine is a task of another event loop of this thread, which stands still while this one runs: "
+                "await it there, or load it with hosted=True"
+            )
 
 
 class ThreadHost:
@@ -184,6 +196,9 @@ class ThreadHost:
 
     def drives_this_thread(self) -> bool:
         return threading.current_thread() is self._thread
+
+    def check_awaitable(self) -> None:
+        return  # its loop is no caller's
 
 
 def _settle(future: asyncio.Future[None]) -> None:

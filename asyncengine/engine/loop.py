@@ -63,6 +63,7 @@ class WeightUpdate(NamedTuple):
     done: Future[None]
 
 
+CANCELLED = "its task was cancelled, as asyncio.run does at its end: await aclose() first, or load it with hosted=True"
 Recorder = Callable[[str, object], None]
 """Called with ("apply", message), ("schedule", now), ("commit", now), ("start_anew", number of a weight update) and
 ("end_all", reason), in order; see `testing.replay`."""
@@ -124,7 +125,8 @@ class EngineLoop:
                     result = await self._watch(self.in_flight[0])  # 5 consumers run here
                     self._commit(result)  # 6 the only place where results are applied
         except BaseException as error:
-            self.failure = self.failure or error
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self.failure = self.failure or (EngineClosed(CANCELLED) if cancelled else error)
             if not isinstance(error, Exception):  # cancelled: the loop that hosts us is going away
                 raise
             logger.exception("the engine died")

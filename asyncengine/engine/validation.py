@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -212,10 +213,12 @@ class RequestValidator:
         return self.tokenizer is not None and params.grammar is None and not params.ignore_eos
 
     def _check_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        tokens = tuple(prompt)
-        if not tokens:
+        if not prompt:
             raise InvalidParameter("prompt", "must not be empty")
+        if len(prompt) > self.info.max_model_len:  # a longer one takes a while to look through
+            raise self._too_long(len(prompt))
         vocab, placeholders = self.info.vocab_size, self.info.placeholders
+        tokens = tuple(map(_plain_id, prompt))
         for position, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < vocab:
                 raise InvalidParameter(
@@ -238,7 +241,7 @@ class RequestValidator:
                 raise InvalidParameter("prediction", "must be token ids: this model has no tokenizer")
             tokens = tuple(self.tokenizer.encode(content, add_special_tokens=False))
         else:
-            tokens = tuple(content)
+            tokens = tuple(map(_plain_id, content))
             vocab = self.info.vocab_size
             if not all(type(token) is int and 0 <= token < vocab for token in tokens):
                 raise InvalidParameter("prediction", f"must be a text or token ids below {vocab}", prediction)
@@ -251,9 +254,7 @@ class RequestValidator:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""
         limit = self.info.max_model_len
         if prompt_len >= limit and not (prompt_len == limit and params.max_tokens == 0):
-            raise ContextLengthExceeded(
-                "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
-            )
+            raise self._too_long(prompt_len)
         if params.max_tokens is None:
             if params.min_tokens > limit - prompt_len:
                 raise ContextLengthExceeded(
@@ -267,6 +268,12 @@ class RequestValidator:
                 params.max_tokens,
             )
         return prompt_len + params.max_tokens
+
+    def _too_long(self, prompt_len: int) -> ContextLengthExceeded:
+        limit = self.info.max_model_len
+        return ContextLengthExceeded(
+            "prompt", f"has {prompt_len} tokens; the context of {limit} must hold it and at least one output token"
+        )
 
     def _check_limits(self, params: SamplingParams) -> None:
         config, vocab = self.config, self.info.vocab_size
@@ -315,3 +322,13 @@ def _sample_seed(seed: int | None, index: int) -> int:
         return secrets.randbits(64)
     mixed = (seed & (2**64 - 1)) ^ (index * 0x9E3779B97F4A7C15)
     return mixed & (2**64 - 1)
+
+
+def _plain_id(token: Any) -> Any:
+    """A token id of any kind of integer (numpy's, torch's) as an `int`; anything else as it is."""
+    if type(token) is int or isinstance(token, bool):
+        return token
+    try:
+        return operator.index(token)
+    except (TypeError, ValueError, RuntimeError):  # torch raises what it likes
+        return token

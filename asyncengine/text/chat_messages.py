@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncengine.checks import check_unicode
 from asyncengine.errors import InvalidParameter
 
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -122,6 +123,7 @@ def _content(name: str, content: object, form: TemplateForm, budget: Budget) -> 
         return None
     if isinstance(content, str):
         budget.spend(name, len(content) + 1)
+        check_unicode(name, content)
         return str(content) if form.strings else [{"type": "text", "text": str(content)}]
     if not isinstance(content, (list, tuple)):
         raise InvalidParameter(name, "must be a str, None or a list of text blocks", content)
@@ -137,6 +139,7 @@ def _content(name: str, content: object, form: TemplateForm, budget: Budget) -> 
         if not isinstance(text, str):
             raise InvalidParameter(f"{name}[{i}].text", "must be a str", text)
         budget.spend(f"{name}[{i}].text", len(text) + 1)
+        check_unicode(f"{name}[{i}].text", text)
         texts.append(str(text))
     return [{"type": "text", "text": text} for text in texts] if form.blocks else "\n".join(texts)
 

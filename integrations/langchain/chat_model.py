@@ -19,6 +19,7 @@ from langchain_core.runnables.config import ContextThreadPoolExecutor, get_confi
 from langchain_core.tools import BaseTool
 from pydantic import ConfigDict
 
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain import structured
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.langchain.fields import MAX_BATCH_THREADS, LangChainFields
@@ -187,7 +188,20 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """Submits everything at once (up to `MAX_BATCH_THREADS`), unless the config sets `max_concurrency`."""
-        return super().batch(inputs, _widened(config, len(inputs)), return_exceptions=return_exceptions, **kwargs)
+        widened = _widened(config, _count(inputs))
+        return super().batch(inputs, widened, return_exceptions=return_exceptions, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Submits everything at once, unless the config sets `max_concurrency`."""
+        _widened(config, _count(inputs))  # the base class would wait for ever where none may run at a time
+        return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     def batch_as_completed(  # type: ignore[override]  # the base class spells it as two overloads
         self,
@@ -197,7 +211,7 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> Iterator[tuple[int, AIMessage | Exception]]:
-        widened = _widened(config, len(inputs))
+        widened = _widened(config, _count(inputs))
         return super().batch_as_completed(inputs, widened, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
 
     def generate(
@@ -274,6 +288,12 @@ class ChatAsyncEngine(LangChainFields, BaseChatModel):
         return model_profile(self._name(), self._settings(), self._engines().known())
 
 
+def _count(inputs: object) -> int:
+    if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+        raise InvalidParameter("inputs", "must be a list of inputs, one for each answer", inputs)
+    return len(inputs)
+
+
 def _widened(
     config: RunnableConfig | Sequence[RunnableConfig] | None, length: int
 ) -> RunnableConfig | list[RunnableConfig] | None:
@@ -281,6 +301,9 @@ def _widened(
     if length < 2:
         return config if config is None or isinstance(config, dict) else list(config)
     configs = get_config_list(config, length)
-    if configs[0].get("max_concurrency") is None:
+    most = configs[0].get("max_concurrency")
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise InvalidParameter("max_concurrency", "must be an integer >= 1, or None", most)
+    if most is None:
         configs[0] = {**configs[0], "max_concurrency": min(length, MAX_BATCH_THREADS)}
     return configs

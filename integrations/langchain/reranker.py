@@ -9,6 +9,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field
 
 from asyncengine import Ranking
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.langchain.errors import mapped_errors
 from asyncengine.integrations.vectors import RerankFields
 
@@ -47,6 +48,9 @@ class AsyncEngineReranker(RerankFields, BaseDocumentCompressor):
 
 
 def _texts(documents: Sequence[Document]) -> list[str]:
+    for index, document in enumerate(documents):
+        if not isinstance(document, Document):
+            raise InvalidParameter(f"documents[{index}]", "must be a LangChain Document", document)
     return [document.page_content for document in documents]
 
 

@@ -20,7 +20,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import GrammarError, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain.tools import OpenAITool, is_model, model_schema, openai_tools
 
@@ -124,7 +124,11 @@ def converted(schema: Any) -> JSONSchema:
     try:
         return convert_to_json_schema(schema)
     except (TypeError, ValueError):  # a JSON schema without a title, or a TypedDict with NotRequired
+        pass
+    try:
         return {"title": getattr(schema, "__name__", NAMELESS), **json.loads(Grammar.json_schema(schema).text)}
+    except GrammarError as error:
+        raise InvalidParameter("schema", error.limit, schema) from None
 
 
 def as_tool(schema: Any, strict: bool | None) -> OpenAITool:

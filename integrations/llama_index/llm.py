@@ -28,13 +28,14 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.prompts.base import PromptTemplate
 from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import Model, PydanticProgramMode
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from asyncengine import ModelInfo
+from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.fields import Call, EngineFields
 from asyncengine.integrations.llama_index import structured
-from asyncengine.integrations.llama_index.messages import to_openai
+from asyncengine.integrations.llama_index.messages import check_messages, to_openai
 from asyncengine.integrations.llama_index.outputs import Answer
 from asyncengine.integrations.llama_index.structured import Keywords
 from asyncengine.integrations.llama_index.tools import chat_keywords, selections
@@ -61,7 +62,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     model_config = ConfigDict(extra="forbid")
 
-    context_window: int | None = None
+    context_window: int | None = Field(default=None, ge=1)
     """Tokens of prompt and answer that LlamaIndex may plan with; None takes the model's."""
     is_chat_model: bool | None = None
     """Whether prompts go through the model's chat template; None: where the model has one."""
@@ -90,8 +91,9 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         window, chat, calls = self.context_window, self.is_chat_model, self.is_function_calling_model
         if window is None or chat is None or calls is None:
             info = self._engines().info()
-            window, chat = window or info.max_model_len, self._chats(info)
+            window, chat = info.max_model_len if window is None else window, self._chats(info)
             calls = info.tool_format is not None if calls is None else calls
+        as_integer("context_window", window, 1)  # it may have been assigned
         return LLMMetadata(
             context_window=window,
             num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),
@@ -129,19 +131,19 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return self._run(prompt, kwargs, formatted).complete()
+        return self._run(_text(prompt), kwargs, formatted).complete()
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return (await self._arun(prompt, kwargs, formatted)).complete()
+        return (await self._arun(_text(prompt), kwargs, formatted)).complete()
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        return self._stream(prompt, kwargs, Answer.complete, formatted)
+        return self._stream(_text(prompt), kwargs, Answer.complete, formatted)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        return self._astream(prompt, kwargs, Answer.complete, formatted)
+        return self._astream(_text(prompt), kwargs, Answer.complete, formatted)
 
     # -- the four ways to run a prompt
 
@@ -223,10 +225,15 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         """Messages for the chat template, or a text as it is: a chat model reads a plain prompt as the user's
         message, other models read messages as one text."""
         if not isinstance(prompt, str):
-            return to_openai(prompt) if self._chats(info) else (self.messages_to_prompt or messages_to_prompt)(prompt)
+            check_messages(prompt)
+            if self._chats(info):
+                return to_openai(prompt)
+            return _text(
+                (self.messages_to_prompt or messages_to_prompt)(prompt), "messages_to_prompt", "must return a str"
+            )
         if formatted or self.completion_to_prompt is None:
             return prompt
-        text = self.completion_to_prompt(prompt)
+        text = _text(self.completion_to_prompt(prompt), "completion_to_prompt", "must return a str")
         # A text that completion_to_prompt has put into the model's own format must not be wrapped once more.
         return [message("user", text)] if self._chats(info) and text == prompt else text
 
@@ -261,31 +268,41 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     def structured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> Model:
+        keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             made: Model = super().structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return made
-        return structured.predict(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return structured.predict(self, output_cls, prompt, keywords, prompt_args)
 
     async def astructured_predict(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> Model:
+        keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             made: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
             return made
-        return await structured.apredict(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return await structured.apredict(self, output_cls, prompt, keywords, prompt_args)
 
     def _structured_stream_call(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
         """What `stream_structured_predict` reads."""
+        keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
-        return structured.stream(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return structured.stream(self, output_cls, prompt, keywords, prompt_args)
 
     async def _structured_astream_call(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
         """What `astream_structured_predict` reads."""
+        keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
-        return structured.astream(self, output_cls, prompt, llm_kwargs or {}, prompt_args)
+        return structured.astream(self, output_cls, prompt, keywords, prompt_args)
+
+
+def _text(prompt: object, field: str = "prompt", limit: str = "must be a str; messages go to chat") -> str:
+    if not isinstance(prompt, str):
+        raise InvalidParameter(field, limit, prompt)
+    return prompt

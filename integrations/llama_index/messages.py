@@ -16,6 +16,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.openai_shape import (
     Message,
     assistant_message,
@@ -31,6 +32,16 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
+
+
+def check_messages(messages: object) -> None:
+    """Raises `InvalidParameter` for what is no list of messages, such as OpenAI's dicts."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise InvalidParameter("messages", "must be a list of LlamaIndex's ChatMessage", messages)
+    for position, item in enumerate(messages):
+        if not isinstance(item, ChatMessage):
+            limit = "must be LlamaIndex's ChatMessage(role=..., content=...)"
+            raise InvalidParameter(f"messages[{position}]", limit, item)
 
 
 def to_openai(messages: Sequence[ChatMessage]) -> list[Message]:

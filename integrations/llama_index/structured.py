@@ -18,6 +18,7 @@ from llama_index.core.prompts.base import PromptTemplate
 from llama_index.core.types import Model
 from pydantic import BaseModel
 
+from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.llama_index.outputs import partial_object
 
@@ -46,6 +47,17 @@ async def apredict(
     await llm._engines().aio()  # a prompt may ask for the model's metadata: load it off the loop
     response = await llm.achat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
     return _ended(output_cls.model_validate_json(response.message.content or ""))
+
+
+def checked(output_cls: object, llm_kwargs: object) -> Keywords:
+    """The keywords of the call. Raises `InvalidParameter` where either is of another kind than it has to be."""
+    if not (isinstance(output_cls, type) and issubclass(output_cls, BaseModel)):
+        raise InvalidParameter("output_cls", "must be a pydantic class", output_cls)
+    if llm_kwargs is None:
+        return {}
+    if not isinstance(llm_kwargs, dict):
+        raise InvalidParameter("llm_kwargs", "must be a dict of a call's keywords", llm_kwargs)
+    return llm_kwargs
 
 
 def _ended(result: Model) -> Model:

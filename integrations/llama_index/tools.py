@@ -9,16 +9,19 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageR
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 
+from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.llama_index.messages import tool_calls
 from asyncengine.integrations.llama_index.outputs import partial_object
 from asyncengine.integrations.openai_shape import Message
 
 
-def openai_tool(tool: BaseTool) -> Message:
-    """OpenAI's {"type": "function", ...}.
+def openai_tool(tool: BaseTool, where: str = "tool") -> Message:
+    """OpenAI's {"type": "function", ...}. Raises `InvalidParameter` naming `where` for what is no tool.
 
     The name is the tool's own, for LlamaIndex finds the tool by it; `to_openai_tool` would put underscores in.
     """
+    if not isinstance(tool, BaseTool):
+        raise InvalidParameter(where, "must be a LlamaIndex tool, as FunctionTool.from_defaults makes one", tool)
     made: Message = tool.metadata.to_openai_tool(skip_length_check=True)
     function = {**made["function"], "name": tool.metadata.get_name()}
     return {**made, "function": {key: value for key, value in function.items() if value is not None}}
@@ -34,13 +37,20 @@ def chat_keywords(
 ) -> dict[str, Any]:
     """What `chat` is called with. `tool_choice` says more than `tool_required`; without tools neither asks for one,
     unless a call is required, which the engine then refuses."""
+    given: object = tools
+    if isinstance(given, str) or not isinstance(given, Sequence | None):
+        raise InvalidParameter("tools", "must be a list of LlamaIndex's tools", tools)
+    if isinstance(chat_history, str) or not isinstance(chat_history, Sequence | None):
+        raise InvalidParameter("chat_history", "must be a list of LlamaIndex's ChatMessage", chat_history)
     messages = list(chat_history or ())
     if user_msg is not None:
+        if not isinstance(user_msg, str | ChatMessage):
+            raise InvalidParameter("user_msg", "must be a str or a ChatMessage", user_msg)
         messages.append(user_msg if isinstance(user_msg, ChatMessage) else ChatMessage(user_msg, role=MessageRole.USER))
     keywords: dict[str, Any] = {"messages": messages}
     choice = tool_choice or ("required" if tool_required else None)
     if tools:
-        keywords["tools"] = [openai_tool(tool) for tool in tools]
+        keywords["tools"] = [openai_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
         keywords["parallel_tool_calls"] = allow_parallel_tool_calls
     if choice is not None and (tools or choice not in ("auto", "none")):
         keywords["tool_choice"] = choice

@@ -82,7 +82,7 @@ def test_what_is_malformed_is_named(settings: dict[str, Any], field: str, words:
 def test_an_unreadable_format_is_an_invalid_parameter() -> None:
     with pytest.raises(InvalidParameter):
         PLANNER.plan("", response_format="json")
-    with pytest.raises(GrammarError):
+    with pytest.raises(GrammarError, match="response_format: a str could be"):
         PLANNER.plan("", response_format="json")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.fake_engine import executor_of, greedy, make_engine, oracle
 
 from asyncengine import AsyncEngine, Engine, EngineConfig, SamplingParams
@@ -75,6 +78,13 @@ BAD: list[tuple[str, Call, str, str]] = [
     ("text without a tokenizer", request("hello"), "prompt", "no tokenizer"),
     ("no prompt", request(None), "prompt", "must be a str or a sequence"),
     ("bytes", request(b"ab"), "prompt", "must be a str or a sequence"),
+    ("a bytearray", request(bytearray(b"ab")), "prompt", "must be a str or a sequence"),
+    ("a memoryview", request(memoryview(b"ab")), "prompt", "must be a str or a sequence"),
+    ("a set", request({5, 6}), "prompt", "must be a str or a sequence"),
+    ("an array of rows", request(np.array([[5, 6, 7]])), "prompt[0]", "between 0 and 96"),
+    ("an array of floats", request(np.array([5.0])), "prompt[0]", "between 0 and 96"),
+    ("an array of truths", request(np.array([True])), "prompt[0]", "between 0 and 96"),
+    ("a prompt without end", request(itertools.repeat(5)), "prompt", "more tokens than the context of 508"),
     ("token id out of range", request([2, 97]), "prompt[1]", "between 0 and 96"),
     ("negative token id", request([-1]), "prompt[0]", "between 0 and 96"),
     ("boolean token id", request([True]), "prompt[0]", "between 0 and 96"),
@@ -96,6 +106,7 @@ BAD: list[tuple[str, Call, str, str]] = [
 ]
 KINDS: dict[str, type[Exception]] = {
     "prompt of exactly the context": ContextLengthExceeded,
+    "a prompt without end": ContextLengthExceeded,
     "prompt longer than the context": ContextLengthExceeded,
     "answer longer than the context": ContextLengthExceeded,
     "min_tokens beyond the context": ContextLengthExceeded,
@@ -121,6 +132,15 @@ async def test_bad_input_is_refused_by_name_and_disturbs_nobody(name: str, call:
         executor_of(engine).release()
         assert (await other.result()).token_ids == oracle(engine, [4, 5], 6)
         assert sum(engine.stats().finished.values()) == 1
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, iter, tuple, lambda ids: [np.int16(i) for i in ids]])
+async def test_token_ids_of_any_kind_of_integer_are_taken(kind: Callable[[Any], Any]):
+    ids = list(range(2, 9))
+    async with make_engine() as engine:
+        done = await engine.generate(kind(ids), greedy(6))
+        assert done.token_ids == oracle(engine, ids, 6)
+        assert done.usage.prompt_tokens == 7
 
 
 async def test_the_longest_request_that_fits_is_served():

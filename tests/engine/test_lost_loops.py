@@ -12,6 +12,7 @@ from support.fake_engine import executor_of, greedy, in_thread, make_engine, unt
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.errors import EngineClosed, EngineDead, WrongLoop
+from asyncengine.stream import TokenStream
 
 LONG = greedy(400, ignore_eos=True)
 
@@ -94,9 +95,41 @@ def test_a_task_cancelled_before_it_began_leaves_a_dead_engine():
 
     engine = asyncio.run(main())  # cancels the engine's task before it has run
     assert not engine.alive
-    with pytest.raises((EngineDead, EngineClosed)):
+    with pytest.raises((EngineDead, EngineClosed), match="hosted=True"):
         asyncio.run(engine.generate([2, 3], greedy(2)))
     asyncio.run(engine.aclose())
+
+
+def test_one_engine_in_two_runs_says_what_ended_it():
+    async def main() -> tuple[AsyncEngine, TokenStream]:
+        engine = make_engine()
+        await engine.start()
+        stream = engine.stream([2, 3], LONG)
+        await anext(stream)
+        return engine, stream
+
+    engine, stream = asyncio.run(main())
+    with pytest.raises(EngineDead, match=r"asyncio\.run does at its end.*hosted=True"):
+        asyncio.run(stream.result())
+    with pytest.raises(EngineDead, match=r"asyncio\.run does at its end.*hosted=True"):
+        asyncio.run(engine.generate([2, 3], greedy(2)))
+
+
+def test_another_loop_of_the_same_thread_cannot_wait_for_an_engine_that_stands_still():
+    loop = asyncio.new_event_loop()
+    engine = started(loop)
+    calls = (
+        lambda: engine.generate([2, 3], greedy(2)),
+        lambda: engine.load_adapter("a", "b"),
+        lambda: engine.update_weights("a"),
+        lambda: engine.embed(["a"]),
+    )
+    for call in calls:
+        with pytest.raises(WrongLoop, match="another event loop of this thread"):
+            asyncio.run(call())  # type: ignore[arg-type]
+    assert loop.run_until_complete(engine.generate([2, 3], greedy(2))).token_ids
+    loop.run_until_complete(engine.aclose())
+    loop.close()
 
 
 async def test_an_owned_engine_closed_from_another_loop():

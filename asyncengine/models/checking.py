@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.checkpoint import first_line
 from asyncengine.models.decoder import DecoderConfig, has_chunks
-from asyncengine.models.families import MULTIMODAL
-from asyncengine.models.families.common import unknown_layers
+from asyncengine.models.families import MULTIMODAL, NATIVE
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.kinds import not_causal
+from asyncengine.models.layer_kinds import misnamed
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-_LAYERS = _ATTENTION_LAYERS | {"chunked_attention", "linear_attention", "mamba", "conv", "mlp", "moe"}
-"""That some family's file has."""
 _STATE_WEIGHTS = ("A_log", "dt_bias", ".A", ".D")
 """Last parts of the names of weights that recurrent layers have and attention has not."""
 
@@ -44,21 +42,11 @@ def load_config(checkpoint: CheckpointSource, config: EngineConfig) -> Any:
             str(checkpoint.folder), trust_remote_code=config.trust_remote_code, local_files_only=True
         )
     except Exception as error:  # config classes validate in many ways, each with its own exception
-        if unknown := _unknown_layers(checkpoint.config):
-            raise unknown_layers(family, unknown[0], sorted(_LAYERS)) from error
+        if named := misnamed(checkpoint.config):
+            raise named from error
         raise ModelNotFound(
             f"{checkpoint.folder / 'config.json'} is not a valid {family} config: {first_line(error)}"
         ) from error
-
-
-def _unknown_layers(config: Mapping[str, Any]) -> list[object]:
-    """Layer types in a config.json, or within, that no family's file has."""
-    inside = config.get("text_config")
-    named: list[object] = []
-    for part in (config, inside if isinstance(inside, Mapping) else {}):
-        for listed in (part.get("layer_types"), part.get("layers_block_type")):
-            named += listed if isinstance(listed, list) else []
-    return [kind for kind in named if kind not in _LAYERS]
 
 
 def check_config(hf_config: Any, checkpoint: CheckpointSource, described: DecoderConfig | None) -> None:
@@ -81,13 +69,23 @@ def check_config(hf_config: Any, checkpoint: CheckpointSource, described: Decode
             "too large"
         )
     text_config = hf_config.get_text_config()
-    for kind in getattr(text_config, "layer_types", None) or ():
+    for kind in kinds_of(text_config):
         if kind == "chunked_attention" and not chunks:
             raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which is not written down for it")
         if kind not in (*_ATTENTION_LAYERS, "chunked_attention") and not keeps_states:
             raise UnsupportedModel(f"family {family!r} has layers of type {kind!r}, which keep no plain KV cache")
     if getattr(text_config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # no images here
         raise UnsupportedModel(f"family {family!r} is set to bidirectional attention")
+
+
+def passed_over(hf_config: Any, config: EngineConfig) -> str:
+    """The setting because of which a family that is written down here runs through transformers; "": none."""
+    if hf_config.get_text_config().model_type not in NATIVE:
+        return ""
+    if not config.fuse:
+        return "fuse=False"
+    own_code = config.trust_remote_code and not type(hf_config).__module__.startswith("transformers.")
+    return "trust_remote_code=True" if own_code else ""
 
 
 def _check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
@@ -110,6 +108,12 @@ def _check_family(hf_config: Any, checkpoint: CheckpointSource) -> None:
         check_class(family, MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)], hf_config.get_text_config())
 
 
+def kinds_of(text_config: Any) -> Sequence[str]:
+    """The types of all layers, as far as a configuration names them: under today's name, or Nemotron-H's."""
+    named = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None)
+    return named if isinstance(named, (list, tuple)) else ()
+
+
 def check_class(family: str, kind: Any, text_config: Any) -> None:
     """Refuse a model class whose attention is out of our reach. Raises `UnsupportedModel`."""
     if getattr(kind, "_is_stateful", False) and not _only_attends(text_config):
@@ -130,7 +134,7 @@ def check_module(family: str, module: Any) -> None:
 
 def _only_attends(text_config: Any) -> bool:
     """A family whose layers may be of either kind (Granite 4), with none that keeps state."""
-    kinds = getattr(text_config, "layer_types", None) or ()
+    kinds = kinds_of(text_config)
     return len(kinds) > 0 and all(kind in _ATTENTION_LAYERS for kind in kinds)
 
 

@@ -28,12 +28,13 @@ from asyncengine.layers.kernels import layer_kernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.states import StateSpec
 from asyncengine.layers.step import CausalLM
-from asyncengine.models.checking import check_config, check_module, load_config
+from asyncengine.models.checking import check_config, check_module, load_config, passed_over
 from asyncengine.models.checkpoint import first_line, open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import MULTIMODAL, decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.layer_kinds import named
 from asyncengine.models.loaded import Loaded
 from asyncengine.models.mapped import MappedFiles, own_weights
 from asyncengine.models.multimodal import TextPart, placeholders, text_part
@@ -130,7 +131,12 @@ def read_model(
     described = _without_head(hf_config, described) if headless else described
     if described is not None and hf_config.model_type in MULTIMODAL:
         checkpoint = text_part(checkpoint, described)
-    check_config(hf_config, checkpoint, described)
+    try:
+        check_config(hf_config, checkpoint, described)
+    except UnsupportedModel as error:
+        if described is None and (setting := passed_over(hf_config, config)):
+            raise UnsupportedModel(f"{error}; without {setting} its layers are those written down here") from error
+        raise
     return hf_config, described, max_model_len, checkpoint
 
 
@@ -159,7 +165,8 @@ def read_config(
     length = _max_model_len(hf_config, config)
     if plain is not None or not config.fuse:  # it was tried already, or is not to be
         return hf_config, None, length
-    return hf_config, decoder_config_of(hf_config, length), length
+    with named(checkpoint.config):
+        return hf_config, decoder_config_of(hf_config, length), length
 
 
 def _load_decoder(

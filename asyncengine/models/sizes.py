@@ -33,7 +33,8 @@ _LIMITS = {
     **dict.fromkeys(LENGTH_FIELDS, MAX_POSITIONS),
 }  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
+_LISTED = ("hybrid_override_pattern", "layers_block_type")
+"""What says how many layers there are by naming each."""
 _NEVER_NONE = ("vocab_size", "hidden_size", "num_attention_heads")
 
 
@@ -46,6 +47,8 @@ def check_sizes(config: Mapping[str, Any], num_tensors: int | None) -> None:
         if isinstance(value, Mapping):
             # a model of several parts may have them in other files
             check_sizes(value, None)
+        if name in _LISTED and isinstance(value, (str, list)) and not 1 <= len(value) <= MAX_LAYERS:
+            raise ModelNotFound(f"config.json: {name} must name between 1 and {MAX_LAYERS} layers, got {len(value)}")
         limit = _LIMITS.get(name)
         if limit is None or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue  # a wrong type is found by the family's own configuration

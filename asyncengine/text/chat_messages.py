@@ -18,6 +18,9 @@ MAX_DEPTH = 64
 MAX_INTEGER_BITS = 4096
 """Python refuses to write integers that are much longer."""
 
+_PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video", "videos"))
+"""Keys under which others take what is no text (Ollama's `images`): a template would not look at them."""
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
@@ -100,6 +103,8 @@ def _message(name: str, message: object, form: TemplateForm, budget: Budget) -> 
     for key, value in message.items():
         if not isinstance(key, str):
             raise InvalidParameter(name, "keys must be str", key)
+        if key in _PICTURES and value:
+            raise InvalidParameter(f"{name}.{key}", "must be left out: text is served, images and sounds are not")
         if key not in ("role", "content", "tool_calls") and value is not None:
             out[key] = plain(f"{name}.{key[:40]}", value, budget)
     for key in ("name", "tool_call_id"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -183,26 +184,6 @@ def test_configs_out_of_reach(changes: dict[str, Any], message: str, checkpoint:
         load_model(str(folder), CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("family", "field", "wrong", "known"),
-    [
-        ("llama", "layer_types", "warp", "attention, chunked_attention, conv, full_attention, linear_attention, "),
-        ("lfm2", "layer_types", "sliding_attention", "conv, full_attention"),
-        ("gemma3", "layer_types", "chunked_attention", "full_attention, sliding_attention"),
-        ("llama4", "layer_types", "sliding_attention", "full_attention, chunked_attention"),
-    ],
-)
-def test_unknown_layers_are_named_beside_those_that_are_known(
-    family: str, field: str, wrong: str, known: str, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    folder = copy(checkpoint(family), tmp_path / "a")
-    content = json.loads((folder / "config.json").read_text())
-    content[field] = [wrong, *content.get(field, ["full_attention"] * content["num_hidden_layers"])[1:]]
-    (folder / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UnsupportedModel, match=f"has layers of type '{wrong}'; known are {known}"):
-        load_model(str(folder), CONFIG)
-
-
 def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A known family with auto_map is that family, ours or transformers' own class."""
     folder = copy(checkpoint("llama"), tmp_path / "a")
@@ -214,3 +195,38 @@ def test_code_in_the_folder_is_not_run(checkpoint: Checkpoint, tmp_path: Path) -
     plain = load_model(str(folder), CONFIG.replace(fuse=False)).model
     assert isinstance(plain, TransformersModel)
     assert type(plain.module).__name__ == "LlamaForCausalLM"
+
+
+CONFIGURATION = """
+from transformers import PreTrainedConfig
+
+class Own(PreTrainedConfig):
+    model_type = "{family}"
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "kimi-linear", "lfm2", "nemotron-h"])
+def test_a_hybrid_with_code_of_its_own(
+    family: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such code keeps its states where nobody else sees them. What would run them is said, if the family is known."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = copy(checkpoint(family), tmp_path / "a")
+    content = json.loads((folder / "config.json").read_text())
+    own = {**content, "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "own.py").write_text(CONFIGURATION.format(family=content["model_type"]))
+    (folder / "config.json").write_text(json.dumps(own))
+    assert isinstance(load_model(str(folder), CONFIG).model, Decoder)
+    for setting in ({"trust_remote_code": True}, {"fuse": False}):
+        with pytest.raises(UnsupportedModel) as caught:
+            load_model(str(folder), CONFIG.replace(**setting))
+        said = re.fullmatch(
+            r"family '(.*)' (keeps recurrent state|has layers of type).*; without (.*)", str(caught.value)
+        )
+        assert said
+        [(name, value)] = setting.items()
+        assert (said[1], said[3]) == (content["model_type"], f"{name}={value} its layers are those written down here")
+    (folder / "config.json").write_text(json.dumps({**own, "model_type": "brand_new"}))
+    (folder / "own.py").write_text(CONFIGURATION.format(family="brand_new"))
+    with pytest.raises(UnsupportedModel, match=r"'brand_new' has layers of type '.*', which keep no plain KV cache$"):
+        load_model(str(folder), CONFIG.replace(trust_remote_code=True))

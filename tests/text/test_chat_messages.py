@@ -34,6 +34,8 @@ def chatml() -> TextTokenizer:
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": [*BLOCKS, {"type": "image_url"}]}], "messages[0].content[2].type"),
+        ([USER, {**USER, "images": ["aGk="]}], "messages[1].images"),
+        ([{**USER, "audio": {"id": "a"}}], "messages[0].audio"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{**USER, "name": 5}], "messages[0].name"),

@@ -7,13 +7,13 @@ run through `models.fallback`, and so do options of these that are not written d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.models.decoder import DecoderConfig
-from asyncengine.models.families.common import Inside, UnknownLayers, inside_of
+from asyncengine.models.families.common import KINDS, Inside, UnknownLayers, inside_of
 from asyncengine.models.plain_config import PlainConfig
 
 logger = logging.getLogger("asyncengine")
@@ -116,6 +116,12 @@ MULTIMODAL: Mapping[str, Inside] = {
 """model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
+
+
+def layer_kinds(family: str) -> Sequence[str] | None:
+    """The layer types that a family's file has; None: it is not written down here."""
+    file = NATIVE.get(family)
+    return None if file is None else getattr(import_module(f"{__name__}.{file}"), "KINDS", KINDS)
 
 
 def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:

@@ -20,6 +20,8 @@ _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+KINDS = ("full_attention", "sliding_attention")
+"""Layer types, where a family's file has no `KINDS` of its own."""
 _BY_LENGTH = ("dynamic", "longrope")
 """Scalings that depend on the length of a sequence."""
 
@@ -78,7 +80,7 @@ class UnknownLayers(UnsupportedModel):
     """A family's configuration names layers that nobody here has, transformers' modules within our reach neither."""
 
 
-def layer_types_of(config: Any, known: Sequence[str] = ("full_attention", "sliding_attention")) -> list[str]:
+def layer_types_of(config: Any, known: Sequence[str] = KINDS) -> list[str]:
     """One for each layer; all attend to everything where the configuration says nothing. Raises `UnknownLayers` for
     one that is not `known`."""
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
@@ -87,11 +89,10 @@ def layer_types_of(config: Any, known: Sequence[str] = ("full_attention", "slidi
     return kinds
 
 
-def unknown_layers(family: str, kind: object, known: Sequence[str]) -> UnknownLayers:
+def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = "layers") -> UnknownLayers:
     """The error for a layer type that is not `known`."""
-    return UnknownLayers(
-        f"family {family!r} has layers of type {shorten(repr(kind), 80)}; known are {', '.join(known)}"
-    )
+    named = shorten(repr(kind), 80)
+    return UnknownLayers(f"family {family!r} has {what} of type {named}; known are {', '.join(known)}")
 
 
 def windows_of(config: Any) -> list[int | None]:

@@ -18,7 +18,7 @@ from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, layer_types_of
 
-_KINDS = ("linear_attention", "full_attention")
+KINDS = ("linear_attention", "full_attention")
 _SPARSE = "block_sparse_moe."
 _EXPERT = f"{_SPARSE}experts.{{}}."
 _LEAST = 1e-20
@@ -58,7 +58,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _refuse_unknown(config: Any, act: str) -> None:
-    layer_types_of(config, _KINDS)
+    layer_types_of(config, KINDS)
     for option, value in (("q_lora_rank", None), ("attention_bias", False)):
         if getattr(config, option) != value:
             raise UnsupportedModel(

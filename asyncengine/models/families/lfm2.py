@@ -12,7 +12,7 @@ from asyncengine.layers.short_conv import ShortConvConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import layer_types_of, llama_like
 
-_KINDS = ("conv", "full_attention")
+KINDS = ("conv", "full_attention")
 _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
@@ -22,7 +22,7 @@ _LEAST = 1e-6
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
     norm = NormConfig(epsilon=config.norm_eps)
-    kinds = layer_types_of(config, _KINDS)
+    kinds = layer_types_of(config, KINDS)
     attention = {
         "out": "self_attn.out_proj",
         "head_norm": norm,

@@ -14,7 +14,7 @@ from asyncengine.layers.routing import RouterConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, layer_types_of, llama_like, rotary_of
 
-_KINDS = ("full_attention", "chunked_attention")
+KINDS = ("full_attention", "chunked_attention")
 
 _BLOCK = "feed_forward."
 _EACH = f"{_BLOCK}experts.{{}}."
@@ -24,7 +24,7 @@ _GATED = ("gate_proj", "up_proj")
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Llama4ForCausalLM`."""
     mixture = _mixture(config)
-    kinds, bias = layer_types_of(config, _KINDS), bool(config.attention_bias)
+    kinds, bias = layer_types_of(config, KINDS), bool(config.attention_bias)
     norm = NormConfig(epsilon=config.rms_norm_eps, weight=False) if config.use_qk_norm else None
     rotary = replace(rotary_of(config, length, style="interleaved"), exact=True)
     growth = (float(config.attn_scale), int(config.floor_scale)) if config.attn_temperature_tuning else None

@@ -18,7 +18,7 @@ from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, head_dim_of, unknown_layers
 from asyncengine.models.families.mamba import check_silu
 
-_KINDS = ("linear_attention", "full_attention", "mlp", "moe")
+KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 _LEAST = 1e-20
 """A sum of weights at least."""
 
@@ -42,9 +42,9 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         gated=False, bias=bool(config.mlp_bias),
     )  # fmt: skip
     layers = (None, None, state), (attention, None, None), (None, mlp, None), (None, _mixture(config, mlp), None)
-    parts: dict[str, Any] = dict(zip(_KINDS, layers, strict=True))
+    parts: dict[str, Any] = dict(zip(KINDS, layers, strict=True))
     if unknown := [kind for kind in config.layers_block_type if kind not in parts]:
-        raise unknown_layers(config.model_type, unknown[0], _KINDS)
+        raise unknown_layers(config.model_type, unknown[0], KINDS)
     return DecoderConfig(
         vocab_size=config.vocab_size,
         width=config.hidden_size,

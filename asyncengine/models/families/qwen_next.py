@@ -15,13 +15,13 @@ from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, head_dim_of, layer_types_of, rotary_of
 
 _SHARED = "mlp.shared_expert."
-_KINDS = ("linear_attention", "full_attention")
+KINDS = ("linear_attention", "full_attention")
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
     """Of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
     family, act = config.model_type, activation(config)
-    kinds = layer_types_of(config, _KINDS)
+    kinds = layer_types_of(config, KINDS)
     if act != "silu":
         raise UnsupportedModel(f"family {family!r} with activation {config.hidden_act!r} is not written down")
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)

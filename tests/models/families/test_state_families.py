@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from support.drive import Driver, greedy_reference, prompts
 from support.forwards import Forwards
+from support.panels import use_panels
 from support.tiny_models import FAMILIES, VOCAB, WHOLE, make_model
 from support.tiny_models import _common as common
 
@@ -174,8 +175,10 @@ def test_quantized(name: str, tmp_path: Path) -> None:
     assert float((found - expected).norm() / expected.norm()) < 0.1
 
 
-def test_adapters_are_told_of_all_columns(tmp_path: Path) -> None:
+def test_adapters_are_told_of_all_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a projection that is filled up to whole panels are wider than its module's."""
+    pytest.importorskip("numba")
+    use_panels(True, monkeypatch)
     make_model("nemotron-h").save_pretrained(tmp_path)
     model, seen = load(tmp_path), dict[str, int]()
 

@@ -26,9 +26,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncengine import EngineHandle, shared_engine
+from asyncengine import Engine, EngineHandle, shared_engine
+from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.langchain import ChatAsyncEngine
+from asyncengine.speculation import DraftPlanner
+from asyncengine.speculation.lookup import NOTHING, Draft
 from tools.demo_model.conversations import make
 
 COUNT, LEAST = 12, 30
@@ -37,6 +40,7 @@ KINDS = {"quote": "chat", "extract": "extract", "passage": "passage"}
 """What is timed, and the skill of the bundled model that it is."""
 NEW_WORDS = ("Marbo", "Pelintor", "Dovas", "Quessel", "Harnim", "Tolbeck")
 
+ALONE = "by the draft model alone"
 ANIMALS = ("fox", "dog", "owl", "bear", "goat", "cat", "crow", "wolf", "hen", "duck", "frog", "mouse")
 
 Messages = list[tuple[str, str]]
@@ -182,13 +186,39 @@ def nearly(text: str, share: float, rng: random.Random) -> str:
     return " ".join(word if rng.random() < share else word[::-1] for word in text.split(" "))
 
 
+class Nothing:
+    """Finds nothing."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return NOTHING
+
+
+def planner_of(engine: Engine) -> DraftPlanner:
+    planner = engine.aengine.core.loop.scheduler.roster.drafts
+    assert planner is not None, engine.info.no_speculation
+    return planner
+
+
+def said_costs(config: EngineConfig) -> None:
+    """Print what steps take."""
+    assert config.speculation_costs is not None
+    assert config.draft_costs is not None
+    for name, costs in (("the model's", config.speculation_costs), ("the draft model's", config.draft_costs)):
+        print(f"  {name} steps of 1, 4, 8, 16, 32 tokens, us:", [round(cost * 1e6) for cost in costs])
+
+
 async def compare(model: str, options: argparse.Namespace) -> None:
     """Print the medians of the ratios, without guesses over with."""
-    shared: dict[str, Any] = {"num_threads": options.threads, "show_progress": False}
+    shared: dict[str, Any] = {
+        "num_threads": options.threads, "show_progress": False, "quantization": options.quantization,
+    }  # fmt: skip
     configs = {
         "off": {"speculation": "off"}, "looked up": {}, "with a prediction, 90 % right": {"speculation_memory": 1},
         "looked up or by the draft model": {"draft_model": "demo/draft"},
+        ALONE: {"draft_model": "demo/draft", "speculation_memory": 1},
     }  # fmt: skip
+    if options.draft:
+        configs = {name: config for name, config in configs.items() if name == "off" or "draft_model" in config}
     handles: list[EngineHandle] = []
     chats: dict[str, ChatAsyncEngine] = {}
     for name, settings in configs.items():
@@ -197,6 +227,8 @@ async def compare(model: str, options: argparse.Namespace) -> None:
         handles[-1].get()
         chats[name] = ChatAsyncEngine(model=model, engine_config=config, temperature=0, max_tokens=options.tokens)
     engines = dict(zip(configs, [handle.get() for handle in handles], strict=True))
+    planner_of(engines[ALONE])._make = lambda *_: Nothing()
+    said_costs(engines[ALONE].aengine.core.config)
     rng = random.Random(1)
     for kind, chosen in tasks().items():
         if options.kinds and kind not in options.kinds:
@@ -205,9 +237,8 @@ async def compare(model: str, options: argparse.Namespace) -> None:
         guesses = [task.before or nearly(answer, 0.9, rng) for task, answer in zip(texts, answers, strict=True)]
 
         async def run(name: str, texts: Any = texts, answers: Any = answers, guesses: Any = guesses) -> Seconds:
-            planner = engines[name].aengine.core.loop.scheduler.roster.drafts
-            if planner is not None:
-                planner.clear()
+            if name != "off":
+                planner_of(engines[name]).clear()
             took = []
             for task, answer, guess in zip(texts, answers, guesses, strict=True):
                 given = {"prediction": guess} if "prediction" in name else {}

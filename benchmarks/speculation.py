@@ -1,13 +1,14 @@
 """Speculation on and off, taking turns: python -m benchmarks.speculation --shape qwen3-0.6b
 
     [--quantization int4 --rounds 5 --tokens 96 --rows 1 4 16 64 --threads 2 --useless]
-    [--demo --wide --kinds extract edit]
+    [--demo --wide --draft --kinds extract edit]
 
 One engine with drafts and one without, on the same random weights, in one process. Drafts are planted: a drafter that
 knows the answers and is right with a given chance, one that is always right, and one that is always wrong. Gains on
 random weights by looking back would mean nothing: they loop. Medians of the ratios of times, off over on, of `--rows`
 requests at once. What the planner has learnt is forgotten before each round. With --useless, drafts that are always
-wrong only; with --demo, the bundled model on real text instead (`guesses_on_texts`).
+wrong only; with --demo, the bundled model on real text instead (`guesses_on_texts`), with
+--draft too by its draft model only, alone and beside look-ups.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--draft", action="store_true")
     parser.add_argument("--kinds", nargs="+")
     parser.add_argument("--useless", action="store_true")
     options = parser.parse_args()

@@ -17,12 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from asyncengine.request_spec import RequestSpec
+from asyncengine.speculation.asking import CATCH_UP
 from asyncengine.speculation.draft_pages import DraftPages
 from asyncengine.step import OPEN, Batch, Executor, Row
-
-CATCH_UP = 128
-"""Positions that a row may be behind and still be guessed for in the same step; one that is further behind only gets
-nearer by as many."""
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ page changed hands; that is seen when the model that owns the page writes into i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncengine.step import Row
 
@@ -19,7 +19,7 @@ class DraftPages:
         self._size = page_size
         self._held = [0] * num_pages
 
-    def overwritten(self, rows: Sequence[Row]) -> None:
+    def overwritten(self, rows: Iterable[Row]) -> None:
         """`rows` are about to write into the first pool: from there on nothing holds."""
         size, held = self._size, self._held
         for row in rows:

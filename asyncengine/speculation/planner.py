@@ -7,19 +7,20 @@ predicts, and no page is taken from anybody.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.acceptance import Acceptance
+from asyncengine.speculation.asking import Asked, Asker, Asking, Offer, Step, best_gain
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.drafter import Drafter, LookupDrafter, MakeDrafter
 from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
 from asyncengine.speculation.records import Habits
 from asyncengine.speculation.store import OutputStore
-from asyncengine.step import OPEN
+from asyncengine.step import OPEN, Row
 
 _NAMESPACES = 256
 _SURE = 0.98
@@ -39,6 +40,8 @@ class Candidate(NamedTuple):
     namespace: tuple[Hashable, ...]
     most: int
     """Drafts that the row has room for."""
+    pages: Sequence[int] = ()
+    """The request's page table."""
 
 
 @dataclass(slots=True)
@@ -58,11 +61,13 @@ class SpeculationCounters:
 class _Drafting:
     """What is known of one request."""
 
-    __slots__ = ("acceptance", "draft", "drafter", "prediction")
+    __slots__ = ("acceptance", "asked", "draft", "drafter", "prediction")
 
-    def __init__(self, drafter: Drafter, others: Acceptance) -> None:
+    def __init__(self, drafter: Drafter, others: _Others, constrained: bool) -> None:
+        """`constrained`: by a grammar, which a draft model knows nothing of."""
         self.drafter = drafter
-        self.acceptance = Acceptance(others)
+        self.acceptance = Acceptance(others.acceptance)
+        self.asked = Asked(others.constrained if constrained else others.asked)
         self.draft = NOTHING
         """The last one."""
         self.prediction = (0, 0)
@@ -74,6 +79,10 @@ class _Others(NamedTuple):
 
     acceptance: Acceptance
     habits: Habits
+    asked: Asked
+    """Of a draft model."""
+    constrained: Asked
+    """The same of requests with grammars."""
 
 
 class DraftPlanner:
@@ -85,13 +94,12 @@ class DraftPlanner:
         most: int,
         store_bytes: int = 0,
         make_drafter: MakeDrafter | None = None,
-        model_costs: StepCosts | None = None,
+        asking: Asking | None = None,
     ) -> None:
-        """`most`: drafts of a row. `make_drafter`: None looks up. `model_costs`: of a draft model's steps by their
-        rows, in the unit of `costs`; None: there is no such model."""
+        """`most`: drafts of a row. `make_drafter`: None looks up. `asking`: None: there is no draft model."""
         self.counters = SpeculationCounters(by_position=[0] * most)
         self._costs = costs
-        self._model_costs = model_costs
+        self._asking = asking
         self._most = most
         self._hopes: dict[tuple[int, int], bool] = {}
         """(tokens, sampled tokens) of a step -> `_hopeful`."""
@@ -107,7 +115,7 @@ class DraftPlanner:
         return LookupDrafter(spec, tokens, namespace, self._store, habits)
 
     def _others(self, namespace: tuple[Hashable, ...]) -> _Others:
-        found = self._seen.pop(namespace, None) or _Others(Acceptance(), Habits())
+        found = self._seen.pop(namespace, None) or _Others(Acceptance(), Habits(), Asked(), Asked())
         self._seen[namespace] = found
         if len(self._seen) > _NAMESPACES:
             self._seen.popitem(last=False)
@@ -119,33 +127,83 @@ class DraftPlanner:
         room = SIZES[-1] - num_tokens
         if room <= 0 or not self._hopeful(num_tokens, num_sampling):
             return {}
-        drafts: dict[int, Draft] = {}
+        step = Step(num_tokens, num_sampling)
+        drafts, offers = self._propose(candidates, step, room)
         chances: list[tuple[float, int, int]] = []
+        for place, draft in drafts.items():
+            known = self._requests[candidates[place].key]
+            known.draft = draft
+            limit = min(candidates[place].most, self._most, room)
+            offer = offers.get(place)
+            rates = known.acceptance.rates(draft, limit) if offer is None else offer.rates
+            chance = 1.0
+            for number, rate in enumerate(rates):
+                chance *= rate
+                chances.append((-chance, place, number))
+        chances.sort()
+        worth = self._worth(chances[:room], offers, step)
+        counts: dict[int, int] = {}
+        for _, place, _ in chances[:worth]:
+            counts[place] = counts.get(place, 0) + 1
+        if not counts:
+            counts = {place: 1 for place, offer in offers.items() if offer.ask.trial}
+        self._ask(offers, candidates, counts, num_tokens)
+        for place, draft in drafts.items():
+            if place not in counts and place not in offers:
+                self._requests[candidates[place].key].acceptance.rest(draft.evidence)
+        return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
+
+    def _propose(
+        self, candidates: Sequence[Candidate], step: Step, room: int
+    ) -> tuple[dict[int, Draft], dict[int, Offer]]:
+        """By place, what is found, or guesses that a draft model is to make, where these promise more for their time;
+        and what these promise."""
+        drafts: dict[int, Draft] = {}
+        askers: list[Asker] = []
+        time = self._costs.of(step.tokens)
         for place, candidate in enumerate(candidates):
             limit = min(candidate.most, self._most, room)
             if limit < 1:
                 continue
             known = self._known(candidate)
-            draft = self._propose(known, candidate, limit, num_tokens)
-            if not draft.tokens:
+            found = known.drafter.propose(candidate.tokens, limit)
+            if found.tokens:
+                drafts[place] = found
+            if self._asking is None:
                 continue
-            known.draft = draft
-            drafts[candidate.key] = draft
-            chance = 1.0
-            for number, rate in enumerate(known.acceptance.rates(draft, limit)):
-                chance *= rate
-                chances.append((-chance, place, number))
-        chances.sort()
-        modelled = [place for place, one in enumerate(candidates) if self._is_model(drafts.get(one.key, NOTHING))]
-        worth = self._worth(chances[:room], frozenset(modelled), num_tokens, num_sampling)
-        counts: dict[int, int] = {}
-        for _, place, _ in chances[:worth]:
-            key = candidates[place].key
-            counts[key] = counts.get(key, 0) + 1
-        for key, draft in drafts.items():
-            if key not in counts:
-                self._requests[key].acceptance.rest(draft.evidence)
-        return {key: draft.tokens[: counts[key]] for key, draft in drafts.items() if key in counts}
+            asked, tokens = known.asked, candidate.tokens
+            asked.passes(time, step.streams)
+            if asked.others is not None:
+                asked.others.passes(time, step.streams)
+            if found.predicted:
+                continue
+            least = best_gain(self._costs, known.acceptance.rates(found, limit), step)[0] if found.tokens else 1.0
+            left, prompt = candidate.spec.max_total - len(tokens), len(candidate.spec.prompt)
+            askers.append(Asker(place, asked, tokens, candidate.pages, prompt, left, limit, least))
+        if self._asking is None or not askers:
+            return drafts, {}
+        offers = self._asking.offers(askers, step)
+        for place, offer in offers.items():
+            drafts[place] = Draft((OPEN,) * len(offer.rates), Evidence.MODEL)
+        return drafts, offers
+
+    def _ask(
+        self, offers: Mapping[int, Offer], candidates: Sequence[Candidate], counts: Mapping[int, int], num_tokens: int
+    ) -> None:
+        """A draft model is asked for so many guesses."""
+        chosen = [place for place in offers if place in counts]
+        if self._asking is None or not chosen:
+            return
+        total = sum(counts.values())
+        each = (self._costs.of(num_tokens + total) - self._costs.of(num_tokens)) / total
+        for place in chosen:
+            asked = self._requests[candidates[place].key].asked
+            self._asking.asks(asked, offers[place].ask, len(chosen), each)
+
+    def sees(self, rows: Iterable[Row]) -> None:
+        """A step of `rows` is launched, with their drafts."""
+        if self._asking is not None:
+            self._asking.sees(rows)
 
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
         """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself: those that its
@@ -179,8 +237,9 @@ class DraftPlanner:
         if not found.tokens:
             return False
         rates = known.acceptance.rates(found, limit)
-        gain = self._best_gain(rates, num_rows, 0.0)
-        if gain * self._costs.of(num_rows) < _WAIT:
+        # its own tokens for the time of its step: what is computed for others meanwhile is no reason to wait
+        gain = best_gain(self._costs, rates, Step(num_rows, 1))[0]
+        if gain < _WAIT:
             known.acceptance.rest(found.evidence)
             return False
         return True
@@ -189,35 +248,13 @@ class DraftPlanner:
         known = self._requests.get(candidate.key)
         if known is None:
             made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
-            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace).acceptance)
+            constrained = candidate.spec.params.grammar is not None
+            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace), constrained)
         return known
 
     @staticmethod
     def _is_model(draft: Draft) -> bool:
         return draft.evidence is Evidence.MODEL
-
-    def _propose(self, known: _Drafting, candidate: Candidate, limit: int, num_tokens: int) -> Draft:
-        """What is found, or guesses that a draft model is to make, whichever promises more for its time."""
-        found = known.drafter.propose(candidate.tokens, limit)
-        if self._model_costs is None or found.predicted:
-            return found
-        modelled = Draft((OPEN,) * limit, Evidence.MODEL)
-        if not found.tokens:
-            return modelled
-        free = known.acceptance.rates(found, limit)
-        made = known.acceptance.rates(modelled, limit)
-        gains = self._best_gain(free, num_tokens, 0.0), self._best_gain(made, num_tokens, self._model_costs.of(1))
-        return found if gains[0] >= gains[1] else modelled
-
-    def _best_gain(self, rates: Sequence[float], num_tokens: int, each: float) -> float:
-        """Expected tokens of one row for the time of a step, with the best number of drafts, each of which costs `each`
-        to make. `rates`: how likely each is right, if those before it are."""
-        chance = expected = best = 1.0
-        for number, rate in enumerate(rates, 1):
-            chance *= rate
-            expected += chance
-            best = max(best, expected / (self._costs.of(num_tokens + number) + each * number))
-        return best
 
     def _hopeful(self, num_tokens: int, num_sampling: int) -> bool:
         """Could any draft be worth its time? Else nobody is asked for one."""
@@ -232,26 +269,29 @@ class DraftPlanner:
             )
         return known
 
-    def _worth(
-        self, chances: Sequence[tuple[float, int, int]], modelled: Collection[int], num_tokens: int, num_sampling: int
-    ) -> int:
+    def _worth(self, chances: Sequence[tuple[float, int, int]], offers: Mapping[int, Offer], step: Step) -> int:
         """How many of the likeliest drafted tokens make the most of a step's time. `chances`: (minus the chance, place
-        of the row, number of the draft), likeliest first; a draft model makes those of the places `modelled`."""
-        expected, making = float(num_sampling), 0.0
-        best, count = expected / self._costs.of(num_tokens), 0
+        of the row, number of the draft), likeliest first; a draft model makes those of the places of `offers`."""
+        expected, making = float(step.streams), 0.0
+        best, count = expected / self._costs.of(step.tokens), 0
         rounds = [0] * self._most  # rows in each round of the draft model
         for tried, (chance, place, number) in enumerate(chances, 1):
             expected -= chance
-            if self._model_costs is not None and place in modelled:
-                making += self._model_costs.of(rounds[number] + 1) - self._model_costs.of(rounds[number])
-                rounds[number] += 1
-            gain = expected / (self._costs.of(num_tokens + tried) + making)
+            if self._asking is not None and place in offers:
+                rows = rounds[number] = rounds[number] + 1
+                making += self._asking.model_costs.of(rows) - self._asking.model_costs.of(rows - 1)
+                making += 0.0 if number else offers[place].extra
+            gain = expected / (self._costs.of(step.tokens + tried) + making)
             if gain > best:
                 best, count = gain, tried
         return count
 
     def learn(self, key: int, drafted: int, accepted: int) -> None:
         """`accepted` of the `drafted` tokens of a row stood."""
+        known = self._requests.get(key)
+        modelled = known is not None and self._is_model(known.draft)
+        if known is not None and modelled and self._asking is not None:
+            self._asking.learn(known.asked, drafted, accepted)
         if not drafted:
             return  # they were left to a draft model, which was not ready
         counters = self.counters
@@ -260,12 +300,11 @@ class DraftPlanner:
         counters.accepted += accepted
         for place in range(accepted):
             counters.by_position[place] += 1
-        known = self._requests.get(key)
-        if known is not None:
+        if modelled:
+            made, right = counters.by_model
+            counters.by_model = made + drafted, right + accepted
+        elif known is not None:
             known.acceptance.learn(known.draft, drafted, accepted)
-            if self._is_model(known.draft):
-                made, right = counters.by_model
-                counters.by_model = made + drafted, right + accepted
             if known.draft.predicted:
                 right, wrong = known.prediction
                 known.prediction = (right + accepted, wrong + drafted - accepted)

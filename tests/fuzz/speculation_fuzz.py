@@ -10,8 +10,10 @@ from fuzz.schedule_fuzz import Life
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
+from asyncengine.speculation.asking import Asking
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.draft_model import DraftModel
+from asyncengine.speculation.draft_pages import DraftPages
 from asyncengine.speculation.drafter import Drafter, LookupDrafter
 from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
@@ -66,7 +68,10 @@ def planner_for(life: Life, answers: Mapping[int, Sequence[int]], model_costs: S
             return LookupDrafter(spec, tokens, namespace, store)
         return FuzzDrafter(kind, answers[spec.ticket], len(spec.prompt), rng, bool(spec.prediction))
 
-    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, model_costs)
+    asking = None
+    if model_costs is not None:
+        asking = Asking(free_costs(), model_costs, DraftPages(life.executor.num_pages, life.executor.page_size))
+    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, asking)
 
 
 class _Answers(Mapping[int, Sequence[int]]):

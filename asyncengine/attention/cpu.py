@@ -16,6 +16,17 @@ import numpy as np
 import torch
 
 from asyncengine.attention.base import LayerSpec, MergedHeads, StepView, first_seen
+from asyncengine.attention.cpu_short import (
+    EVEN,
+    FEW,
+    LOAD,
+    ROWS,
+    START,
+    ShortPlan,
+    ShortRows,
+    short_items,
+    short_pieces,
+)
 from asyncengine.device.pinned import Int64Array
 from asyncengine.kernels.cpu import attention as kernels
 from asyncengine.kernels.cpu import attention_fields as fields
@@ -26,14 +37,8 @@ from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import PER_THREAD
 from asyncengine.kernels.cpu.vectors import cpu_has
 
-_ROWS = 64
-"""Queries times the query heads of a kv head in a piece of a prompt chunk: as many as share a load of the keys."""
-_LOAD, _START = 20, 1000
-"""Cost of loading a key, of starting an item; 1: one query head and one key that is there, about a nanosecond."""
 _BYTES = 26
 """That could be read for a cost of 1."""
-_EVEN = 8
-"""Long decode rows are split while one unit of work is more than a thread's share of the whole divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +96,16 @@ class CompiledBackend:
             self._pools.append(_LayerPool(spec, pages, page_size, lanes, memory))
         self.kv_bytes = sum(memory.bytes for memory in shared.values())
         self._groups = {_group_of(spec): spec for spec in layers}
-        self._plans: dict[_LayerGroup, _Plan] = {}
-        self._planned: list[_Plan] = []
+        self._short = {group: ShortPlan() for group in self._groups}
+        self._plans: dict[_LayerGroup, _Plan | ShortPlan] = {}
+        self._planned: list[_Plan | ShortPlan] = []
+        self._told: list[tuple[int, int]] = []
+        """Of each group's plan, what `place` says of it."""
+        self.placed = object()
+        """Another one whenever `place` may say something else than before."""
+        self._group_at = [_group_of(spec) for spec in layers]
+        self._scratch_size = max((_scratch_bytes(spec) for spec in layers), default=0)
+        self._widest = max((spec.value_dim for spec in layers), default=0)
         self._threads, self._piece, self._team = 1, 1, 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partials = torch.empty(0)
@@ -103,14 +116,18 @@ class CompiledBackend:
 
     def plan(self, step: StepView) -> None:
         (self._threads, self._piece, workers), self._team = team_threads(), use_team()
-        size = max((_scratch_bytes(spec) for spec in self._layers), default=0)
-        if self._scratch.numel() < workers * size:
-            self._scratch = torch.empty(workers * size, dtype=torch.uint8)
-        near = step.for_windows()
-        self._plans = {
-            group: self._plan_group(spec, near if spec.windowed else step, size) for group, spec in self._groups.items()
+        if self._scratch.numel() < workers * self._scratch_size:
+            self._scratch = torch.empty(workers * self._scratch_size, dtype=torch.uint8)
+        near, rows = step.for_windows(), _short_rows(step)
+        plans = {
+            group: self._plan_group(group, spec, near if spec.windowed else step, rows)
+            for group, spec in self._groups.items()
         }
-        self._planned = [self._plans[_group_of(spec)] for spec in self._layers]
+        if any(plan is not self._plans.get(group) for group, plan in plans.items()):
+            self._plans, self._planned = plans, [plans[group] for group in self._group_at]
+        told = [(plan.step, plan.joins) for plan in plans.values()]
+        if told != self._told:
+            self._told, self.placed = told, object()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense(key), _dense(value)
@@ -178,16 +195,24 @@ class CompiledBackend:
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _plan_group(self, spec: LayerSpec, step: StepView, scratch_size: int) -> _Plan:
+    def _plan_group(
+        self, group: _LayerGroup, spec: LayerSpec, step: StepView, rows: ShortRows | None
+    ) -> _Plan | ShortPlan:
+        least = self._piece // _BYTES
+        if rows is not None and (work := short_items(spec, rows, self._threads)) is not None:
+            pieces = short_pieces(work.costs, spec.num_kv_heads, self._threads, least)
+            if pieces is not None:
+                self._have_partials(spec, work.partials)
+                plan = self._short[group]
+                plan.fill(
+                    work, pieces, step.page_tables, step.kv_slots, self._partials, self._scratch, self._scratch_size
+                )
+                return plan
         items, joins = self._items(spec, step)
-        group = spec.num_heads // spec.num_kv_heads
-        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (_LOAD + group * items[:, fields.COUNT]) + _START
-        partials = int(joins[:, 2].sum())
-        widest = max(other.value_dim for other in self._layers)
-        need = partials * spec.num_kv_heads * fields.partial_floats(group, widest)
-        if self._partials.numel() < need:
-            self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
-        bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, self._piece // _BYTES)
+        heads = spec.num_heads // spec.num_kv_heads
+        cost = (items[:, fields.END] - items[:, fields.BEGIN]) * (LOAD + heads * items[:, fields.COUNT]) + START
+        self._have_partials(spec, int(joins[:, 2].sum()))
+        bounds = _even_pieces(cost, spec.num_kv_heads, self._threads, least)
         table = np.ascontiguousarray(step.page_tables, dtype=np.int32)
         known = np.zeros(fields.STEP_FIELDS, dtype=np.int64)
         known[fields.ITEMS], known[fields.NUM_ITEMS] = _address(items), len(items)
@@ -196,8 +221,16 @@ class CompiledBackend:
         known[fields.SLOTS], known[fields.TOKENS] = step.kv_slots.data_ptr(), step.kv_slots.numel()
         known[fields.JOINS], known[fields.NUM_JOINS] = _address(joins), len(joins)
         known[fields.PARTIALS] = self._partials.data_ptr()
-        known[fields.SCRATCH], known[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), scratch_size
+        known[fields.SCRATCH], known[fields.SCRATCH_SIZE] = self._scratch.data_ptr(), self._scratch_size
         return _Plan(_address(known), len(joins), (items, joins, bounds, table, known, step.kv_slots, self._partials))
+
+    def _have_partials(self, spec: LayerSpec, count: int) -> None:
+        """Memory for so many partial results of one kv head each."""
+        if count:
+            group = spec.num_heads // spec.num_kv_heads
+            need = count * spec.num_kv_heads * fields.partial_floats(group, self._widest)
+            if self._partials.numel() < need:
+                self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
 
     def _items(self, spec: LayerSpec, step: StepView) -> tuple[Int64Array, Int64Array]:
         """What is to be computed, [items, ITEM_FIELDS], and which results are to be joined, [joins, 3]."""
@@ -230,7 +263,7 @@ class CompiledBackend:
         """True if whole decode rows are too few or too uneven for the threads. The results are the same."""
         if len(keys) == 0 or self._threads == 1 or len(keys) < len(step.counts):
             return False
-        return int(keys.max()) * self._threads * _EVEN > int(keys.sum()) * spec.num_kv_heads
+        return int(keys.max()) * self._threads * EVEN > int(keys.sum()) * spec.num_kv_heads
 
 
 class _Memory:
@@ -283,7 +316,7 @@ def prepare_merged(
 
 def _chunk_items(spec: LayerSpec, step: StepView, row: int) -> Int64Array:
     """One prompt chunk, cut into pieces of a few queries; all of a piece are of one chunk of the layer's attention."""
-    size = max(_ROWS * spec.num_kv_heads // spec.num_heads, 1)
+    size = max(ROWS * spec.num_kv_heads // spec.num_heads, 1)
     count, start = int(step.counts[row]), int(step.starts[row])
     offsets = np.arange(0, count, size)
     if spec.chunk is not None:
@@ -311,8 +344,15 @@ def _even_pieces(cost: Int64Array, heads: int, threads: int, least: int) -> Int6
     return head * len(cost) + np.searchsorted(ends, rest, side="right")
 
 
+def _short_rows(step: StepView) -> ShortRows | None:
+    """None: a step of many tokens."""
+    if step.kv_slots.numel() > FEW:
+        return None
+    return ShortRows(step.starts.tolist(), step.counts.tolist(), step.qo_indptr.tolist())
+
+
 def _scratch_bytes(spec: LayerSpec) -> int:
-    rows = max(_ROWS, spec.num_heads // spec.num_kv_heads)
+    rows = max(ROWS, spec.num_heads // spec.num_kv_heads)
     return -(-int(fields.scratch_places(rows, spec.key_dim, spec.value_dim)[-1]) // 4096) * 4096
 
 

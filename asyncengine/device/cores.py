@@ -133,11 +133,12 @@ class Cores:
     @contextmanager
     def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
         self._used = threads
-        began, preempted = time.perf_counter(), _preempted()
-        before = None if self._team is None else self._team.account
+        team = self._team if threads > 1 else None  # alone it waits for nobody
+        began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
+        before = None if team is None else team.account
         with torch_threads(for_torch):
             yield
-        loops = None if self._team is None or before is None else self._team.account.since(before)
+        loops = None if team is None or before is None else team.account.since(before)
         lost = _preempted() - preempted if for_torch > 1 else 0
         self._company.note(threads, time.perf_counter() - began, loops, lost)
 

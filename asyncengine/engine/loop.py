@@ -25,6 +25,7 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery
 from asyncengine.engine.device_thread import Runner
 from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.watchdog import Watchdog
 from asyncengine.errors import EngineClosed, EngineDead, EngineError
 from asyncengine.events import EngineDied, Hooks, Preempted, StepDone, StepSlow
 from asyncengine.grammar.interface import GrammarCompiler, GrammarOrder
@@ -106,6 +107,8 @@ class EngineLoop:
         self._drain: Drain | None = None
         self._left_queue = (0, 0)
         self._lag_timer: asyncio.TimerHandle | None = None
+        limits = config.step_soft_limit, config.step_hard_limit
+        self._watchdog = Watchdog(*limits, self._report_slow, self._give_up)
 
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
@@ -251,16 +254,13 @@ class EngineLoop:
 
     async def _watch(self, launched: Launched) -> StepResult:
         """The step's result; a slow step is reported, one that exceeds the hard limit kills the engine."""
-        loop = asyncio.get_running_loop()
-        soft = loop.call_later(self.config.step_soft_limit, self._report_slow, launched.batch)
-        hard = loop.call_later(self.config.step_hard_limit, self._give_up, launched)
+        self._watchdog.begin(launched)
         try:
             if launched.result.done():
                 await asyncio.sleep(0)  # awaiting a finished result does not yield, and consumers must run
             return await launched.result
         finally:
-            soft.cancel()
-            hard.cancel()
+            self._watchdog.end()
 
     def _commit(self, result: StepResult) -> None:
         batch, _, launched_at = self.in_flight.popleft()
@@ -277,7 +277,8 @@ class EngineLoop:
 
     # ---------------------------------------------------------------- watching
 
-    def _report_slow(self, batch: Batch) -> None:
+    def _report_slow(self, launched: Launched) -> None:
+        batch = launched.batch
         longest = max(row.start + row.num_scheduled for row in batch.rows)
         plan = f"{len(batch.rows)} rows, {batch.num_tokens} tokens, longest context {longest}"
         logger.warning("step %d has run for %.0f s: %s", batch.step, self.config.step_soft_limit, plan)
@@ -317,6 +318,7 @@ class EngineLoop:
         """Tell everybody, leave nothing behind."""
         if self._lag_timer is not None:
             self._lag_timer.cancel()
+        self._watchdog.close()
         self.queue_limit.close()
         unopened = [message.ticket for message in self.inbox.close() if isinstance(message, RequestSpec)]
         if self.failure is None:

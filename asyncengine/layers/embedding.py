@@ -16,6 +16,9 @@ from asyncengine.layers.step import RowAdapters
 from asyncengine.layers.stored import StoredMatrix
 from asyncengine.layers.weight_forms import WeightForm, parts_of
 
+_FEW = 64
+"""Token ids up to which each is looked at by itself."""
+
 
 class Embedding:
     """Rows of a table [tokens, width], times `scale` (Gemma, Granite).
@@ -37,9 +40,7 @@ class Embedding:
     def __call__(self, ids: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
         """[T, width] of int64 ids [T]. Raises `IndexError` for an id out of range, on a CPU."""
         if self._device.type == "cpu":
-            known = ids.numpy()  # torch's operators let go of the interpreter's lock
-            if known.size and not 0 <= known.min() <= known.max() < self.num_embeddings:
-                raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
+            self._check(ids)
         if self._head is not None:
             out = self._head.embed(ids.contiguous(), self._dtype)
         elif self.stored is not None:
@@ -53,6 +54,16 @@ class Embedding:
         if adapters is not None:  # their factors have the scale in them already
             adapters.add(self.path, ids, out)
         return out
+
+    def _check(self, ids: torch.Tensor) -> None:
+        # torch's operators let go of the interpreter's lock, and numpy's take longer to call than a few ids to look at
+        if ids.shape[0] <= _FEW:
+            known = ids.tolist()
+            low, high = min(known, default=0), max(known, default=0)
+        else:
+            low, high = int(ids.numpy().min()), int(ids.numpy().max())
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

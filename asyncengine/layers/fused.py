@@ -9,11 +9,13 @@ alone (Nemotron-H), a mixer and what follows it are one layer here (`_spans`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncengine.attention.base import MergedHeads
 from asyncengine.device.output_buffers import new_tensor
@@ -24,7 +26,7 @@ from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.rotary import Angles
-from asyncengine.layers.states import FusableState, FusedMix
+from asyncengine.layers.states import FusableState, FusedMix, StatePools
 from asyncengine.layers.step import StepContext
 
 MOST_TOKENS = 64
@@ -49,15 +51,14 @@ class LayerParts(Protocol):
 class FusedLayers:
     """From embedded tokens to what the output layer reads."""
 
-    def __init__(
-        self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...], mixers: Sequence[Mixers], layers: Sequence[int]
-    ) -> None:
+    def __init__(self, chain: Any, scratch: torch.Tensor, paths: tuple[str, ...], mixers: Sequence[Mixers]) -> None:
         """`paths`: of the products in the order in which they are made, as adapters name them. `mixers`: what each
-        layer mixes tokens by; `layers`: the places of those that have them in the model."""
+        layer mixes tokens by."""
         from asyncengine.kernels.cpu.state_segments import segment_places
 
         self._chain, self._segment_places = chain, segment_places
-        self._mixers, self._layers = mixers, layers
+        self._mixers = mixers
+        self._known: _Known | None = None
         self._keeps_states = any(own.state is not None for own in mixers)
         self.forms = chain.forms
         """As `kernels.cpu.fused_layer.run_fused_layer` takes them."""
@@ -75,21 +76,41 @@ class FusedLayers:
         return all(own.query_scale is None for own in angles)
 
     def __call__(self, h: torch.Tensor, step: StepContext, angles: Sequence[Angles]) -> torch.Tensor:
-        """[T, width] of embedded tokens `h` [T, width], which are overwritten; `angles` are those of each layer."""
+        """[T, width] of embedded tokens `h` [T, width], which are overwritten; `angles` are those of each rotary
+        embedding of the model, and last those of layers that have none."""
         backend: Any = step.backend
-        places = [
-            (*_attended_at(own.attention, backend, angles[layer]), *_pools_of(own.state, step))
-            for own, layer in zip(self._mixers, self._layers, strict=True)
-        ]
         out = new_tensor(tuple(h.shape), h.dtype)
         adapters = None if step.adapters is None else step.adapters.records(self._paths)
         segments = None
         if self._keeps_states and step.states is not None:
             segments = np.array(self._segment_places(step.states.segments), dtype=np.int64)
-        self._chain(
-            h, out, np.array(places, dtype=np.int64), backend.tile_types, self._scratch, adapters or (0, 0, 0), segments
-        )
+        places = self._places(backend, step, angles)
+        self._chain(h, out, places, backend.tile_types, self._scratch, adapters or (0, 0, 0), segments)
         return out
+
+    def _places(self, backend: Any, step: StepContext, angles: Sequence[Angles]) -> NDArray[np.int64]:
+        """Where each layer's keys, values, angles and states lie: mostly where they did in the step before."""
+        turned = [(own.cos.data_ptr(), own.sin.data_ptr(), own.cos.shape[-1]) for own in angles]
+        pools = None if step.states is None else step.states.pools
+        known = self._known
+        if known is not None and known.placed is backend.placed and known.turned == turned and known.pools() is pools:
+            return known.places
+        places = [(*_attended_at(own.attention, backend, turned), *_pools_of(own.state, step)) for own in self._mixers]
+        held: Callable[[], StatePools | None] = (lambda: None) if pools is None else ref(pools)
+        self._known = _Known(backend.placed, turned, held, np.array(places, dtype=np.int64))
+        return self._known.places
+
+
+class _Known(NamedTuple):
+    """What a step's layers were told, and what that follows from."""
+
+    placed: object
+    """Of the attention backend."""
+    turned: list[tuple[int, int, int]]
+    """Addresses of cosines and sines, and how many dimensions they turn."""
+    pools: Callable[[], StatePools | None]
+    """Of states; nothing here keeps them in memory."""
+    places: NDArray[np.int64]
 
 
 class Mixers(NamedTuple):
@@ -113,8 +134,6 @@ class Mixers(NamedTuple):
 class Span(NamedTuple):
     """What one `FusedLayerKernel` computes: a layer, or a mixer alone and the feed-forward part that follows it."""
 
-    place: int
-    """Of the layer that mixes, among the model's."""
     mixing: LayerParts
     feeding: LayerParts | None
     """None: a mixer alone, which another follows."""
@@ -127,11 +146,12 @@ class Span(NamedTuple):
         return self.mixing.before_mlp if self.feeding is self.mixing else self.feeding.before_attention
 
 
-def _attended_at(attention: Attention | None, backend: Any, angles: Angles) -> tuple[int, ...]:
+def _attended_at(attention: Attention | None, backend: Any, turned: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
     """Where the layer's keys, values and angles lie."""
     if attention is None:
         return (0,) * 6
-    return (*backend.place(attention.index), angles.cos.data_ptr(), angles.sin.data_ptr(), angles.cos.shape[-1])
+    rotary = attention.config.rotary
+    return (*backend.place(attention.index), *turned[-1 if rotary is None else rotary])
 
 
 def _pools_of(mixer: FusedMix | None, step: StepContext) -> tuple[int, ...]:
@@ -179,15 +199,15 @@ def fused_layers(
     needed = max(kernel.scratch_bytes(MOST_TOKENS, options.dtype.itemsize) for kernel in kernels)
     scratch = torch.empty(needed + chain.scratch_bytes(MOST_TOKENS), dtype=torch.uint8)
     paths = tuple(path for span, own in zip(spans, mixers, strict=True) for path in _paths(span, own))
-    return FusedLayers(chain, scratch, paths, mixers, [span.place for span in spans])
+    return FusedLayers(chain, scratch, paths, mixers)
 
 
 def _spans(layers: Sequence[LayerParts]) -> list[Span] | None:
     """None: a feed-forward part alone has no mixer alone before it."""
     found: list[Span] = []
-    for index, layer in enumerate(layers):
+    for layer in layers:
         if layer.attention is not None or layer.state is not None:
-            found.append(Span(index, layer, None if layer.mlp is None else layer))
+            found.append(Span(layer, None if layer.mlp is None else layer))
         elif found and found[-1].feeding is None:
             found[-1] = found[-1]._replace(feeding=layer)
         else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from asyncengine.device.output_buffers import new_tensor
 from asyncengine.kernels.cpu import compiler_missing
+
+if TYPE_CHECKING:
+    from asyncengine.kernels.cpu.gather import RowCopies
 
 _TABLE = 8192
 """Most positions whose cosines and sines are kept: a few MiB."""
@@ -61,7 +63,8 @@ class Angles(NamedTuple):
 class Rotary:
     """Cosines and sines [T, dim] in the model's dtype, for positions int64 [T] on its device.
 
-    Of the first positions they are kept: on a CPU a step's own would take ten small operations.
+    Of the first positions they are kept: on a CPU a step's own would take ten small operations. There those of a few
+    positions lie where the next few will.
     """
 
     def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,13 +73,13 @@ class Rotary:
         self._frequencies = torch.tensor(np.array(config.frequencies, dtype=np.float32), device=device)
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = min(length, _TABLE)
-        self._copy_rows = None
+        self._few: tuple[RowCopies, RowCopies] | None = None
         if device.type == "cpu":
             self._tables = self._compute(torch.arange(self._length))
             if compiler_missing(dtype, device) is None:
-                from asyncengine.kernels.cpu.gather import copy_rows
+                from asyncengine.kernels.cpu.gather import RowCopies
 
-                self._copy_rows = copy_rows
+                self._few = RowCopies(self._tables[0], _FEW), RowCopies(self._tables[1], _FEW)
 
     def __call__(self, positions: torch.Tensor) -> Angles:
         angles = self._angles(positions)
@@ -88,15 +91,13 @@ class Rotary:
         return angles._replace(query_scale=scale.to(self._dtype))
 
     def _angles(self, positions: torch.Tensor) -> Angles:
-        tables, style = self._tables, self.config.style
+        tables, few, style = self._tables, self._few, self.config.style
+        if few is not None and positions.shape[0] <= _FEW and max(positions.tolist(), default=0) < self._length:
+            cos, sin = few
+            return Angles(cos(positions), sin(positions), style)
         if tables is None or positions.numpy().max(initial=0) >= self._length:
             return Angles(*self._compute(positions), style)
-        if self._copy_rows is None or len(positions) > _FEW:
-            return Angles(tables[0].index_select(0, positions), tables[1].index_select(0, positions), style)
-        cos, sin = (new_tensor((len(positions), table.shape[1]), table.dtype) for table in tables)
-        self._copy_rows(positions, tables[0], cos)
-        self._copy_rows(positions, tables[1], sin)
-        return Angles(cos, sin, style)
+        return Angles(tables[0].index_select(0, positions), tables[1].index_select(0, positions), style)
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions.to(torch.float32)[:, None] * self._frequencies

@@ -275,6 +275,9 @@ class Decoder:
         ]
         self.norm = None if config.final_norm is None else Norm(options, config.norm, config.final_norm, config.width)
         self.rotary = [Rotary(rotary, max_model_len, options.dtype, options.device) for rotary in config.rotary]
+        chosen = [None if layer.attention is None else layer.attention.rotary for layer in config.layers]
+        self._rotaries = [len(self.rotary) if own is None else own for own in chosen]
+        """Which of these each layer has; the last: none."""
         self._unrotated = Angles(options.zeros(1, 0), options.zeros(1, 0), "halves")
         attentions = [layer.attention for layer in self.layers if layer.attention is not None]
         self.specs: Sequence[LayerSpec] = [own.spec for own in attentions if own.config.keys_of is None]
@@ -284,7 +287,8 @@ class Decoder:
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
-        wanted = None if len(rows) == len(ids) else rows  # ascending: as many as there are tokens are all of them
+        # ascending: as many as there are tokens are all of them
+        wanted = None if rows.shape[0] == ids.shape[0] else rows
         return self.logits(self.hidden_states(ids, step, wanted), step)
 
     def hidden_states(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -295,21 +299,19 @@ class Decoder:
             h = self.projections[0](h, step.adapters)
         if self.positions is not None:
             h = h + self.positions(step.positions + self.config.position_offset)
-        angles = [rotary(step.positions) for rotary in self.rotary]
-        chosen = [None if (spec := layer.config.attention) is None else spec.rotary for layer in self.layers]
-        by_layer = [self._unrotated if own is None else angles[own] for own in chosen]
-        if self.fused is not None and self.fused.serves(len(ids), step, by_layer):
+        angles = [*(rotary(step.positions) for rotary in self.rotary), self._unrotated]
+        if self.fused is not None and self.fused.serves(ids.shape[0], step, angles):
             if rows is None:
-                return self.fused(h, step, by_layer)
+                return self.fused(h, step, angles)
             if step.adapters is None:  # else the last feed-forward part has its rows' own
-                return self.fused(h, step, by_layer).index_select(0, rows)
+                return self.fused(h, step, angles).index_select(0, rows)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
         for place, layer in enumerate(self.layers):
             last = place + 1 == len(self.layers)
             following = self.norm if last else self.layers[place + 1].before_attention
             own = None if vectors is None else vectors[:, place]
-            h, x = layer(h, x, step, by_layer[place], following, rows if last else None, own)
+            h, x = layer(h, x, step, angles[self._rotaries[place]], following, rows if last else None, own)
         if self.projections:
             x = self.projections[1](x, step.adapters if rows is None else step.row_adapters)
         return x

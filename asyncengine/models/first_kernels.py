@@ -161,7 +161,7 @@ def _rows(weight: WeightForm, kind: str) -> list[str]:
     if isinstance(weight, PackedWeight):
         return [_named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
     if isinstance(weight, PanelWeight):
-        return [_named("quantized_panels:_read_rows", 9, kind, 1)]
+        return [_named(f"quantized_panels:{name}", 9, kind, 1) for name in ("_read_few_rows", "_read_rows")]
     return []
 
 

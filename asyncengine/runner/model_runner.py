@@ -107,6 +107,8 @@ class ModelRunner:
         if num_states:
             self._states = StatePools(model.states, num_states, model.dtype, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
+        self._inference = torch.inference_mode()
+        """Making one takes longer than to begin and end it."""
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;
@@ -151,7 +153,7 @@ class ModelRunner:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
         cores = self.cores.step(torch_alone=self._compiled, small=self._small)
-        with torch.inference_mode(), on_device(self._device), cores:
+        with self._inference, on_device(self._device), cores:
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)
             logits = self._forward(batch, step)
@@ -259,7 +261,9 @@ class ModelRunner:
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
         # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
         if self._device.type == "cpu":
-            self._last_token.numpy()[slots] = tokens.numpy()
+            last = self._last_token.numpy()
+            for slot, token in zip(slots, tokens.tolist(), strict=True):  # a row's last one stands
+                last[slot] = token
         else:
             self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
         for place in pending.filled.discarded:  # tokens that were not to be have been counted

@@ -83,6 +83,9 @@ class PendingStep:
         tokens = sampled.tokens.tolist()
         errors = {**sampled.errors, **self.filled.errors}
         masked = dict.fromkeys(self.filled.places)
+        if not (errors or masked or self.logprobs):
+            self._read_plain(tokens, result)
+            return
         scored: dict[int, TokenLogprob] = {}
         if self.logprobs is not None:
             places, tensors = self.logprobs
@@ -105,6 +108,18 @@ class PendingStep:
                 self._put(result, index, row, produced)
                 if scored and used and used[0][0] in scored:
                     result.logprobs[index] = [self._logprob(scored[place], place, token) for place, token in used]
+            first = beyond
+
+    def _read_plain(self, tokens: list[int], result: StepResult) -> None:
+        """The same where nothing but tokens was asked for, and nothing failed."""
+        first = 0
+        while first < len(tokens):
+            index = self.sampling[first]
+            row = self.batch.rows[index]
+            beyond = first + 1 + len(row.drafts)
+            self._put(
+                result, index, row, _accepted(row.drafts, tokens[first:beyond]) if row.drafts else [tokens[first]]
+            )
             first = beyond
 
     def _put(self, result: StepResult, index: int, row: Row, produced: list[int]) -> None:
@@ -163,5 +178,8 @@ def _accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
 
 def _agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
     """How many of `drafts` are the first of `tokens`."""
-    pairs = zip(drafts, tokens, strict=False)
-    return next((count for count, (draft, token) in enumerate(pairs) if draft != token), min(len(drafts), len(tokens)))
+    most = min(len(drafts), len(tokens))
+    for count in range(most):
+        if drafts[count] != tokens[count]:
+            return count
+    return most

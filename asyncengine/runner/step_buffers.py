@@ -3,21 +3,32 @@
 Page tables are persistent: one row per slot, into which only pages that are new since the last step are copied. That
 rests on the batch's sharing rule: a request's page list is appended to or replaced by a new list, never changed in
 place, so the same list object means the same leading pages.
+
+On a CPU a short step is written into the arrays of the short step of the same shape before it: making new ones takes
+longer than filling them. There a step has been computed when the next one is built, however many are in flight: nothing
+that outlives a launch may be kept of a `Step`. On other devices every step has arrays of its own, which are still being
+copied.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncengine.attention.base import StepView
-from asyncengine.device.pinned import Int64Array
+from asyncengine.device.pinned import Int32Array, Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.layers.states import StateSegments
 from asyncengine.pooling.pool import Span
 from asyncengine.step import Batch, Row
+
+_FEW = 64
+"""Tokens of a step up to which counting them one by one takes less time than calling numpy."""
+_SHAPES = 64
+"""Shapes of short steps whose arrays are kept: a few KiB each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,21 +80,106 @@ class _SlotTables:
         self._copied[slot] = max(copied, need)
 
 
+class _Shape(NamedTuple):
+    """What decides how large the arrays of a step are."""
+
+    tokens: int
+    rows: int
+    logits: int
+    sampled: int
+    windows: bool
+
+
+class _ShortArrays:
+    """The arrays of short steps of one shape, in one block of memory."""
+
+    def __init__(self, shape: _Shape) -> None:
+        tokens, rows, near = shape.tokens, shape.rows, shape.tokens * shape.windows
+        sizes = [tokens, tokens, tokens, near, shape.logits, rows, rows, rows + 1, shape.sampled]
+        self.numbers = np.empty(sum(sizes), dtype=np.int64)
+        parts = np.split(self.numbers, np.cumsum(sizes)[:-1])
+        self.starts, self.counts, self.qo_indptr, self.sample_logits = parts[5:]
+        self.input_ids, self.positions, self.kv_slots, self.window_slots, self.logit_rows = (
+            torch.from_numpy(part) for part in parts[:5]
+        )
+
+
 class StepBuffers:
-    """Builds steps for one runner. Keeps page tables per slot; everything else is made anew."""
+    """Builds steps for one runner. Keeps page tables per slot, and on a CPU the arrays of short steps."""
 
     def __init__(self, max_num_seqs: int, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
         self._device = device
         self._tables = _SlotTables(max_num_seqs)
         self._window_tables = _SlotTables(max_num_seqs)
+        self._short: dict[_Shape, _ShortArrays] = {}
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
 
-        Raises `ValueError` if a row does not carry the tokens or pages its positions need.
+        What a CPU's short step is made of is overwritten by the next one. Raises `ValueError` if a row does not carry
+        the tokens or pages its positions need.
         """
-        rows = batch.rows
+        if self._device.type == "cpu" and 0 < batch.num_tokens <= _FEW:
+            return self._build_short(batch.rows, last_token)
+        return self._build(batch.rows, last_token)
+
+    def _build_short(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
+        """`_build`, token by token, into arrays that are there."""
+        size = self._page_size
+        ids: list[int] = []
+        positions: list[int] = []
+        targets: list[int] = []
+        near: list[int] = []
+        bounds, most = [0], 0
+        windows = rows[0].window is not None
+        for row in rows:
+            start, end, pages = row.start, row.start + row.num_scheduled, row.pages
+            need = -(-end // size)
+            most = max(most, need)
+            self._tables.update(row.slot, pages, 0, need)
+            ids += self._input_tokens(row)
+            if row.in_flight:
+                ids[-1] = int(last_token.numpy()[row.slot])
+            positions += range(start, end)
+            targets += [pages[place // size] * size + place % size for place in range(start, end)]
+            if row.window is not None:
+                first, pages = row.window
+                self._window_tables.update(row.slot, pages, first, need)
+                near += [pages[place // size - first] * size + place % size for place in range(start, end)]
+            bounds.append(len(ids))
+        wanted, sampling, sample_logits, spans, pooled = _wanted_logits(rows, bounds)
+        arrays = self._arrays(_Shape(len(ids), len(rows), len(wanted), len(sampling), windows))
+        starts, counts = [row.start for row in rows], [row.num_scheduled for row in rows]
+        arrays.numbers[:] = [
+            *ids, *positions, *targets, *near, *wanted, *starts, *counts, *bounds, *sample_logits
+        ]  # fmt: skip
+        far, close = self._tables_of(rows, most, windows)
+        view = StepView(
+            arrays.starts, arrays.counts, arrays.qo_indptr, far, arrays.kv_slots, None, close,
+            arrays.window_slots if windows else None,
+        )  # fmt: skip
+        return Step(
+            view, arrays.input_ids, arrays.positions, arrays.logit_rows, sampling, arrays.sample_logits, spans, pooled,
+            _segments(rows, bounds),
+        )  # fmt: skip
+
+    def _arrays(self, shape: _Shape) -> _ShortArrays:
+        found = self._short.get(shape)
+        if found is None:
+            if len(self._short) == _SHAPES:
+                self._short.clear()
+            found = self._short[shape] = _ShortArrays(shape)
+        return found
+
+    def _tables_of(self, rows: tuple[Row, ...], width: int, windows: bool) -> tuple[Int32Array, Int32Array | None]:
+        """The first `width` pages of each row, and those of layers with windows; where there is one row, no copy."""
+        slot = rows[0].slot
+        chosen = slice(slot, slot + 1) if len(rows) == 1 else [row.slot for row in rows]
+        near = self._window_tables.rows[chosen, :width] if windows else None
+        return self._tables.rows[chosen, :width], near
+
+    def _build(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
         tokens: list[int] = []
         in_flight: list[tuple[int, int]] = []
         windows = bool(rows) and rows[0].window is not None
@@ -105,10 +201,11 @@ class StepBuffers:
         places = (slots[row_of_token], positions // self._page_size)
         offsets = positions % self._page_size
         kv_slots = self._tables.rows[places].astype(np.int64) * self._page_size + offsets
-        logit_rows, sampling, sample_logits, prompt_spans, pooled = _wanted_logits(rows, indptr)
+        bounds = indptr.tolist()
+        wanted, sampling, sample_logits, prompt_spans, pooled = _wanted_logits(rows, bounds)
         width = int(-(-(starts + counts).max() // self._page_size))
 
-        packed = [np.array(tokens, dtype=np.int64), positions, kv_slots, logit_rows]
+        packed = [np.array(tokens, dtype=np.int64), positions, kv_slots, np.array(wanted, dtype=np.int64)]
         if windows:
             packed.append(self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets)
         on_device = upload(np.concatenate(packed), self._device)
@@ -119,8 +216,9 @@ class StepBuffers:
         view = StepView(starts, counts, indptr, self._tables.rows[slots, :width], targets)
         if windows:
             view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
-        segments = _segments(rows, indptr)
-        return Step(view, input_ids, where, keep, sampling, sample_logits, prompt_spans, pooled, segments)
+        of_sampled = np.array(sample_logits, dtype=np.int64)
+        segments = _segments(rows, bounds)
+        return Step(view, input_ids, where, keep, sampling, of_sampled, prompt_spans, pooled, segments)
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled
@@ -135,12 +233,12 @@ class StepBuffers:
         return tokens
 
 
-def _segments(rows: tuple[Row, ...], indptr: Int64Array) -> StateSegments | None:
+def _segments(rows: tuple[Row, ...], indptr: list[int]) -> StateSegments | None:
     """Each row from the state it starts from over the snapshots it takes to its own."""
     if not rows or rows[0].state is None:
         return None
     bounds, parts = [0], []
-    for row, first in zip(rows, indptr.tolist(), strict=False):
+    for row, first in zip(rows, indptr, strict=False):
         use = row.state
         assert use is not None
         begin, source = first, use.source
@@ -155,8 +253,8 @@ def _segments(rows: tuple[Row, ...], indptr: Int64Array) -> StateSegments | None
 
 
 def _wanted_logits(
-    rows: tuple[Row, ...], indptr: Int64Array
-) -> tuple[Int64Array, list[int], Int64Array, list[tuple[int, int, int]], list[Span]]:
+    rows: tuple[Row, ...], indptr: list[int]
+) -> tuple[list[int], list[int], list[int], list[tuple[int, int, int]], list[Span]]:
     """Which tokens' logits are wanted, and for what; of requests for vectors, which hidden states."""
     wanted: list[int] = []
     sampling: list[int] = []
@@ -164,7 +262,7 @@ def _wanted_logits(
     spans: list[tuple[int, int, int]] = []
     pooled: list[Span] = []
     for index, row in enumerate(rows):
-        begin, end = int(indptr[index]), int(indptr[index + 1])
+        begin, end = indptr[index], indptr[index + 1]
         if row.spec.pooled is not None:
             first = begin if row.spec.pooled.every else end - 1
             if row.samples or row.spec.pooled.every:
@@ -182,4 +280,4 @@ def _wanted_logits(
                     wanted.append(last)
                 sampling.append(index)
                 sample_logits.append(len(wanted) - 1)
-    return np.array(wanted, dtype=np.int64), sampling, np.array(sample_logits, dtype=np.int64), spans, pooled
+    return wanted, sampling, sample_logits, spans, pooled

@@ -26,7 +26,7 @@ class LogitProcessors:
         self,
         rows: Sequence[Row],
         params: SlotParams,
-        slots: Int64Array,
+        slots: Int64Array | list[int],
         masks: FilledMasks,
         vocab_size: int,
     ) -> None:

@@ -7,6 +7,7 @@ sampled by the step before: its mask is filled when that token is here, while th
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +48,11 @@ class FilledMasks:
     discarded: list[int]
     """Index among the sampled tokens of those whose input was not what they were launched for."""
 
-    @classmethod
-    def none(cls) -> FilledMasks:
-        return cls([], torch.empty(0, 0, dtype=torch.int32), {}, [])
+    @staticmethod
+    @functools.cache
+    def none() -> FilledMasks:
+        """Of steps without masks; nobody changes it."""
+        return FilledMasks([], torch.empty(0, 0, dtype=torch.int32), {}, [])
 
 
 class StepMasks:

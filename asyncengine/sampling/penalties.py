@@ -38,6 +38,11 @@ class PenaltyTable:
         self._device = device
         self._states: dict[int, _SlotState] = {}
 
+    @property
+    def empty(self) -> bool:
+        """True: nobody has asked for a penalty."""
+        return not self._states
+
     def forget(self, slot: int) -> None:
         """The slot's request asks for no penalty. Idempotent."""
         self._states.pop(slot, None)

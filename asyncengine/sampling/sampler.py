@@ -28,6 +28,10 @@ from asyncengine.sampling.top_p import kept_threshold
 from asyncengine.step import Row
 
 _BLOCK = 512
+_KERNEL_TYPES = (torch.bfloat16, torch.float32)
+"""Of logits that the compiled choice takes."""
+_FEW = 64
+"""Logits up to which each is looked at by itself."""
 NON_FINITE = "the model produced non-finite logits"
 NOTHING_ALLOWED = "no token is allowed: grammar, logit_bias and min_tokens exclude all"
 
@@ -50,7 +54,9 @@ class Sampled:
     @property
     def errors(self) -> dict[int, str]:
         """For host tensors: row -> why it has no token."""
-        if bool(np.isfinite(self.best.float().numpy()).all()):
+        best = self.best
+        few = best.shape[0] <= _FEW
+        if all(map(math.isfinite, best.tolist())) if few else bool(np.isfinite(best.float().numpy()).all()):
             return {}
         return {
             row: NOTHING_ALLOWED if row in self.processed and value == float("-inf") else NON_FINITE
@@ -81,7 +87,14 @@ class Sampler:
         last_token: torch.Tensor,
     ) -> Sampled:
         """One token for each row from its logits [rows, vocab] (not modified), among those its mask allows."""
-        slots = self._params.update(rows)
+        own = self._params.update(rows)
+        if self._is_plain(rows, logits, masks):
+            if not self._penalties.empty:
+                for slot in own:
+                    self._penalties.forget(slot)
+            tokens, best = self._kernel.choose_few(logits, *self._params.few_columns(rows))
+            return Sampled(tokens, best, ())
+        slots = np.array(own, dtype=np.int64)
         processors = LogitProcessors(rows, self._params, slots, masks, self._vocab_size)
         for row in rows:
             if not self._params.penalized[row.slot]:
@@ -103,11 +116,18 @@ class Sampler:
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])
         return Sampled(tokens, best, processors.places)
 
+    def _is_plain(self, rows: Sequence[Row], logits: torch.Tensor, masks: FilledMasks) -> bool:
+        """Whether a kernel can choose for a few rows whose logits are taken as they are."""
+        if self._kernel is None or masks.places or len(rows) > self._kernel.few:
+            return False
+        processed = self._params.processed
+        return logits.dtype in _KERNEL_TYPES and not any(processed[row.slot] for row in rows)
+
     def _choose(
         self, slots: Int64Array, positions: Int64Array, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens int64 [rows], 0 where void; the largest logit of each row) of logits [rows, vocab]."""
-        if self._kernel is not None and logits.dtype in (torch.bfloat16, torch.float32):
+        if self._kernel is not None and logits.dtype in _KERNEL_TYPES:
             chosen: tuple[torch.Tensor, torch.Tensor] = self._kernel.choose(
                 logits, *self._params.columns(slots, positions)
             )

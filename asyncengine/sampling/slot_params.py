@@ -31,14 +31,29 @@ class SlotParams:
         self.presence = np.zeros(max_num_seqs, dtype=np.float32)
         self.frequency = np.zeros(max_num_seqs, dtype=np.float32)
         self.penalized = np.zeros(max_num_seqs, dtype=np.bool_)
+        self.processed = [False] * max_num_seqs
+        """Whether the slot's logits may go through a processor before anything is chosen, grammars' masks aside."""
+        self._few = [((1.0, 1.0, 0.0), (0, 0, 0))] * max_num_seqs
+        """Of each slot, what `columns` says of it, but for the position."""
 
-    def update(self, rows: Sequence[Row]) -> Int64Array:
+    def update(self, rows: Sequence[Row]) -> list[int]:
         """Bring the slots of `rows` up to date; returns the slots."""
         for row in rows:
             known = self._specs[row.slot]
             if known is None or known() is not row.spec:
                 self._write(row.slot, row.spec)
-        return np.array([row.slot for row in rows], dtype=np.int64)
+        return [row.slot for row in rows]
+
+    def few_columns(self, rows: Sequence[Row]) -> tuple[list[float], list[int]]:
+        """What `columns` says of `rows`, which are up to date, one behind the other."""
+        floats: list[float] = []
+        whole: list[int] = []
+        for row in rows:
+            own, keys = self._few[row.slot]
+            floats += own
+            whole += keys
+            whole.append(row.start + row.num_scheduled)
+        return floats, whole
 
     def columns(self, slots: Int64Array, positions: Int64Array) -> tuple[NDArray[np.float32], Int64Array]:
         """What a compiled sampler takes: float32 [rows, 3] temperature, top-p, min-p; int64 [rows, 4] top-k, the
@@ -60,4 +75,8 @@ class SlotParams:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
+        held_open = bool(spec.stop_ids) and params.min_tokens > 0
+        self.processed[slot] = bool(self.penalized[slot] or params.logit_bias or held_open)
+        floats, whole = self.columns(np.array([slot]), np.zeros(1, dtype=np.int64))
+        self._few[slot] = tuple(floats[0].tolist()), tuple(whole[0, :3].tolist())
         self._specs[slot] = ref(spec)

@@ -114,6 +114,8 @@ class FusedLayersKernel:
         self._projections = np.zeros((2, LINEAR_FIELDS), dtype=np.int64)
         self._projections[: len(records)] = [record.fields for record in records]
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
+        self._places: NDArray[np.int64] | None = None
+        """Those that the table has now."""
         self._numbers = np.zeros((len(layers), NUMBERS), dtype=np.float32)
         attending = [records[0].outputs, *(layer.attending for layer in layers)]
         """Columns of what each layer's attention reads, which is the last part of the layer before."""
@@ -123,6 +125,8 @@ class FusedLayersKernel:
             self._table[place, COLUMNS] = attending[place]
             self._numbers[place, :HEAD_EPSILON] = factor, *epsilons
             self._note(place, own)
+        self._table_at, self._numbers_at = self._table.ctypes.data, self._numbers.ctypes.data
+        self._projections_at = self._projections.ctypes.data
         self._codes = {place: own.state.code for place, own in enumerate(mixes) if own.state is not None}
         """Of layers whose code has not been asked for."""
         self._width = records[0].inputs
@@ -160,19 +164,21 @@ class FusedLayersKernel:
     ) -> None:
         """out = what the output layer reads, of the embedded tokens h, which are overwritten. Both [rows, width].
 
-        `places` int64 [layers, 8]: POOL .. WINDOWS of each layer, zeros for what it has not; `tile_types` (lanes,
-        operand) as `attention.attend` takes them; `adapters`: `AdapterRecords` of all linears in order, `LINEARS` of
-        each layer, of which the first two are its projections, or zeros; `segments` int64 [6]: `segment_places`, where
-        layers keep states.
+        `places` int64 [layers, 8]: POOL .. WINDOWS of each layer, zeros for what it has not; an array that nobody
+        changes, as that of the last call is not looked at again; `tile_types` (lanes, operand) as `attention.attend`
+        takes them; `adapters`: `AdapterRecords` of all linears in order, `LINEARS` of each layer, of which the first
+        two are its projections, or zeros; `segments` int64 [6]: `segment_places`, where layers keep states.
         """
         rows = h.shape[0]
-        for place in [*self._codes]:
-            self._table[place, CODE] = address_of(self._codes.pop(place))
-        self._table[:, POOL:] = places
+        while self._codes:
+            place, code = self._codes.popitem()
+            self._table[place, CODE] = address_of(code)
+        if places is not self._places:
+            self._table[:, POOL:] = self._places = places
+        memory = scratch.data_ptr()
         _run_layers(
-            self._table.ctypes.data, self._numbers.ctypes.data, len(self._table), *self._first,
-            self._projections.ctypes.data, h.data_ptr(), out.data_ptr(), scratch.data_ptr(),
-            scratch.data_ptr() + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
+            self._table_at, self._numbers_at, len(self._table), *self._first, self._projections_at, h.data_ptr(),
+            out.data_ptr(), memory, memory + self.scratch_bytes(rows), rows, self._width, self._outputs, self._query,
             self._attended, *packed.tiles_for(rows), *self.forms, self._kind, *tile_types, self._size, *adapters,
             0 if segments is None else segments.ctypes.data, use_team(),
         )  # fmt: skip

@@ -22,10 +22,21 @@ def _copy_rows(places: int, table: int, out: int, count: int, width: int) -> Non
 _copy_few_rows = with_gil(_copy_rows)
 
 
-def copy_rows(places: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """out [n, width] = rows `places` (int64 [n], in range) of a table [rows, width] of 16 or 32 bits, all contiguous.
+class RowCopies:
+    """Copies of a few rows of a table [rows, width] of 16 or 32 bits, contiguous; each overwrites the one before."""
 
-    For a few rows: the interpreter's lock is kept.
-    """
-    width = out.shape[-1] * out.itemsize // 2
-    _copy_few_rows(places.data_ptr(), table.data_ptr(), out.data_ptr(), places.numel(), width)
+    def __init__(self, table: torch.Tensor, most: int) -> None:
+        """`most` rows at once."""
+        self._table, self._memory = table, table.new_empty((most, table.shape[1]))
+        self._at = table.data_ptr(), self._memory.data_ptr()
+        self._width = table.shape[1] * table.itemsize // 2
+        self._parts: dict[int, torch.Tensor] = {}
+
+    def __call__(self, places: torch.Tensor) -> torch.Tensor:
+        """[n, width]: rows `places` (int64 [n], contiguous, in range). The interpreter's lock is kept."""
+        count = places.shape[0]
+        _copy_few_rows(places.data_ptr(), *self._at, count, self._width)
+        found = self._parts.get(count)
+        if found is None:
+            found = self._parts[count] = self._memory[:count]
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, serial_in_order
+from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, serial_in_order, with_gil
 from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -18,6 +19,8 @@ from asyncengine.kernels.cpu.vectors import bits_of, number_of
 
 _WORK = 2
 """Bytes that could be read while a number is put in its place."""
+_AT_ONCE = 2**14
+"""Numbers up to which rows are read with the interpreter's lock kept: some ten microseconds."""
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _KINDS: dict[int, Any] = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0)}
 _PLANES = ("scales", "minima", "steps", "minimum_steps", "zeros")
@@ -68,18 +71,25 @@ def read_rows(
     form: PanelForm, panels: torch.Tensor, row_scales: torch.Tensor | None, ids: torch.Tensor, out: torch.Tensor
 ) -> None:
     """out [n, inputs] = rows `ids` (int64 [n], contiguous, in range): exact, and rounded once to `out`'s type."""
+    settings, table = _settings_of(form)
+    few = out.numel() <= _AT_ONCE
+    read, team = (_read_few_rows, 0) if few else (_read_rows, use_team())
+    read(
+        ids.data_ptr(), panels.data_ptr(), 0 if row_scales is None else row_scales.data_ptr(), out.data_ptr(),
+        ids.shape[0], out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, kind_of(out.dtype), team,
+    )  # fmt: skip
+
+
+@functools.cache
+def _settings_of(form: PanelForm) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """What `_read_rows` takes; nobody changes it."""
     offsets = [form.planes[name][0] if name in form.planes else -1 for name in _PLANES]
-    table = np.array(form.table or [0], dtype=np.int32)
     settings = np.array(
         [form.chunk, form.chunk_bytes, form.head, form.bits, form.group, form.block, _SCALES[form.scale],
          _BELOW[form.below], form.offset, *offsets],
         dtype=np.int64,
     )  # fmt: skip
-    _read_rows(
-        ids.data_ptr(), panels.data_ptr(), 0 if row_scales is None else row_scales.data_ptr(), out.data_ptr(),
-        ids.numel(), out.shape[-1], panels.shape[1], settings.ctypes.data, table.ctypes.data, kind_of(out.dtype),
-        use_team(),
-    )  # fmt: skip
+    return settings, np.array(form.table or [0], dtype=np.int32)
 
 
 @serial
@@ -163,6 +173,9 @@ def _read_rows(
     pieces = pieces_of(count * inputs * _WORK, count, team)
     known = (ids, panels, row_scales, out, inputs, count, chunks, settings, table, kind)
     parallel_for(_read_part, team, pieces, known)
+
+
+_read_few_rows = with_gil(_read_rows)
 
 
 @serial_in_order

@@ -7,6 +7,7 @@ over a row, and most of the others look only at blocks that can matter: a top-k 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,17 @@ _WHOLE, _SINGLE = np.int64(0), np.float32(0)
 class SamplerKernel:
     """Chooses one token for each row. Holds working memory: one step at a time."""
 
+    few = 64
+    """Rows up to which lists of what they ask for take less time than arrays."""
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._num_blocks = -(-vocab_size // BLOCK)
-        self._scratch = np.empty((0, 0), dtype=np.float32)
+        self._width = 2 * vocab_size + self._num_blocks + 1
+        """Numbers of a worker's memory."""
+        self._scratch = torch.empty((0, 0), dtype=torch.float32)
+        self._few = np.empty(3 * self.few, dtype=np.float32), np.empty(4 * self.few, dtype=np.int64)
+        self._few_at = self._few[0].ctypes.data, self._few[1].ctypes.data
         # compiled now rather than in somebody's first step
         self.choose(torch.zeros((1, vocab_size)), np.zeros((1, 3), np.float32), np.zeros((1, 4), np.int64))
 
@@ -48,19 +56,31 @@ class SamplerKernel:
         (0: all), both halves of the seed, position. A row whose largest logit is not finite gets token 0, and NaN for
         that logit if it has one anywhere.
         """
+        return self._choose(logits, params.ctypes.data, keys.ctypes.data)
+
+    def choose_few(
+        self, logits: torch.Tensor, params: Sequence[float], keys: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of up to `few` rows, whose numbers come one behind the other."""
+        numbers, whole = self._few
+        numbers[: len(params)] = params
+        whole[: len(keys)] = keys
+        return self._choose(logits, *self._few_at)
+
+    def _choose(self, logits: torch.Tensor, params: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.float().contiguous()
         rows = logits.shape[0]
         *_, workers = team_threads()
-        if len(self._scratch) < workers:
-            self._scratch = np.empty((workers, 2 * self._vocab_size + self._num_blocks + 1), dtype=np.float32)
+        if self._scratch.shape[0] < workers:
+            self._scratch = torch.empty((workers, self._width), dtype=torch.float32)
         # not torch.empty, which lets go of the interpreter's lock
-        tokens, best = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.float32)
+        tokens, best = torch.from_numpy(np.empty(rows, np.int64)), torch.from_numpy(np.empty(rows, np.float32))
         choose, team = (_choose_at_once, 0) if logits.numel() <= _AT_ONCE else (_choose, use_team())
         choose(
-            logits.data_ptr(), params.ctypes.data, keys.ctypes.data, self._scratch.ctypes.data, tokens.ctypes.data,
-            best.ctypes.data, rows, self._vocab_size, self._scratch.shape[1], team,
+            logits.data_ptr(), params, keys, self._scratch.data_ptr(), tokens.data_ptr(), best.data_ptr(), rows,
+            self._vocab_size, self._width, team,
         )  # fmt: skip
-        return torch.from_numpy(tokens), torch.from_numpy(best)
+        return tokens, best
 
 
 @serial

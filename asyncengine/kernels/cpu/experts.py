@@ -33,7 +33,7 @@ from asyncengine.kernels.cpu.gemm_quantized import (
 )
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
-from asyncengine.kernels.cpu.packed import WIDTH, multiply_part, panels_at_once
+from asyncengine.kernels.cpu.packed import SIZES, WIDTH, multiply_part, panels_at_once
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
 from asyncengine.kernels.cpu.team import use_team
@@ -47,6 +47,7 @@ UP, DOWN = range(2)
 _ORDER, _PLACE, _BEGINS, _ACTIVE, _GATHERED, _BOTH, _INNER, _MADE, _ROUNDED = range(9)
 _PARTS = 9
 _LINE = 64
+_MOST = SIZES[-1]
 _EVEN = 8
 """Rows of an expert whose arithmetic takes about as long as reading its panels."""
 _CHUNK = 2**18
@@ -272,9 +273,9 @@ def _packed_part(
 @inline
 def _tiles_for(rows: int) -> tuple[int, int]:
     """As `packed.tiles_for`."""
-    tiles = (rows + 11) // 12
+    tiles = (rows + _MOST - 1) // _MOST
     while True:
-        for size in (1, 2, 3, 4, 6, 8, 12):
+        for size in SIZES:
             if size <= rows <= size * tiles:
                 return size, tiles
         tiles += 1

@@ -33,7 +33,7 @@ from asyncengine.kernels.cpu.gemm_quantized import (
 )
 from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
-from asyncengine.kernels.cpu.packed import WIDTH, multiply_part, panels_at_once
+from asyncengine.kernels.cpu.packed import SIZES, WIDTH, multiply_part, panels_at_once
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
 from asyncengine.kernels.cpu.quantized_tiles import PANELS
 from asyncengine.kernels.cpu.team import use_team
@@ -47,6 +47,7 @@ UP, DOWN = range(2)
 _ORDER, _PLACE, _BEGINS, _ACTIVE, _GATHERED, _BOTH, _INNER, _MADE, _ROUNDED = range(9)
 _PARTS = 9
 _LINE = 64
+_MOST = SIZES[-1]
 _EVEN = 8
 """Rows of an expert whose arithmetic takes about as long as reading its panels."""
 _CHUNK = 2**18
@@ -116,9 +117,13 @@ def run_experts(
     memory = _parts_of(scratch, pairs, width, linears[UP, MATRIX + OUTPUTS], inner, experts, size)
     order, begins, active = memory[_ORDER], memory[_BEGINS], memory[_ACTIVE]
     used = _sort_pairs(chosen, order, memory[_PLACE], begins, active, pairs, experts)
-    pieces = pieces_of(pairs * width * size * 2, pairs, team)
-    parallel_for(_gather_part, team, pieces, (x, order, memory[_GATHERED], pairs, count, width * size))
-    _multiply(linears[UP], memory[_GATHERED], memory, memory[_BOTH], pairs, used, rounds, packs, kind, size, team)
+    source, one = memory[_GATHERED], rows == 1  # which all of its experts take as it is
+    if one:
+        source = x
+    else:
+        pieces = pieces_of(pairs * width * size * 2, pairs, team)
+        parallel_for(_gather_part, team, pieces, (x, order, source, pairs, count, width * size))
+    _multiply(linears[UP], source, one, memory, memory[_BOTH], pairs, used, rounds, packs, kind, size, team)
     if activation == CLAMPED:
         gate_clamped(memory[_BOTH], memory[_INNER], pairs, inner, alpha, limit, kind, team)
     elif activation >= UNGATED:
@@ -126,7 +131,7 @@ def run_experts(
         memory[_INNER] = memory[_BOTH]
     else:
         gate(memory[_BOTH], memory[_INNER], pairs, inner, activation, kind, team)
-    _multiply(linears[DOWN], memory[_INNER], memory, memory[_MADE], pairs, used, rounds, packs, kind, size, team)
+    _multiply(linears[DOWN], memory[_INNER], False, memory, memory[_MADE], pairs, used, rounds, packs, kind, size, team)
     blocks = -(-width // _COLUMNS)
     pieces = pieces_of(pairs * width * size * 2, rows * blocks, team)
     parallel_for(_sum_part, team, pieces, (memory[_MADE], memory[_PLACE], weights, out, rows, count, width, kind, size))
@@ -194,22 +199,22 @@ def _gather_part(
 
 @serial_in_order
 def _multiply(
-    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int,
+    linear: NDArray[np.int64], x: int, one: bool, memory: NDArray[np.int64], out: int, pairs: int, used: int,
     rounds: np.generic | None, packs: np.generic | None, kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
-    """out [pairs, OUTPUTS] = x [pairs, INPUTS] W^T + bias, of the expert of each pair."""
+    """out [pairs, OUTPUTS] = x [pairs, INPUTS] W^T + bias, of the expert of each pair. `one`: x is one row, of all."""
     if rounds is None:
-        _multiply_packed(linear, x, memory, out, pairs, used, kind, size, team)
+        _multiply_packed(linear, x, one, memory, out, pairs, used, kind, size, team)
     elif packs is None or linear[CODE] != 0:
-        _multiply_rounded(linear, x, memory, out, pairs, used, kind, size, team)
+        _multiply_rounded(linear, x, one, memory, out, pairs, used, kind, size, team)
     else:
-        _multiply_packed(linear, x, memory, out, pairs, used, kind, size, team)
+        _multiply_packed(linear, x, one, memory, out, pairs, used, kind, size, team)
 
 
 @serial_in_order
 def _multiply_packed(
-    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int, kind: np.generic,
-    size: int, team: int,
+    linear: NDArray[np.int64], x: int, one: bool, memory: NDArray[np.int64], out: int, pairs: int, used: int,
+    kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
     inputs, outputs, weights = linear[MATRIX + INPUTS], linear[MATRIX + OUTPUTS], linear[MATRIX + PANELS_AT]
     panels = outputs // WIDTH
@@ -217,28 +222,30 @@ def _multiply_packed(
     parallel_for(
         _packed_part, team, used * chunks,
         (
-            weights, linear[BIAS], x, out, memory[_BEGINS], memory[_ACTIVE], chunks, inputs * size, panels, kind,
-            size,
+            weights, linear[BIAS], x, 0 if one else inputs * size, out, memory[_BEGINS], memory[_ACTIVE], chunks,
+            inputs * size, panels, kind, size,
         ),
     )  # fmt: skip
 
 
 @serial_in_order
 def _multiply_rounded(
-    linear: NDArray[np.int64], x: int, memory: NDArray[np.int64], out: int, pairs: int, used: int, kind: np.generic,
-    size: int, team: int,
+    linear: NDArray[np.int64], x: int, one: bool, memory: NDArray[np.int64], out: int, pairs: int, used: int,
+    kind: np.generic, size: int, team: int,
 ) -> None:  # fmt: skip
     outputs, address = linear[MATRIX + OUTPUTS], linear.ctypes.data
-    pieces = pieces_of(pairs * linear[MATRIX + INPUTS] * _ROUNDING, used, team)
+    different = 1 if one else used  # rows of the first expert are that one row
+    pieces = pieces_of(pairs * linear[MATRIX + INPUTS] * _ROUNDING, different, team)
     parallel_for(
         _round_rows_part, team, pieces,
-        (address, x, memory[_ROUNDED], memory[_BEGINS], memory[_ACTIVE], used, kind, size),
+        (address, x, memory[_ROUNDED], memory[_BEGINS], memory[_ACTIVE], different, kind, size),
     )  # fmt: skip
+    step = 0 if one else _rounded_row(linear[MATRIX:])
     most = -(-outputs // (PANELS * PANEL))
     chunks = _chunks(linear[MATRIX + BYTES], most, -(-pairs // used), used, team)
     parallel_for(
         _quantized_part, team, used * chunks,
-        (address, memory[_ROUNDED], out, memory[_BEGINS], memory[_ACTIVE], chunks, kind, size),
+        (address, memory[_ROUNDED], step, out, memory[_BEGINS], memory[_ACTIVE], chunks, kind, size),
     )  # fmt: skip
 
 
@@ -252,17 +259,17 @@ def _chunks(work: int, most: int, rows: int, used: int, team: int) -> int:
 @serial_in_order
 def _packed_part(
     piece: int, pieces: int, worker: int,
-    weights: int, bias: int, x: int, out: int, begins: int, active: int, chunks: int, row_size: int, panels: int,
-    kind: np.generic, size: int,
+    weights: int, bias: int, x: int, step: int, out: int, begins: int, active: int, chunks: int, row_size: int,
+    panels: int, kind: np.generic, size: int,
 ) -> None:  # fmt: skip
-    """Some panels of one expert, for all its rows. `row_size`: bytes of a row of x."""
+    """Some panels of one expert, for all its rows. `row_size`: bytes of a row of x; `step`: to that of the next."""
     expert = array(pointer(active, np.int64(0)), (piece // chunks + 1,))[piece // chunks]
     firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
     begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
     tile, tiles = _tiles_for(rows)
     added = bias + expert * panels * WIDTH * 4 if bias != 0 else 0
     arguments = (
-        piece % chunks, chunks, worker, x + begin * row_size, weights + expert * panels * WIDTH * row_size, added,
+        piece % chunks, chunks, worker, x + begin * step, weights + expert * panels * WIDTH * row_size, added,
         out + begin * panels * WIDTH * size, panels * WIDTH * size, rows, row_size, panels, tile, tiles,
         panels_at_once(rows, row_size), kind, kind, size,
     )  # fmt: skip
@@ -272,9 +279,9 @@ def _packed_part(
 @inline
 def _tiles_for(rows: int) -> tuple[int, int]:
     """As `packed.tiles_for`."""
-    tiles = (rows + 11) // 12
+    tiles = (rows + _MOST - 1) // _MOST
     while True:
-        for size in (1, 2, 3, 4, 6, 8, 12):
+        for size in SIZES:
             if size <= rows <= size * tiles:
                 return size, tiles
         tiles += 1
@@ -313,9 +320,9 @@ def _round_rows_part(
 @serial_in_order
 def _quantized_part(
     piece: int, pieces: int, worker: int,
-    linear: int, rounded: int, out: int, begins: int, active: int, chunks: int, kind: np.generic, size: int,
+    linear: int, rounded: int, step: int, out: int, begins: int, active: int, chunks: int, kind: np.generic, size: int,
 ) -> None:  # fmt: skip
-    """Some panels of one expert, for all its rows."""
+    """Some panels of one expert, for all its rows. `step`: bytes from a pair's rounded row to that of the next."""
     expert = array(pointer(active, np.int64(0)), (piece // chunks + 1,))[piece // chunks]
     firsts = array(pointer(begins, np.int64(0)), (expert + 2,))
     begin, rows = firsts[expert], firsts[expert + 1] - firsts[expert]
@@ -325,7 +332,7 @@ def _quantized_part(
     own = matrix[PANELS_AT] + expert * matrix[BYTES]
     its_scales = scales + expert * outputs * 4 if scales != 0 else 0
     added = bias + expert * outputs * 4 if bias != 0 else 0
-    source, target = rounded + begin * _rounded_row(matrix), out + begin * outputs * size
+    source, target = rounded + begin * step, out + begin * outputs * size
     arguments = (
         piece % chunks, chunks, worker, own, its_scales, added, target, source, rows, matrix[CHUNKS], outputs, outputs,
         kind,

@@ -1,11 +1,11 @@
 """x W^T with quantized weights and x rounded to 8 bits as it comes: integer products, scaled in float32.
 
 Weights are whole numbers, sixteen outputs side by side, four inputs of each together, which is what the CPU's
-instruction for such products takes (AVX512-VNNI; elsewhere plain arithmetic does the same). They are stored without
-sign, above an offset or as they are; what offset, zero or minimum add is a multiple of the sum of x, which is made when
-x is rounded: in groups of 64 numbers of one row, each with a scale of its own, so that one large value costs its group
-alone. Sums of integers are exact (64 products of 255 and 127 at most: 2^21), and those of the groups are made in one
-order: a row's result depends neither on the rows beside it nor on the number of threads.
+instruction for such products takes (AVX512-VNNI; elsewhere those of AVX2, or plain arithmetic, do the same). They are
+stored without sign, above an offset or as they are; what offset, zero or minimum add is a multiple of the sum of x,
+which is made when x is rounded: in groups of 64 numbers of one row, each with a scale of its own, so that one large
+value costs its group alone. Sums of integers are exact (64 products of 255 and 127 at most: 2^21), and those of the
+groups are made in one order: a row's result depends neither on the rows beside it nor on the number of threads.
 
 Where weights lie: `panel_form`. For each form that a model has, the part that multiplies is compiled by itself, and
 called by its address: whoever calls it is the same for all forms.

@@ -36,14 +36,18 @@ from asyncengine.kernels.cpu.jit import (
 )
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WIDE, WORD, WORDS, at, cpu_has, load
 
 _VECTORS = 2
 WIDTH = _VECTORS * LANES
 """Outputs of a panel."""
 _STEPS = {torch.bfloat16: 2, torch.float32: 1}
-_SIZES = (1, 2, 3, 4, 6, 8, 12)
-"""Rows of x in the tiles there are. Others are made of tiles that overlap."""
+SIZES = (1, 2, 3, 4, 6, 8, 12) if WIDE else (1, 2)
+"""Rows of x in the tiles there are: as many as their sums have registers for. Others are made of tiles that overlap."""
+_NARROW = WIDTH // 8
+"""Vectors of eight in a panel."""
+_PAIRED = not WIDE
+"""One row has two panels at a time."""
 _SLICE = 128 * WIDTH
 """Outputs that are packed at once."""
 _AHEAD = 4096
@@ -62,11 +66,11 @@ _NEAR = 2**18
 def packing_pays(dtype: torch.dtype) -> bool:
     """True if this CPU multiplies packed weights faster than oneDNN multiplies what it packs itself.
 
-    Tiles need 24 registers of 64 bytes. Those of a matrix unit (AMX) are oneDNN's, and where pairs of bfloat16 have no
-    instruction they would be widened.
+    Those of a matrix unit (AMX) are oneDNN's, and with vectors of sixteen its bfloat16 as well, where pairs of them
+    have no instruction. With vectors of eight it has none for bfloat16, and torch computes it number by number.
     """
     if not cpu_has("avx512f"):
-        return False
+        return dtype == torch.bfloat16 and cpu_has("avx2", "fma") and not cpu_has("avxneconvert")
     return dtype == torch.float32 or (dtype == torch.bfloat16 and PAIRS and not cpu_has("amx-bf16"))
 
 
@@ -151,8 +155,8 @@ def read_rows(ids: torch.Tensor, panels: torch.Tensor, out: torch.Tensor) -> Non
 @functools.lru_cache(maxsize=4096)
 def tiles_for(rows: int) -> tuple[int, int]:
     """(rows of a tile, tiles) for so many rows of x: as few tiles as will do, then as small ones."""
-    for tiles in itertools.count(-(-rows // _SIZES[-1])):
-        for size in _SIZES:
+    for tiles in itertools.count(-(-rows // SIZES[-1])):
+        for size in SIZES:
             if size <= rows <= size * tiles:
                 return size, tiles
     raise AssertionError
@@ -187,6 +191,12 @@ def _multiply_part(
     """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
     first, last = count * piece // pieces, count * (piece + 1) // pieces
     lines = size * WIDTH // (_VECTORS * LINE)
+    if _PAIRED and tile == 1:  # there is one row
+        for place in range(first, last - 1, 2):
+            target, own = out + place * WIDTH * out_size, panels + place * size * WIDTH
+            added = bias + place * WIDTH * 4 if bias != 0 else 0
+            _pair(x, size, own, lines, own + _AHEAD, _VECTORS * LINE, added, target, across, kind, out_kind)
+        first = last - (last - first) % 2
     for begin in range(first, last, block):
         for turn in range(tiles):
             row = min(turn * tile, rows - tile)
@@ -216,17 +226,18 @@ def _multiply_part(
                     _tile12(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
 
 
-def _make_tile(rows: int) -> Any:
+def _make_tile(rows: int, panels: int = 1) -> Any:
     """tile(x, x_size, panel, lines, ahead, share, bias, out, out_size, kind, out_kind): out [rows, 32] = x W^T + bias.
 
     Addresses, bytes of a row of x and of `out`, and the panel's pairs of vectors. No bias: address 0. For each of those
-    pairs, the next `share` bytes from `ahead` on are asked for.
+    pairs, the next `share` bytes from `ahead` on are asked for. `panels`: that many at once, one behind the other.
     """
 
     def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
               out_size: Any, kind: Any, out_kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _write_tile(builder, rows, vectors.ACCUMULATE[kind], out_kind, *arguments[:9])
+            write = _write_tile if WIDE else _write_narrow_tile
+            write(builder, rows, panels, kind, out_kind, *arguments[:9])
             return context.get_dummy_value()
 
         return numba.types.void(*[numba.types.int64] * 9, kind, out_kind), generate
@@ -235,10 +246,10 @@ def _make_tile(rows: int) -> Any:
 
 
 def _write_tile(
-    builder: Any, rows: int, accumulate: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any,
-    share: Any, bias: Any, out: Any, out_size: Any,
+    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
 ) -> None:  # fmt: skip
-    zero = vectors.constant(FLOATS, 0.0)
+    zero, accumulate = vectors.constant(FLOATS, 0.0), vectors.ACCUMULATE[kind]
     cells = [(row, vector) for row in range(rows) for vector in range(_VECTORS)]
     sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
     with cgutils.for_range(builder, lines) as loop:
@@ -254,19 +265,61 @@ def _write_tile(
             for vector in range(_VECTORS):
                 cell = sums[row, vector]
                 builder.store(accumulate(builder, values, weights[vector], builder.load(cell)), cell)
-    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
-        for vector in range(_VECTORS):
-            added = load(builder, builder.add(bias, LONG(vector * LINE)), FLOATS)
+    found = {cell: builder.load(sums[cell]) for cell in cells}
+    _store_tile(builder, found, FLOATS, out_kind, bias, out, out_size)
+
+
+def _write_narrow_tile(
+    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
+) -> None:  # fmt: skip
+    """For vectors of eight, of which there are sixteen: eight sums, and no more than one part of a panel at a time.
+    A product waits for the one before it in its sum, so that fewer sums would leave the CPU idle."""
+    parts, size = range(_NARROW * panels), builder.mul(lines, LONG(_VECTORS * LINE))
+    cells = [(row, part) for row in range(rows) for part in parts]
+    sums = {cell: cgutils.alloca_once_value(builder, vectors.constant(vectors.EIGHT_FLOATS, 0.0)) for cell in cells}
+    with cgutils.for_range(builder, lines) as loop:
+        begin = builder.mul(loop.index, LONG(_VECTORS * LINE))
+        wanted = builder.add(ahead, builder.mul(loop.index, share))
+        for number in range(panels):
+            for half in (wanted, builder.add(wanted, builder.lshr(share, LONG(1)))):
+                vectors.prefetch(builder, at(builder, half, size, number, LONG(0)))
+        values = []
+        for row in range(rows):
+            one = load(builder, at(builder, x, x_size, row, builder.mul(loop.index, LONG(4))), WORD)
+            values.append(vectors.sides(builder, vectors.splat(builder, one, 8), kind))
+        for part in parts:
+            number, place = divmod(part, _NARROW)
+            address = at(builder, panel, size, number, builder.add(begin, LONG(place * LINE // 2)))
+            weights = vectors.sides(builder, load(builder, address, vectors.EIGHT_WORDS), kind)
             for row in range(rows):
-                builder.store(builder.fadd(builder.load(sums[row, vector]), added), sums[row, vector])
-    for row, vector in cells:
-        found = builder.load(sums[row, vector])
-        narrow = out_kind == numba.types.uint16
-        target = at(builder, out, out_size, row, LONG(vector * LANES * (2 if narrow else 4)))
-        vectors.store(builder, vectors.narrow(builder, found) if narrow else found, target)
+                total = builder.load(sums[row, part])
+                for value, weight in zip(values[row], weights, strict=True):
+                    total = vectors.multiply_add(builder, value, weight, total)
+                builder.store(total, sums[row, part])
+    found = {cell: builder.load(sums[cell]) for cell in cells}
+    _store_tile(builder, found, vectors.EIGHT_FLOATS, out_kind, bias, out, out_size)
 
 
-_tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, _SIZES)
+def _store_tile(
+    builder: Any, found: dict[tuple[int, int], Any], kind: Any, out_kind: Any, bias: Any, out: Any, out_size: Any
+) -> None:
+    """Results by (row, vector), of that many lanes each, with the bias."""
+    cells = {cell: cgutils.alloca_once_value(builder, value) for cell, value in found.items()}
+    with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
+        for (_, vector), cell in cells.items():
+            added = load(builder, builder.add(bias, LONG(vector * kind.count * 4)), kind)
+            builder.store(builder.fadd(builder.load(cell), added), cell)
+    narrow = out_kind == numba.types.uint16
+    for (row, vector), cell in cells.items():
+        target = at(builder, out, out_size, row, LONG(vector * kind.count * (2 if narrow else 4)))
+        value = builder.load(cell)
+        vectors.store(builder, vectors.narrow(builder, value) if narrow else value, target)
+
+
+_tile1, _tile2 = map(_make_tile, SIZES[:2])
+_pair = _make_tile(1, 2)
+_tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, SIZES[2:]) if WIDE else (_tile1,) * 5  # never asked for
 
 
 @serial

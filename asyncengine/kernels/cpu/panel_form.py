@@ -109,6 +109,11 @@ class PanelForm:
         """What stored numbers are above those that are multiplied, which the sums of x take off again."""
         return 128 if self.below == "table" else 1 << (self.bits - 1) if self.below == "middle" else 0
 
+    @cached_property
+    def largest(self) -> int:
+        """Of stored numbers, as they are multiplied."""
+        return 128 + max(self.table) if self.table else (1 << self.bits) - 1
+
     def chunks(self, inputs: int) -> int:
         """How many a panel has."""
         return -(-inputs // self.chunk)

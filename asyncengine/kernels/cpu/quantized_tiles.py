@@ -11,11 +11,24 @@ from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
-from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, FLOATS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.vectors import (
+    BYTE,
+    EIGHT_WORDS,
+    FLOAT,
+    FLOATS,
+    LANES,
+    LINE,
+    LONG,
+    WORD,
+    WORDS,
+    at,
+    cpu_has,
+    load,
+)
 
 PANELS = 2
 """Panels of a tile."""
-MOST = 4 if cpu_has("avx512f") else 1
+MOST = 4 if cpu_has("avx512f") or cpu_has("avx2") else 1
 """Rows of x in the largest tile. Six have room for their sums in the registers, but not for what else a group needs:
 what they write to memory and read again costs more than numbers that are taken apart once more."""
 SPREAD = 3 if MOST > 1 else 0
@@ -25,6 +38,9 @@ _AHEAD = 2048
 _LINES = 4
 """Of numbers, that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
+_SHORTS = cpu_has("avx2")
+"""Without those: the CPU has products of bytes whose sums of two are of 16 bits."""
+_SHORT_MOST = 2**15 - 1
 _BYTES = ir.VectorType(BYTE, LANES)
 _LOW, _HIGH = 0x0F0F0F0F, 0x30303030
 
@@ -167,13 +183,13 @@ class _TileWriter:
                 begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
                 inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
                 quads = [self._unit(panel, begin, inputs, ahead) for panel in range(PANELS)]
-                for quad in range(UNIT // 4):
-                    for row in range(self.rows):
-                        where = at(builder, self.x, x_size, row, builder.add(inputs, LONG(4 * quad)))
-                        values = vectors.splat(builder, load(builder, where, WORD))
-                        for panel in range(PANELS):
-                            cell = self.dots[row, panel]
-                            builder.store(_add_bytes(builder, builder.load(cell), quads[panel][quad], values), cell)
+                for row in range(self.rows):
+                    places = [builder.add(inputs, LONG(4 * quad)) for quad in range(UNIT // 4)]
+                    words = [load(builder, at(builder, self.x, x_size, row, place), WORD) for place in places]
+                    values = [vectors.splat(builder, word) for word in words]
+                    for panel in range(PANELS):
+                        cell = self.dots[row, panel]
+                        builder.store(_add_unit(builder, form, builder.load(cell), quads[panel], values), cell)
 
     def _unit(self, panel: int, begin: Any, inputs: Any, ahead: Any) -> list[Any]:
         """The numbers of sixteen inputs, four in each vector: of byte `begin` of a panel, or where they are spread."""
@@ -251,10 +267,61 @@ def _quads(builder: Any, form: PanelForm, lines: list[Any]) -> list[Any]:
     return [builder.or_(quad, builder.and_(top, high)) for quad, top in zip(quads, tops, strict=True)]
 
 
-def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
-    """To each of sixteen sums, the products of four bytes without and four with sign."""
+def _add_unit(builder: Any, form: PanelForm, total: Any, unsigned: list[Any], signed: list[Any]) -> Any:
+    """To each of sixteen sums, the products of the bytes of a unit: in each vector four without sign and four with."""
     if _BYTE_DOTS:
-        return vectors.call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, unsigned, signed])
+        for numbers, values in zip(unsigned, signed, strict=True):
+            total = vectors.call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, [total, numbers, values])
+        return total
+    if not _SHORTS:
+        for numbers, values in zip(unsigned, signed, strict=True):
+            total = _add_bytes(builder, total, numbers, values)
+        return total
+    fitting = _SHORT_MOST // (2 * 128 * form.largest)
+    for first in range(0, len(unsigned), max(1, fitting)):
+        pairs = list(zip(unsigned, signed, strict=True))[first : first + max(1, fitting)]
+        total = builder.add(total, _halves(builder, pairs) if fitting else _byte_by_byte(builder, *pairs[0]))
+    return total
+
+
+def _halves(builder: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """The same of a few vectors whose sums of two products, added up, fit into 16 bits; eight lanes at a time."""
+    kind, made = ir.VectorType(ir.IntType(16), 16), []
+    for half in range(2):
+        total = ir.Constant(kind, [0] * 16)
+        for pair in pairs:
+            sides = [_half(builder, side, half) for side in pair]
+            total = builder.add(total, vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, sides))
+        ones = ir.Constant(kind, [1] * 16)
+        made.append(vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [total, ones]))
+    return _whole(builder, made)
+
+
+def _byte_by_byte(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """The same of one vector with bytes of any size: those at even places and those at odd ones, each in 16 bits."""
+    kind, made = ir.VectorType(ir.IntType(16), 16), []
+    eight, low = ir.Constant(kind, [8] * 16), ir.Constant(kind, [255] * 16)
+    for half in range(2):
+        numbers, values = (builder.bitcast(_half(builder, side, half), kind) for side in (unsigned, signed))
+        even = [builder.and_(numbers, low), builder.ashr(builder.shl(values, eight), eight)]
+        odd = [builder.lshr(numbers, eight), builder.ashr(values, eight)]
+        sums = [vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, sides) for sides in (even, odd)]
+        made.append(builder.add(*sums))
+    return _whole(builder, made)
+
+
+def _half(builder: Any, words: Any, half: int) -> Any:
+    """Eight of sixteen words, as bytes."""
+    lanes = ir.Constant(EIGHT_WORDS, list(range(8 * half, 8 * half + 8)))
+    return builder.bitcast(builder.shuffle_vector(words, words, lanes), ir.VectorType(BYTE, 32))
+
+
+def _whole(builder: Any, halves: list[Any]) -> Any:
+    return builder.shuffle_vector(*halves, ir.Constant(WORDS, list(range(LANES))))
+
+
+def _add_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """To each of sixteen sums, the products of four bytes without and four with sign, by plain arithmetic."""
     for place in range(4):
         left = builder.and_(builder.lshr(unsigned, vectors.constant(WORDS, 8 * place)), vectors.constant(WORDS, 255))
         lifted = builder.shl(signed, vectors.constant(WORDS, 24 - 8 * place))

@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 LANES = 16
 FLOAT, BYTE, WORD, LONG = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(WORD, LANES)
+EIGHT_FLOATS, EIGHT_WORDS = ir.VectorType(FLOAT, 8), ir.VectorType(WORD, 8)
 HALF_WORDS = ir.VectorType(ir.IntType(16), LANES)
 
 
@@ -122,11 +123,11 @@ def constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def splat(builder: Any, value: Any) -> Any:
-    """A vector of sixteen with `value` in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
+def splat(builder: Any, value: Any, lanes: int = LANES) -> Any:
+    """A vector with `value` in all lanes."""
+    kind = ir.VectorType(value.type, lanes)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, WORD(0))
-    return builder.shuffle_vector(first, first, constant(WORDS, 0))
+    return builder.shuffle_vector(first, first, constant(ir.VectorType(WORD, lanes), 0))
 
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
@@ -158,8 +159,8 @@ def at(builder: Any, base: Any, stride: Any, index: int, offset: Any) -> Any:
 
 
 def multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """left * right + total on sixteen float32, rounded once."""
-    return call(builder, "llvm.fma.v16f32", FLOATS, [left, right, total])
+    """left * right + total of float32, rounded once."""
+    return call(builder, f"llvm.fma.v{total.type.count}f32", total.type, [left, right, total])
 
 
 def scale_by_power(builder: Any, number: Any, power: Any) -> Any:
@@ -193,12 +194,13 @@ def narrow(builder: Any, floats: Any) -> Any:
     """
     if PAIRS:
         return call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(ir.IntType(16), LANES), [floats])
-    bits = builder.bitcast(floats, WORDS)
-    odd = builder.and_(builder.lshr(bits, constant(WORDS, 16)), constant(WORDS, 1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(WORDS, 0x7FFF))), constant(WORDS, 16))
+    kind = ir.VectorType(WORD, floats.type.count)
+    bits = builder.bitcast(floats, kind)
+    odd = builder.and_(builder.lshr(bits, constant(kind, 16)), constant(kind, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(kind, 0x7FFF))), constant(kind, 16))
     number = builder.fcmp_ordered("ord", floats, floats)
-    kept = builder.select(number, rounded, constant(WORDS, 0x7FC0))  # rounding would make some NaN a number
-    return builder.trunc(kept, ir.VectorType(ir.IntType(16), LANES))
+    kept = builder.select(number, rounded, constant(kind, 0x7FC0))  # rounding would make some NaN a number
+    return builder.trunc(kept, ir.VectorType(ir.IntType(16), kind.count))
 
 
 def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
@@ -251,11 +253,21 @@ def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [total, left, right])
 
 
+def sides(builder: Any, words: Any, kind: Any) -> list[Any]:
+    """The numbers that lie in words of memory of that kind, as vectors of float32, in the order in which products of
+    them are added: two bfloat16, each the upper half of a float32, or the number itself."""
+    floats = ir.VectorType(FLOAT, words.type.count)
+    if kind != numba.types.uint16:
+        return [builder.bitcast(words, floats)]
+    low = builder.shl(words, constant(words.type, 16))
+    high = builder.and_(words, constant(words.type, 0xFFFF0000))
+    return [builder.bitcast(side, floats) for side in (low, high)]
+
+
 def _add_widened(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Two bfloat16 in each word, each the upper half of a float32."""
-    low = [builder.shl(side, constant(WORDS, 16)) for side in (left, right)]
-    high = [builder.and_(side, constant(WORDS, 0xFFFF0000)) for side in (left, right)]
-    return _add_floats(builder, high[0], high[1], _add_floats(builder, low[0], low[1], total))
+    for one, other in zip(*(sides(builder, side, numba.types.uint16) for side in (left, right)), strict=True):
+        total = multiply_add(builder, one, other, total)
+    return total
 
 
 ACCUMULATE: dict[Any, Any] = {

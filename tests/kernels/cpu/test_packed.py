@@ -257,7 +257,9 @@ def test_what_fits(dtype: torch.dtype, outputs: int, inputs: int, fits: bool) ->
 @pytest.mark.parametrize(
     ("features", "floats", "halves"),
     [
-        ("+avx2,+fma", False, False),
+        ("+avx2,+fma", False, True),
+        ("+avx2,+fma,+avxneconvert", False, False),
+        ("+avx2", False, False),
         ("+avx512f", True, False),
         ("+avx512bf16", False, False),
         ("+avx512f,+avx512bf16", True, True),
@@ -284,4 +286,4 @@ def test_tiles_cover_every_row() -> None:
         tile, tiles = packed.tiles_for(rows)
         covered = {min(turn * tile, rows - tile) + row for turn in range(tiles) for row in range(tile)}
         assert covered == set(range(rows))
-        assert (tiles, tile) == min((-(-rows // size), size) for size in packed._SIZES if size <= rows)
+        assert (tiles, tile) == min((-(-rows // size), size) for size in packed.SIZES if size <= rows)

@@ -114,8 +114,6 @@ class Asker(NamedTuple):
     """Tokens that may yet come."""
     limit: int
     """Guesses, at most."""
-    least: float
-    """What is found without it is worth so much, in time without over time with it."""
 
 
 class Offer(NamedTuple):
@@ -169,8 +167,8 @@ class Asking:
             asked, others = one.asked, one.asked.others
             if asked.idle < asked.wait or others is None:
                 continue
-            rates, due = asked.trust.rates(one.limit), one.least <= 1.0 and others.idle >= others.wait
-            if due or best_gain(self.costs, rates, step, each)[0] >= max(_MARGIN, one.least):
+            rates, due = asked.trust.rates(one.limit), others.idle >= others.wait
+            if due or best_gain(self.costs, rates, step, each)[0] >= _MARGIN:
                 ready.append(_Ready(one, rates, due, self._begin(one, step)))
         for trial in (False, True):
             left, found = ready, dict[int, Offer]()
@@ -200,7 +198,7 @@ class Asking:
             assert others is not None
             ahead = min(one.room, max(_SHORTEST, len(one.tokens) - one.prompt))
             gain, count = best_gain(self.costs, rates, step, each, ask.extra / max(1, ahead))
-            if gain < max(_MARGIN, one.least):
+            if gain < _MARGIN:
                 count = int(trial and due)
             elif trial:
                 count = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from asyncengine.checks import check_unicode
 from asyncengine.config import EngineConfig
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
@@ -239,6 +240,7 @@ class RequestValidator:
         if isinstance(content, str):
             if self.tokenizer is None:
                 raise InvalidParameter("prediction", "must be token ids: this model has no tokenizer")
+            check_unicode("prediction", content)
             tokens = tuple(self.tokenizer.encode(content, add_special_tokens=False))
         else:
             tokens = tuple(map(_plain_id, content))

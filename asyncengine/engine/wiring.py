@@ -172,6 +172,10 @@ def _load_frontend(
 
     progress = LoadProgress(config.show_progress, attempt.check)
     pooling = pooling_of(checkpoint, config)
+    if pooling is not None and drafting is not None:
+        raise InvalidParameter(
+            "draft_model", "guesses what a model writes; this one writes nothing", config.draft_model
+        )
     config = settings_of(pooling, config)
     with ExitStack() as undo:
         ahead = CompileAhead(threads_for(config.num_threads, device))
@@ -180,8 +184,6 @@ def _load_frontend(
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
         if pooling is not None and pooling.whole:
-            if drafting is not None:
-                raise InvalidParameter("draft_model", "guesses what a model writes; this one writes nothing")
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend

@@ -114,8 +114,6 @@ class Asker(NamedTuple):
     """Tokens that may yet come."""
     limit: int
     """Guesses, at most."""
-    least: float
-    """What is found without it is worth so much, in time without over time with it."""
 
 
 class Offer(NamedTuple):
@@ -126,6 +124,16 @@ class Offer(NamedTuple):
     ask: Ask
     extra: float = 0.0
     """Of `ask.extra`, what one step has to bring."""
+
+
+class _Ready(NamedTuple):
+    """One for whom it may be asked."""
+
+    one: Asker
+    rates: Sequence[float]
+    due: bool
+    """For a trial."""
+    ask: Ask
 
 
 class Step(NamedTuple):
@@ -153,14 +161,22 @@ class Asking:
 
     def offers(self, askers: Sequence[Asker], step: Step) -> dict[int, Offer]:
         """What is worth asking for, by place; or else, where it is time for that, for a trial of one guess each."""
-        ready = [(one, self._begin(one, step)) for one in askers if one.asked.idle >= one.asked.wait]
+        each = self._pass(max(1, len(askers)))
+        ready: list[_Ready] = []
+        for one in askers:
+            asked, others = one.asked, one.asked.others
+            if asked.idle < asked.wait or others is None:
+                continue
+            rates, due = asked.trust.rates(one.limit), others.idle >= others.wait
+            if due or best_gain(self.costs, rates, step, each)[0] >= _MARGIN:
+                ready.append(_Ready(one, rates, due, self._begin(one, step)))
         for trial in (False, True):
             left, found = ready, dict[int, Offer]()
             while left:  # the fewer, the more each has to pay of a pass
                 found = self._together(left, step, trial)
                 if len(found) == len(left):
                     return found
-                left = [pair for pair in left if pair[0].place in found]
+                left = [one for one in left if one.one.place in found]
         return {}
 
     def _begin(self, one: Asker, step: Step) -> Ask:
@@ -173,22 +189,19 @@ class Asking:
         extra = max(0.0, whole * of(CATCH_UP) + of(rest) - of(1))
         return Ask(one.pages, missing, known, extra, self.costs.of(step.tokens), step.streams)
 
-    def _together(self, pairs: Sequence[tuple[Asker, Ask]], step: Step, trial: bool) -> dict[int, Offer]:
-        """Those of `pairs` for whom it is worth it if it is asked for all, and who have the means."""
-        each, found = self._pass(len(pairs)), dict[int, Offer]()
+    def _together(self, ready: Sequence[_Ready], step: Step, trial: bool) -> dict[int, Offer]:
+        """Those of the `ready` for whom it is worth it if it is asked for all, and who have the means."""
+        each, found = self._pass(len(ready)), dict[int, Offer]()
         taken: dict[Asked, float] = {}
-        for one, ask in pairs:
+        for one, rates, due, ask in ready:
             others = one.asked.others
             assert others is not None
-            rates = one.asked.trust.rates(one.limit)
             ahead = min(one.room, max(_SHORTEST, len(one.tokens) - one.prompt))
             gain, count = best_gain(self.costs, rates, step, each, ask.extra / max(1, ahead))
-            if gain < max(_MARGIN, one.least):
-                if not trial or one.least > 1.0 or others.idle < others.wait:
-                    continue
-                count = 1
+            if gain < _MARGIN:
+                count = int(trial and due)
             elif trial:
-                continue
+                count = 0
             spent = taken.get(others, 0.0)
             while count and not self._affordable(one.asked, ask, self._takes(ask, count, each, step), spent, trial):
                 count -= 1
@@ -263,6 +276,8 @@ def best_gain(
     for number, rate in enumerate(rates, 1):
         chance *= rate
         more += chance
+        if chance * plain < each:
+            break  # neither this one nor a later one brings what it takes
         took = costs.of(step.tokens + number) + each * number + behind * more
         gain = (step.streams - 1 + more) * plain / took
         if gain > best:

@@ -156,8 +156,8 @@ class DraftPlanner:
     def _propose(
         self, candidates: Sequence[Candidate], step: Step, room: int
     ) -> tuple[dict[int, Draft], dict[int, Offer]]:
-        """By place, what is found, or guesses that a draft model is to make, where these promise more for their time;
-        and what these promise."""
+        """By place, what is found, or guesses that a draft model is to make, where what is found promises nothing; and
+        what these promise."""
         drafts: dict[int, Draft] = {}
         askers: list[Asker] = []
         time = self._costs.of(step.tokens)
@@ -175,11 +175,11 @@ class DraftPlanner:
             asked.passes(time, step.streams)
             if asked.others is not None:
                 asked.others.passes(time, step.streams)
-            if found.predicted:
+            # what is looked up costs nothing to make: a draft model guesses where that is not worth computing
+            if found.tokens and best_gain(self._costs, known.acceptance.rates(found, limit), step)[1]:
                 continue
-            least = best_gain(self._costs, known.acceptance.rates(found, limit), step)[0] if found.tokens else 1.0
             left, prompt = candidate.spec.max_total - len(tokens), len(candidate.spec.prompt)
-            askers.append(Asker(place, asked, tokens, candidate.pages, prompt, left, limit, least))
+            askers.append(Asker(place, asked, tokens, candidate.pages, prompt, left, limit))
         if self._asking is None or not askers:
             return drafts, {}
         offers = self._asking.offers(askers, step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 _USUAL = (0.6, 0.75)
 """Share of guesses that are right, of the first ones and of further ones, before any was made."""
-_WEIGHT = 2.0
+_WEIGHT = 4.0
 """Of what is usual, in guesses."""
 _KEEP = 0.98
 """What of earlier guesses counts when there is a new one: a text changes."""

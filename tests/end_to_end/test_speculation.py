@@ -236,6 +236,7 @@ async def test_a_model_that_guesses_for_itself_is_never_wrong() -> None:
         ({"draft_model": ""}, InvalidParameter, "draft_model: must be a folder, a hub id"),
         ({"draft_model": " "}, InvalidParameter, "draft_model: must be a folder, a hub id"),
         ({"draft_model": "demo/draft", "speculation": "off"}, InvalidParameter, "draft_model.*off"),
+        ({"draft_model": "demo/draft", "task": "embed"}, InvalidParameter, "draft_model.*writes nothing"),
         ({"draft_model": "demo/draft", "attention_backend": "torch"}, InvalidParameter, "draft_model.*torch"),
         ({"draft_model": "demo/draft", "draft_costs": (1.0,)}, InvalidParameter, "draft_costs"),
         ({"draft_model": "words"}, InvalidParameter, "draft_model.*token .* is b"),
@@ -313,6 +314,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prediction": {"type": "text", "content": "a"}}, "prediction"),
     ({"prediction": [{"type": "image_url"}]}, "prediction"),
     ({"prediction": [10**9]}, "below"),
+    ({"prediction": "a\ud800"}, "prediction: is not valid Unicode"),
     ({"prediction": "a", "params": SamplingParams(n=2)}, "n is 2"),
     ({"speculation": "yes"}, "speculation"),
 ]

@@ -13,9 +13,10 @@ from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.asking import CATCH_UP, Asked, Asker, Asking, Step
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.draft_pages import DraftPages
+from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
 from asyncengine.speculation.planner import Candidate
-from asyncengine.step import Row
+from asyncengine.step import OPEN, Row
 
 COSTS = {"bf16": (1.0, 1.08, 1.18, 1.38, 1.9), "int4": (1.0, 1.24, 1.71, 2.66, 4.6)}
 SHAPE = (1.0, 1.1, 1.3, 1.7, 2.7)
@@ -225,7 +226,7 @@ def test_a_place_that_is_far_behind_is_not_asked_where_little_is_left() -> None:
 
 
 def asker(asking: Asking, tokens: int, others: Asked) -> Asker:
-    return Asker(0, Asked(others), [1] * tokens, list(range(1, 40)), 5, 200, 7, 1.0)
+    return Asker(0, Asked(others), [1] * tokens, list(range(1, 40)), 5, 200, 7)
 
 
 def test_it_is_not_asked_again_at_once_where_it_has_no_answer() -> None:
@@ -246,13 +247,29 @@ def test_it_is_not_asked_again_at_once_where_it_has_no_answer() -> None:
     assert waited == [0, 1, 2, 4]
 
 
+class Found:
+    """Finds what is likely, or not."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft:
+        return Draft((1,) * limit, self.evidence)
+
+
 def test_what_is_found_without_it_goes_first() -> None:
-    asking = Asking(StepCosts(COSTS["bf16"]), StepCosts([0.1 * size for size in SHAPE], 1.0))
-    others = Asked()
-    others.purse = 9.0
-    one = asker(asking, 20, others)
-    assert asking.offers([one], Step(1, 1))
-    assert not asking.offers([one._replace(least=5.0)], Step(1, 1))
+    engine = Engine("bf16", 0.05, always(0.9))
+    engine.planner._make = lambda *_: Found(Evidence.FEW)
+    spec = RequestSpec(1, (1,) * 5, SamplingParams(), 900)
+    candidate = Candidate(1, spec, [1] * 20, (), 15, list(range(1, 40)))
+    assert OPEN not in engine.planner.plan([candidate], 1, 1)[1]
+    for _ in range(20):
+        engine.planner._requests[1].acceptance.learn(engine.planner._requests[1].draft, 1, 0)
+    for _ in range(20):
+        planned = engine.planner.plan([candidate], 1, 1)
+        if planned:
+            break
+    assert planned[1][0] == OPEN, "what is found has turned out to be wrong"
 
 
 def test_both_books_of_pages_agree() -> None:

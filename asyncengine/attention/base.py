@@ -138,6 +138,7 @@ class AttentionBackend(StepAttention, Protocol):
     def plan(self, step: StepView) -> None:
         """Host work and uploads of one step, before the forward or the replay: once per group of equal layers.
 
+        On a CPU the arrays of `step` are also those of later steps: nothing looks at them once the forward is done.
         Never part of a graph; `write` and `attend` after it only launch work on the device.
         """
         ...

@@ -87,8 +87,7 @@ class ModelRunner:
         """Who makes guesses that are left open."""
         self._model: CausalLM | None = model.model
         self._has_other_parts = bool(model.left_out)
-        self._backend = backend
-        self._device = model.device
+        self._backend, self._device = backend, model.device
         self._copies = copy_stream(model.device)
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
@@ -107,8 +106,7 @@ class ModelRunner:
         if num_states:
             self._states = StatePools(model.states, num_states, model.dtype, model.device)
         self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
-        self._inference = torch.inference_mode()
-        """Making one takes longer than to begin and end it."""
+        self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step; nothing here waits for the device. A row that fails by itself is reported in `errors`;

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asyncengine.speculation.evidence import USUAL, Evidence
+from collections.abc import Sequence
+
+from asyncengine.speculation.evidence import AFTER, USUAL, Evidence
 from asyncengine.speculation.lookup import Draft
 
 _WEIGHT = 1.0
@@ -35,6 +37,8 @@ class Acceptance:
         to be tried now."""
         if self._waits[draft.evidence]:
             return []
+        if not draft.joints:
+            return self._simple_rates(draft.evidence, min(count, len(draft.tokens)))
         known: dict[Evidence, float] = {}
         found = []
         for evidence in draft.rests_on(count):
@@ -44,21 +48,35 @@ class Acceptance:
             found.append(rate)
         return found
 
+    def _simple_rates(self, evidence: Evidence, count: int) -> list[float]:
+        """`rates` of tokens that all come from one place."""
+        found: list[float] = []
+        while len(found) < count:
+            rate, following = self._mean(evidence), AFTER[evidence]
+            found += [rate] * (count - len(found) if following is evidence else 1)
+            evidence = following
+        return found
+
     def _mean(self, evidence: Evidence) -> float:
         usual = USUAL[evidence] if self._others is None else self._others._mean(evidence)
         return (usual * _WEIGHT + self._right[evidence]) / (_WEIGHT + self._tried[evidence])
 
     def learn(self, draft: Draft, drafted: int, accepted: int) -> None:
         """`accepted` of the first `drafted` tokens of `draft` stood; those behind the first wrong one say nothing."""
+        rests = draft.rests_on(min(accepted + 1, drafted))
         if self._others is not None:
-            self._others.learn(draft, drafted, accepted)
-        evidence = draft.evidence
-        missed = 0 if accepted else self._missed[evidence] + 1
-        self._missed[evidence] = missed
-        self._waits[evidence] = min(_LONGEST, 2 ** (missed - _PATIENCE)) if missed > _PATIENCE else 0
-        for place, evidence in enumerate(draft.rests_on(min(accepted + 1, drafted))):
-            self._tried[evidence] = self._tried[evidence] * _KEEP + 1
-            self._right[evidence] = self._right[evidence] * _KEEP + (place < accepted)
+            self._others._learn(draft.evidence, rests, accepted)
+        self._learn(draft.evidence, rests, accepted)
+
+    def _learn(self, first: Evidence, rests: Sequence[Evidence], accepted: int) -> None:
+        """Of tokens that rest on `rests`, as many as are known to be right, or wrong, so many were right."""
+        missed = 0 if accepted else self._missed[first] + 1
+        self._missed[first] = missed
+        self._waits[first] = min(_LONGEST, 2 ** (missed - _PATIENCE)) if missed > _PATIENCE else 0
+        tried, right = self._tried, self._right
+        for place, evidence in enumerate(rests):
+            tried[evidence] = tried[evidence] * _KEEP + 1
+            right[evidence] = right[evidence] * _KEEP + (place < accepted)
 
     def rest(self, evidence: Evidence) -> None:
         """A draft was there and not taken."""

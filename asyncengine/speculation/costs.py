@@ -22,12 +22,13 @@ class StepCosts:
         for value in measured:
             most = max(most, value)
             rising.append(most / (unit or measured[0]))
-        self._table = [0.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
+        self.table = [0.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
+        """By tokens, up to 32."""
 
     def of(self, tokens: int) -> float:
         """`tokens` from 0 on; beyond 32, as the last measured ones rise."""
-        last, rise = self._table[-1], (self._table[-1] - self._table[SIZES[-2]]) / (SIZES[-1] - SIZES[-2])
-        return self._table[tokens] if tokens <= SIZES[-1] else last + (tokens - SIZES[-1]) * rise
+        last, rise = self.table[-1], (self.table[-1] - self.table[SIZES[-2]]) / (SIZES[-1] - SIZES[-2])
+        return self.table[tokens] if tokens <= SIZES[-1] else last + (tokens - SIZES[-1]) * rise
 
     @staticmethod
     def _between(rising: Sequence[float], tokens: int) -> float:

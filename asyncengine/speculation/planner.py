@@ -127,6 +127,8 @@ class DraftPlanner:
         room = SIZES[-1] - num_tokens
         if room <= 0 or not self._hopeful(num_tokens, num_sampling):
             return {}
+        if self._asking is None and len(candidates) == 1:
+            return self._plan_one(candidates[0], room, num_tokens, num_sampling)
         step = Step(num_tokens, num_sampling)
         drafts, offers = self._propose(candidates, step, room)
         chances: list[tuple[float, int, int]] = []
@@ -204,6 +206,31 @@ class DraftPlanner:
         """A step of `rows` is launched, with their drafts."""
         if self._asking is not None:
             self._asking.sees(rows)
+
+    def _plan_one(
+        self, candidate: Candidate, room: int, num_tokens: int, num_sampling: int
+    ) -> dict[int, tuple[int, ...]]:
+        """`plan` of one row, whose guesses stand in the order of their chances."""
+        limit = min(candidate.most, self._most, room)
+        if limit < 1:
+            return {}
+        known = self._known(candidate)
+        draft = known.drafter.propose(candidate.tokens, limit)
+        if not draft.tokens:
+            return {}
+        known.draft = draft
+        costs, chance, expected = self._costs.table, 1.0, float(num_sampling)
+        best, worth = expected / costs[num_tokens], 0
+        for tried, rate in enumerate(known.acceptance.rates(draft, limit)[:room], 1):
+            chance *= rate
+            expected += chance
+            gain = expected / costs[num_tokens + tried]
+            if gain > best:
+                best, worth = gain, tried
+        if worth:
+            return {candidate.key: draft.tokens[:worth]}
+        known.acceptance.rest(draft.evidence)
+        return {}
 
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
         """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself: those that its

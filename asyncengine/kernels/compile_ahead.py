@@ -30,9 +30,12 @@ MOST_PROCESSES = 4
 _PATIENCE = 120.0
 """Seconds in which one kernel should be compiled, or a process begin."""
 _START = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "import json, sys, types; sys.path[:] = json.loads(sys.argv[1]); "
+    "package = sys.modules['asyncengine'] = types.ModuleType('asyncengine'); package.__path__ = [sys.argv[2]]; "
     "from asyncengine.kernels.compile_worker import main; main()"
 )
+"""Without what the package itself imports, which is everything but kernels."""
+_PACKAGE = str(Path(__file__).parents[1])
 
 Told = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -166,8 +169,9 @@ class CompileAhead:
         with self._changed:
             if self._closed:
                 return None
+            paths = [os.path.abspath(path) for path in sys.path]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps([os.path.abspath(path) for path in sys.path])],
+                [sys.executable, "-P", "-c", _START, json.dumps(paths), _PACKAGE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
@@ -29,8 +30,20 @@ def main() -> None:
     os.dup2(nothing, 1)
     faulthandler.dump_traceback_later(_LIFETIME, exit=True)
     gc.disable()  # what a compiler leaves behind is looked through again and again: a tenth of the time
+    os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"  # of errors that only tell it what else to try
+    sys.modules["torch"] = _Absent("torch")
     serve(_lines(sys.stdin), answers)
     os._exit(0)
+
+
+class _Absent(types.ModuleType):
+    """Stands for torch, which takes twice as long to import as all else here: kernels are compiled for types of their
+    own, and their modules only name some of torch's at the beginning. Nothing of it can be called."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(f"{self.__name__}.{name}")
 
 
 def _lines(source: TextIO) -> Iterator[str]:

@@ -216,9 +216,7 @@ class KernelCache:
                 return CompileResult._rebuild(target, *pickle.loads(data))
             except Exception:
                 logger.info("a kept kernel cannot be used and is compiled anew", exc_info=True)
-        watching = watcher.get()
-        if watching is not None:
-            watching(self._function.__name__.strip("_").replace("_", " "), kernel_count())
+        _tell(self._function)
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
@@ -240,6 +238,31 @@ class KernelCache:
         )  # fmt: skip
         module = function.__module__.rpartition(".")[2]
         return f"{module}.{function.__name__}-{_DIGEST(repr(parts).encode()).hexdigest()[:16]}.kernel"
+
+
+class PartCache:
+    """Keeps nothing: for code that is only part of others'."""
+
+    cache_path = None
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def load_overload(self, signature: Any, target: Any) -> None:
+        _tell(self._function)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+def _tell(function: Callable[..., Any]) -> None:
+    """Whoever watches: this function is compiled next."""
+    watching = watcher.get()
+    if watching is not None:
+        watching(function.__name__.strip("_").replace("_", " "), kernel_count())
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -58,6 +58,7 @@ def _convolve(
 
 
 @serial_in_order
+@allocates
 def _convolve_part(
     piece: int, pieces: int, worker: int,
     x: int, stride: int, weight: int, bias: int, windows: int, out: int, channels: int, taps: int, silu: bool,

@@ -31,7 +31,7 @@ from asyncengine.kernels.cpu.gemm_quantized import (
     SUMMED,
     round_part,
 )
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.linears import BIAS, CODE, MATRIX, PRODUCT_FIELDS, LinearWeights, forms_of
 from asyncengine.kernels.cpu.packed import SIZES, WIDTH, multiply_part, panels_at_once
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL
@@ -106,6 +106,7 @@ class ExpertsKernel:
 
 
 @serial_in_order
+@allocates
 def run_experts(
     record: int, scratch: int, x: int, chosen: int, weights: int, out: int, rows: int, count: int, experts: int,
     activation: int, alpha: np.float32, limit: np.float32, rounds: np.generic | None, packs: np.generic | None,
@@ -156,6 +157,7 @@ def _parts_of(
 
 
 @serial_in_order
+@allocates
 def _sort_pairs(chosen: int, order: int, place: int, begins: int, active: int, pairs: int, experts: int) -> int:
     """Pairs by expert, in the order of rows within each; which experts have any; how many these are.
 
@@ -184,6 +186,7 @@ def _sort_pairs(chosen: int, order: int, place: int, begins: int, active: int, p
 
 
 @serial_in_order
+@allocates  # rows are copied as arrays
 def _gather_part(
     piece: int, pieces: int, worker: int, x: int, order: int, out: int, pairs: int, count: int, size: int
 ) -> None:
@@ -341,6 +344,7 @@ def _quantized_part(
 
 
 @serial_in_order
+@allocates
 def _sum_part(
     piece: int, pieces: int, worker: int,
     made: int, place: int, weights: int, out: int, rows: int, count: int, width: int, kind: np.generic, size: int,

@@ -17,7 +17,7 @@ from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.delta_rule import delta_rule, delta_rule_by_channel
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -95,6 +95,7 @@ def advance_states(
 
 
 @serial_in_order
+@allocates
 def _advance_part(
     piece: int, pieces: int, worker: int,
     record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,

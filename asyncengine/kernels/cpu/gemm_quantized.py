@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import (
+    allocates,
     array,
     compiled_for,
     inline,
@@ -158,6 +159,7 @@ def multiply_rounded(
 
 
 @serial_in_order
+@allocates
 def _round_part(
     piece: int, pieces: int, worker: int,
     x: int, order: int, scratch: int, rows: int, inputs: int, groups: int, summed: int, sum_form: int,
@@ -275,7 +277,7 @@ def _make_part(form: PanelForm) -> Any:
                         results[place, column] = narrow(value, kind)
 
     multiply_part.made_for = repr(form)  # type: ignore[attr-defined]
-    return serial_in_order(multiply_part)
+    return serial_in_order(allocates(multiply_part))
 
 
 round_part = _round_part

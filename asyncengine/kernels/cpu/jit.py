@@ -15,31 +15,30 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-import llvmlite.ir
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import cgutils
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
 from asyncengine.kernels.cpu.cache import KernelCache
-from asyncengine.kernels.cpu.vectors import BFLOAT, PAIRS
+from asyncengine.kernels.cpu.compiling import Kernel, KernelCompiler
+from asyncengine.kernels.cpu.vectors import BFLOAT, LINE, LONG, PAIRS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REORDER = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}}
 """Sums may be reordered, which vectorisation needs; infinities and NaN keep their meaning."""
-_BARE = {"no_cfunc_wrapper": True}
-"""Functions called by address are compiled for that (`compiled_for`). No other is called from C, and a wrapper for each
-is a tenth of compiling."""
 _KINDS = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
-array: Any = numba.carray
 
 
 def _compiled(function: Function, **options: Any) -> Function:
-    compiled: Any = numba.njit(**options, **_BARE, nogil=True, error_model="numpy")(function)
-    compiled._cache = KernelCache(function)
+    options |= {"nogil": True, "error_model": "numpy", "_nrt": getattr(function, "allocates", False)}
+    compiled: Any = Kernel(function, options)
     kernel: Function = compiled
     return kernel
 
@@ -47,7 +46,9 @@ def _compiled(function: Function, **options: Any) -> Function:
 def compiled_for(function: Any, signature: str) -> Any:
     """A compiled function's code for these types, as C would call it: "void(int64, uint16)". `address` says where."""
     options = {name: value for name, value in function.targetoptions.items() if name != "nopython"}
-    code: Any = CFunc(function.py_func, normalize_signature(signature), locals={}, options=options)
+    code: Any = CFunc(
+        function.py_func, normalize_signature(signature), locals={}, options=options, pipeline_class=KernelCompiler
+    )
     code._cache = KernelCache(function.py_func)
     code.compile()
     return code
@@ -68,19 +69,24 @@ def serial_in_order(function: Function) -> Function:
     return _compiled(function)
 
 
+def allocates(function: Function) -> Function:
+    """Below the others: of a function that makes arrays of its own (`numpy.empty`) or assigns one to another, which
+    none else can. numba counts references to all arrays of such a function, and that takes long to compile."""
+    function.allocates = True  # type: ignore[attr-defined]
+    return function
+
+
 def with_gil(function: Any) -> Any:
     """A compiled function for calls of some microseconds: it keeps the interpreter's lock. Never with a team, whose
     helpers it would keep waiting for while the whole program stands still.
 
     Whoever lets go of it may wait for the switch interval (5 ms) until a thread of the program gives it back.
     """
-    options = {name: value for name, value in function.targetoptions.items() if name not in ("nopython", "nogil")}
+    options = {name: value for name, value in function.targetoptions.items() if name != "nogil"}
     known = function.py_func
     copy = FunctionType(known.__code__, known.__globals__, known.__name__, known.__defaults__, known.__closure__)
     copy.__module__, copy.__qualname__ = known.__module__, f"{known.__qualname__}-gil"  # kept beside the other one
-    compiled = numba.njit(**options)(copy)
-    compiled._cache = KernelCache(copy)
-    return compiled
+    return Kernel(copy, options)
 
 
 def kind_of(dtype: torch.dtype) -> Any:
@@ -95,12 +101,48 @@ def _pointer(_: Any, address: Any, kind: Any) -> Any:
     return numba.types.CPointer(kind)(address, kind), generate
 
 
+def _array(_: Any, start: Any, shape: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, own = signature.return_type, make_array(signature.return_type)(context, builder)
+        sizes = [
+            context.cast(builder, size, given, numba.types.intp)
+            for given, size in zip(signature.args[1], cgutils.unpack_tuple(builder, arguments[1]), strict=True)
+        ]
+        item = LONG(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+        strides = [item]
+        for size in reversed(sizes[1:]):
+            strides.insert(0, builder.mul(strides[0], size))
+        populate_array(own, data=arguments[0], shape=sizes, strides=strides, itemsize=item, meminfo=None)
+        return own._getvalue()
+
+    return numba.types.Array(start.dtype, len(shape), "C")(start, shape), generate
+
+
+def _room(_: Any, count: Any, kind: Any) -> Any:
+    if not isinstance(count, numba.types.IntegerLiteral):
+        return None
+    item, size = numba.types.unliteral(kind), count.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(context.get_data_type(item), size))
+        memory.align = LINE
+        own = make_array(signature.return_type)(context, builder)
+        bytes_of_item = LONG(context.get_abi_sizeof(context.get_data_type(item)))
+        start = builder.bitcast(memory, context.get_data_type(item).as_pointer())
+        populate_array(
+            own, data=start, shape=[LONG(size)], strides=[bytes_of_item], itemsize=bytes_of_item, meminfo=None
+        )
+        return own._getvalue()
+
+    return numba.types.Array(item, 1, "C")(count, kind), generate
+
+
 def _widen(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value != numba.types.uint16:
             return arguments[0]
         high = builder.shl(builder.zext(arguments[0], _WORD), _WORD(16))
-        return builder.bitcast(high, llvmlite.ir.FloatType())
+        return builder.bitcast(high, ir.FloatType())
 
     return numba.types.float32(value), generate
 
@@ -110,21 +152,27 @@ def _narrow(_: Any, value: Any, kind: Any) -> Any:
         if kind != numba.types.uint16:
             return arguments[0]
         if PAIRS:  # one instruction, for as many numbers as a loop's vectors hold
-            return builder.bitcast(builder.fptrunc(arguments[0], BFLOAT), llvmlite.ir.IntType(16))
+            return builder.bitcast(builder.fptrunc(arguments[0], BFLOAT), ir.IntType(16))
         bits = builder.bitcast(arguments[0], _WORD)
         odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
         rounded = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
         number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
         kept = builder.select(number, rounded, _WORD(0x7FC0))  # rounding would make some NaN a number
-        return builder.trunc(kept, llvmlite.ir.IntType(16))
+        return builder.trunc(kept, ir.IntType(16))
 
     return kind(numba.types.float32, kind), generate
 
 
-_WORD = llvmlite.ir.IntType(32)
+_WORD = ir.IntType(32)
 
 pointer: Any = intrinsic(_pointer)
 """pointer(address, kind), inside kernels: memory of that kind, for `array(pointer(address, kind), shape)`."""
+array: Any = intrinsic(_array)
+"""array(pointer, shape), inside kernels: that memory as an array of this shape, a tuple. As `numba.carray`, which is
+compiled anew for every type of shape."""
+room: Any = intrinsic(prefer_literal=True)(_room)
+"""room(count, kind), inside kernels: an array of so many, a constant, on the thread's stack. It ends with the function,
+and nothing in particular is in it at the beginning."""
 widen: Any = intrinsic(_widen)
 """widen(value), inside kernels: the float32 that a value of some kind stands for."""
 narrow: Any = intrinsic(_narrow)

@@ -25,7 +25,7 @@ from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -164,6 +164,7 @@ A tile of a state from `source` over some tokens to `target`, with rows `stride`
 
 
 @serial_in_order
+@allocates
 def run_mamba2(
     record: int, states: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int,
     sources: int, targets: int, tokens: int, kind: np.generic, team: int,
@@ -206,6 +207,7 @@ def _tokens_of(begin: int, end: int, first: int, last: int, final: bool) -> tupl
 
 
 @serial_in_order
+@allocates
 def _convolve_part(
     piece: int, pieces: int, worker: int,
     record: int, windows: int, projected: int, mixed: int, rows: int, bounds: int, begins: int, ends: int,
@@ -240,6 +242,7 @@ def _convolve_part(
 
 
 @serial_in_order
+@allocates
 def _scan_part(
     piece: int, pieces: int, worker: int,
     record: int, mixed: int, projected: int, y: int, pool: int, rows: int, bounds: int, begins: int, ends: int,

@@ -11,7 +11,7 @@ import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import QuantizedMatrix
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial, widen
 from asyncengine.kernels.cpu.panel_form import GROUP, int_form
 from asyncengine.kernels.cpu.quantized_panels import empty_panels, pack_rows
 from asyncengine.kernels.cpu.team import use_team
@@ -102,6 +102,7 @@ def _to_int4(
 
 
 @serial
+@allocates
 def _part_to_int4(
     piece: int, pieces: int, worker: int,
     weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,

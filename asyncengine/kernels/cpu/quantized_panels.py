@@ -11,7 +11,17 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu.calls import parallel_for
-from asyncengine.kernels.cpu.jit import array, inline, kind_of, narrow, pointer, serial, serial_in_order, with_gil
+from asyncengine.kernels.cpu.jit import (
+    allocates,
+    array,
+    inline,
+    kind_of,
+    narrow,
+    pointer,
+    serial,
+    serial_in_order,
+    with_gil,
+)
 from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -103,6 +113,7 @@ def _pack_numbers(
 
 
 @serial
+@allocates
 def _pack_part(
     piece: int, pieces: int, worker: int,
     numbers: int, panels: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int, head: int, bits: int,

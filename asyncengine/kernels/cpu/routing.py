@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.jit import array, inline, pointer, serial_in_order, with_gil
+from asyncengine.kernels.cpu.jit import allocates, array, inline, pointer, serial_in_order, with_gil
 
 _AT_ONCE = 2**13
 """Scores up to which the interpreter's lock is kept: some ten microseconds."""
@@ -59,6 +59,7 @@ def route(
 
 
 @serial_in_order
+@allocates
 def route_rows(
     logits: int, correction: int, by_expert: int, ids: int, weights: int, rows: int, columns: int, experts: int,
     chosen: int, sigmoid: bool, groups: int, kept: int, normalised: bool, least: np.float32, scale: np.float32,

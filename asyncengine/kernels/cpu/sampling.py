@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
-from asyncengine.kernels.cpu.jit import array, inline, pointer, serial, with_gil
+from asyncengine.kernels.cpu.jit import array, inline, pointer, room, serial, with_gil
 from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.truncation import BLOCK, FAINT, top_k_threshold, top_p_threshold
@@ -154,12 +154,13 @@ def _largest_of_blocks(logits: int, places: int, found: int, vocab: int) -> None
     """Fills the float32 [blocks] at `places`; `found`: where the largest goes, or NaN if there is one anywhere."""
     values = array(pointer(logits, _SINGLE), (vocab,))
     maxima = array(pointer(places, _SINGLE), ((vocab + BLOCK - 1) // BLOCK,))
-    lanes = np.empty(_LANES, dtype=np.float32)
+    lanes = room(_LANES, _SINGLE)
     unordered = 0
     maximum = np.float32(-np.inf)
     for block in range(len(maxima)):
         begin, end = block * BLOCK, min((block + 1) * BLOCK, len(values))
-        lanes[:] = -np.inf
+        for lane in range(_LANES):
+            lanes[lane] = np.float32(-np.inf)
         whole = begin + (end - begin) // _LANES * _LANES
         for start in range(begin, whole, _LANES):
             for lane in range(_LANES):
@@ -170,8 +171,11 @@ def _largest_of_blocks(logits: int, places: int, found: int, vocab: int) -> None
             value = values[index]
             unordered += np.isnan(value)
             lanes[0] = value if value > lanes[0] else lanes[0]
-        maxima[block] = lanes.max()
-        maximum = max(maximum, maxima[block])
+        greatest = lanes[0]
+        for lane in range(1, _LANES):
+            greatest = max(greatest, lanes[lane])
+        maxima[block] = greatest
+        maximum = max(maximum, greatest)
     array(pointer(found, _SINGLE), (1,))[0] = np.float32(np.nan) if unordered else maximum
 
 
@@ -201,7 +205,7 @@ def _draw(
     for block in range(len(maxima)):
         if maxima[block] < least:
             continue
-        total = _sum_kept(scaled[block * BLOCK : min((block + 1) * BLOCK, len(scaled))], maximum, least)
+        total = _sum_kept(values + block * (BLOCK * 4), min(BLOCK, vocab - block * BLOCK), maximum, least)
         score = np.float32(np.log(total)) + _gumbel(np.uint32(block | _BLOCK_FLAG), inner, outer)
         if score > top:
             winner, top = block, score
@@ -215,9 +219,10 @@ def _draw(
 
 
 @serial
-def _sum_kept(values: NDArray[np.float32], maximum: Any, least: Any) -> Any:
+def _sum_kept(start: int, size: int, maximum: Any, least: Any) -> Any:
+    values = array(pointer(start, _SINGLE), (size,))
     total = np.float32(0)
-    for index in range(len(values)):
+    for index in range(size):
         total += exponential(values[index] - maximum) if values[index] >= least else np.float32(0)
     return total
 

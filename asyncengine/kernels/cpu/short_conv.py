@@ -7,7 +7,7 @@ import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.jit import array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -62,6 +62,7 @@ def run_short_conv(
 
 
 @serial_in_order
+@allocates
 def _part(
     piece: int, pieces: int, worker: int,
     record: int, windows: int, projected: int, out: int, rows: int, bounds: int, begins: int, ends: int, sources: int,

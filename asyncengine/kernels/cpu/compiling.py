@@ -1,0 +1,157 @@
+"""How numba compiles kernels here: without what nobody calls.
+
+numba makes machine code, and a function that Python can call, of everything it compiles, and links its own memory
+management into each. Most compiled functions are only parts of others, whose code LLVM takes over into theirs, and
+nearly none allocates. So a function is one thing to Python and to C (`Kernel`, `jit.compiled_for`), and another to the
+functions that it is a part of: there its code is optimised, as ever, and goes no further.
+
+What a kernel consists of is the same either way, and so are its results.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numba
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler, Flags
+from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
+from numba.core.environment import lookup_environment
+from numba.core.registry import CPUDispatcher
+from numba.core.runtime import rtsys
+
+from asyncengine.kernels.cpu.cache import KernelCache, PartCache
+
+_ENVIRONMENT = "_ZN08NumbaEnv"
+"""What the names of numba's places for a function's Python objects begin with."""
+_HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
+_FRESH_PASSES = numba.version_info.short >= (0, 62)
+"""LLVM's passes are made for each function, rather than once for a module."""
+
+
+class _Library(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function and of its parts. Machine code is made when an address in it, or itself, is asked for."""
+
+    def __init__(self, codegen: Any, name: str) -> None:
+        super().__init__(codegen, name)
+        self._emitted = self.only_part = False
+        """`only_part`: never called by its address, so that it is optimised where it is taken over."""
+        self._runtime: Any = None
+
+    def add_linking_library(self, library: Any) -> None:
+        if library is rtsys.library:
+            self._runtime = library
+        else:
+            super().add_linking_library(library)
+
+    def _optimize_functions(self, module: Any) -> None:
+        """As there, without passes for each function that is only called here, and the same passes for all."""
+        if not _FRESH_PASSES:
+            super()._optimize_functions(module)
+            return
+        module.data_layout = self._codegen._data_layout
+        manager, builder = self._codegen._function_pass_manager()
+        for function in module.functions:
+            if not function.is_declaration:
+                manager.run(function, builder)
+
+    def _optimize_final_module(self) -> None:
+        module = self._final_module
+        called = [function.name for function in module.functions if function.is_declaration]
+        if self._runtime is not None and any(name.startswith(("NRT_", "nrt_")) for name in called):
+            module.link_in(self._runtime._get_module_for_linking(), preserve=True)
+        if not self.only_part:
+            super()._optimize_final_module()
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def _emit(self) -> None:
+        self._ensure_finalized()
+        if self._emitted:
+            return
+        self._emitted = True
+        self._dynamic_globals.clear()
+        super()._finalize_final_module()
+        for place in self._final_module.global_variables:
+            if place.name.startswith(_ENVIRONMENT) and (found := lookup_environment(place.name)) is not None:
+                self._codegen.set_env(place.name, found)
+
+    def get_pointer_to_function(self, name: str) -> Any:
+        self._emit()
+        return super().get_pointer_to_function(name)
+
+    def _get_compiled_object(self) -> Any:
+        self._emit()
+        return super()._get_compiled_object()
+
+
+class _Flags(Flags):  # type: ignore[misc]
+    """Options of one compilation. Of its copy, which numba keeps for what is compiled within and finds such things by,
+    there is one for all compilations that agree in what is handed on."""
+
+    _shared: ClassVar[dict[str, Flags]] = {}
+
+    def copy(self) -> Any:
+        handed_on = Flags()
+        handed_on._values.update({name: value for name, value in self._values.items() if name in _HANDED_ON})
+        return self._shared.setdefault(handed_on.summary(), handed_on)
+
+
+class KernelCompiler(Compiler):  # type: ignore[misc]
+    """numba's, for code in a `_Library`."""
+
+    def __init__(
+        self, typing: Any, target: Any, library: Any, arguments: Any, result: Any, flags: Any, variables: Any
+    ) -> None:
+        super().__init__(typing, target, library, arguments, result, _Flags(flags), variables)
+
+    def define_pipelines(self) -> Any:
+        state = self.state
+        if state.library is None:
+            state.library = _Library(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.library.enable_object_caching()
+            state.library.only_part = state.flags.no_cpython_wrapper and state.flags.no_cfunc_wrapper
+        return super().define_pipelines()
+
+
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A compiled function as Python calls it. Compiled functions that call it see its `part`."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        options = {**options, "nopython": True, "no_cfunc_wrapper": True}
+        super().__init__(function, targetoptions=options, pipeline_class=KernelCompiler)
+        self._cache = KernelCache(function)
+
+    @functools.cached_property
+    def part(self) -> _Part:
+        return _Part(self.py_func, {**self.targetoptions, "no_cpython_wrapper": True})
+
+    def get_call_template(self, arguments: Any, named: Any) -> Any:
+        return self.part.get_call_template(arguments, named)
+
+    def get_overload(self, signature: Any) -> Any:
+        return self.part.get_overload(signature)
+
+
+class _PartCompiler(_FunctionCompiler):  # type: ignore[misc]
+    def _customize_flags(self, flags: Any) -> Any:
+        flags.no_compile = True
+        return flags
+
+
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    """A compiled function as others contain it: neither Python nor C can call it."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(function, targetoptions=options, pipeline_class=KernelCompiler)
+        self._compiler = _PartCompiler(function, self.targetdescr, options, {}, KernelCompiler)
+        self._cache = PartCache(function)
+
+    def add_overload(self, result: Any) -> None:
+        result = result._replace(entry_point=object())  # what numba knows it by
+        self.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
+        self.overloads[tuple(result.signature.args)] = result

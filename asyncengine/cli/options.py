@@ -67,7 +67,17 @@ def _how_to_parse(hint: Any) -> dict[str, Any]:
     if get_origin(options[0]) is Sequence:
         (item,) = get_args(options[0])
         return {"action": "append", "type": item, "metavar": item.__name__.upper()}
+    if get_origin(options[0]) is tuple:
+        return {"type": _numbers, "metavar": "FLOAT,..."}
     return {"type": options[0], "metavar": options[0].__name__.upper()}
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Raises `ArgumentTypeError`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

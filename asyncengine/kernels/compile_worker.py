@@ -2,11 +2,12 @@
 
 It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
 left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". It ends with its
-input, at once, whatever it is doing.
+input, and on Linux with the thread that started it: at once, whatever it is doing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -18,6 +19,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+_PR_SET_PDEATHSIG = 1
 _LIFETIME = 600.0
 """Seconds after which it ends in any case. Nobody's kernels take so long."""
 
@@ -25,6 +27,7 @@ _LIFETIME = 600.0
 def main() -> None:
     """Serve standard input and output, with nothing else coming that way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which then closes the input
+    _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
@@ -44,6 +47,12 @@ class _Absent(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Absent(f"{self.__name__}.{name}")
+
+
+def _die_with_parent() -> None:
+    """The compiler holds the interpreter's lock for seconds, in which nobody here hears of the input's end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _lines(source: TextIO) -> Iterator[str]:

@@ -31,7 +31,6 @@ from llama_index.core.types import Model, PydanticProgramMode
 from pydantic import ConfigDict, Field
 
 from asyncengine import ModelInfo
-from asyncengine.checks import as_integer
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.fields import Call, EngineFields
 from asyncengine.integrations.llama_index import structured
@@ -93,7 +92,8 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
             info = self._engines().info()
             window, chat = info.max_model_len if window is None else window, self._chats(info)
             calls = info.tool_format is not None if calls is None else calls
-        as_integer("context_window", window, 1)  # it may have been assigned
+        if not isinstance(window, int) or window < 1:  # it may have been assigned
+            raise InvalidParameter("context_window", "must be an integer >= 1", window)
         return LLMMetadata(
             context_window=window,
             num_output=self.max_tokens or min(DEFAULT_NUM_OUTPUTS, window // 4),

@@ -405,14 +405,14 @@ async def test_a_head_that_is_gone_ends_the_fleet_by_name(monkeypatch: pytest.Mo
 
 async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept, a debugger: whatever the replicas said meanwhile has not been read yet."""
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1, silence_limit=1.2)
+    fleet, carrier = await local_fleet(monkeypatch, replicas=1, silence_limit=3.0)
     async with fleet:
         await fleet.generate("The", SAMPLED)
         loop, (host,) = fleet.door.fleet.runs_on.result(), carrier.hosts.values()
 
         def stand_still() -> None:
             host.speaks.clear()
-            time.sleep(1.4)
+            time.sleep(3.2)
             loop.call_later(0.2, host.speaks.set)
 
         loop.call_soon_threadsafe(stand_still)

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import anyio
 import pytest
-from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
+from support.fake_engine import PATIENCE, executor_of, greedy, idle, in_thread, make_engine, oracle, until
 
 from asyncengine import AsyncEngine, Completion, TokenStream
+from asyncengine.events import StepDone
 from asyncengine.options import RequestOptions
 from asyncengine.testing.leaks import assert_nothing_held
 
@@ -134,11 +135,26 @@ async def test_everything_is_back_within_three_steps(hosted: bool, way):
         assert_nothing_held(engine.core)
 
 
+def wait_for_readers(engine: AsyncEngine) -> None:
+    """From now on a step ends when this loop has turned: nobody is so late that the last token is there before him."""
+    loop, turned = asyncio.get_running_loop(), threading.Event()
+
+    def hook(event: object) -> None:
+        if isinstance(event, StepDone):
+            turned.clear()
+            loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(PATIENCE)
+
+    engine.on_event(hook)
+
+
 @pytest.mark.parametrize("hosted", HOSTINGS)
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_leavers_at_random_points_disturb_nobody(hosted: bool, depth: int):
     rng = random.Random(7)
     async with make_engine(hosted=hosted, pages=300, max_steps_in_flight=depth, max_num_seqs=32) as engine:
+        if hosted:  # else it is on this loop, and waits for its readers anyway
+            wait_for_readers(engine)
 
         async def stay(i: int) -> None:
             done = await engine.generate([9, 8, 2 + i], greedy(40))
@@ -153,7 +169,7 @@ async def test_leavers_at_random_points_disturb_nobody(hosted: bool, depth: int)
         gc.collect()
         await idle(engine)
         assert_nothing_held(engine.core)
-        assert engine.stats().finished["abort"] > 20  # about 200; a starved reader comes after the last token
+        assert engine.stats().finished["abort"] > 100  # about 200; some leave before they have asked
 
 
 async def test_leaving_never_awaits():

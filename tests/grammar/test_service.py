@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.fake_engine import PATIENCE
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import (
@@ -111,6 +112,10 @@ class Desk:
         self.loop = asyncio.get_running_loop()
         self.threads = set(threading.enumerate())  # other tests' engines may live on
 
+    def let_take(self, seconds: float) -> None:
+        """`grammar_timeout` of what begins from now on."""
+        self.service._config = self.service._config.replace(grammar_timeout=seconds)
+
     def start(self, ticket: int, grammar: Grammar, budget: int = 100, on_budget: Any = "close") -> asyncio.Future[Any]:
         self.answers[ticket] = self.loop.create_future()
         self.service.start(ticket, GrammarOrder(grammar, budget, on_budget), self._done)
@@ -198,6 +203,7 @@ async def test_a_timeout_fails_the_waiter_and_is_not_remembered():
         assert isinstance(outcome, GrammarTimeout)
         assert outcome.field == "grammar"
         assert "grammar_timeout=0.3" in str(outcome)
+        desk.let_take(PATIENCE)
         again = desk.start(2, A)  # joins what still runs
         desk.backend.go.set()
         assert not isinstance(await again, Exception)
@@ -214,8 +220,10 @@ async def test_waiting_for_a_worker_is_not_the_grammars_own_time():
         assert isinstance(await slow, GrammarTimeout)
         done, _ = await asyncio.wait(behind, timeout=0.1)
         assert not done
+        desk.let_take(PATIENCE)
         desk.backend.go.set()
         assert not any(isinstance(answer, Exception) for answer in await asyncio.gather(*behind))
+        desk.let_take(0.3)
         desk.backend.go.clear()
         late = desk.start(4, Grammar.regex("d+"))  # its own time counts from when a worker has it
         assert isinstance(await late, GrammarTimeout)

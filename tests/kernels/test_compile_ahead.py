@@ -1,6 +1,8 @@
 """Kernels compiled by other processes: they are in the cache afterwards, nobody waits for ever, nobody is left."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -172,3 +174,43 @@ def test_the_process_ends_with_the_program_that_started_it() -> None:
     process.stdin.close()
     assert process.wait(timeout=120) == 0
     assert process.stdout.read() == ""
+
+
+_IN_A_COMPILER = """
+import ctypes
+from asyncengine.kernels.cpu import calls
+from asyncengine.kernels.compile_worker import main
+
+def compile_named(name):
+    calls.called_apart.get()("it is in it", False)
+    ctypes.PyDLL(None).pause()  # with the interpreter's lock, as long as it takes
+
+calls.compile_named = compile_named
+main()
+"""
+_PROGRAM = """
+import os, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+print(worker.pid, flush=True)
+worker.stdin.write("kernel\\n")
+worker.stdin.flush()
+print(worker.stdout.readline(), worker.stdout.readline(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems say nothing of a parent's end")
+def test_the_process_ends_with_its_program_even_inside_a_compiler() -> None:
+    """Where nobody in it gets to run. It has the program's stderr: what is read ends when both have ended."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, _IN_A_COMPILER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    worker = int(program.stdout.readline())
+    try:
+        said, shown = program.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.kill(worker, signal.SIGKILL)
+        raise
+    assert said.split("\n")[:2] == ["ready", " +it is in it"], shown
+    assert program.returncode == 0

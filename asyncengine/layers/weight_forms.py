@@ -145,7 +145,7 @@ class DenseWeight:
 
 
 class RowMajorWeight(DenseWeight):
-    """The same, with a compiled product for a few rows: an output layer whose width fits no panel."""
+    """The same, with a compiled product: an output layer whose width fits no panel."""
 
     name = "row-major"
 
@@ -164,8 +164,6 @@ class RowMajorWeight(DenseWeight):
         return bool(gemm_fits(dtype, inputs, outputs))
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
-        if not self._products.gemm_pays(x.dtype, x.numel() // self.inputs):
-            return super().logits(x, bias, memory)
         out = memory.take((*x.shape[:-1], self.outputs))
         self._products.gemm(x, self.weight, out)
         return out if bias is None else out.add_(bias)
@@ -185,7 +183,7 @@ def can_reorder(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class OneDnnWeight:
-    """In oneDNN's blocked layout: what is fastest where a CPU has a matrix unit (AMX), or no AVX-512.
+    """In oneDNN's blocked layout: what is fastest with a matrix unit (AMX), and for widths that fill no panels.
 
     The layout is oneDNN's secret, so that rows wait in ordinary memory until all of them are there.
     """

@@ -152,13 +152,6 @@ def test_logits_stay_while_they_are_held(name: str) -> None:
     assert torch.equal(first, kept)
 
 
-def test_more_rows_than_pay_go_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = random(20, 64, dtype=torch.bfloat16), random(3, 64, dtype=torch.bfloat16)
-    form: Any = filled("row-major", weight)
-    monkeypatch.setattr(form._products, "gemm_pays", lambda dtype, rows: False)
-    assert torch.equal(form.logits(x, None, OutputBufferPool()), torch.nn.functional.linear(x, weight).float())
-
-
 @pytest.mark.parametrize("x", [torch.ones(2, 64), torch.ones(2, 66).bfloat16(), torch.ones(2, 62).bfloat16()])
 def test_an_input_that_does_not_fit_is_refused(x: torch.Tensor) -> None:
     """The kernel would read past its end."""

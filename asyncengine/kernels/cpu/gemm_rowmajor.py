@@ -6,7 +6,7 @@ of x, and the lines of the next few are asked for meanwhile. Every sum is made i
 a row's result depends neither on the rows beside it nor on the number of threads.
 
 bfloat16 goes through the CPU's own instruction for pairs (AVX512-BF16) where it has one: then this is as fast as
-oneDNN with a packed weight at any number of rows. Elsewhere values are widened, which pays for a few rows alone.
+oneDNN with a packed weight at any number of rows. Elsewhere values are widened, which torch does number by number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.jit import kind_of, serial_in_order
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import FLOATS, LINE, LONG, PAIRS, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.vectors import FLOATS, LINE, LONG, WORDS, at, cpu_has, load
 
 COLUMNS = 4
 """Rows of the weight, so columns of the result, in a tile."""
@@ -32,7 +32,6 @@ _BLOCK = 3 * COLUMNS
 """Columns that are done for all rows of x before the next: their weights must fit in the first-level cache."""
 _EVEN = 16
 """Rows whose arithmetic takes as long as reading the weight."""
-_FEW = 8
 _MOST = 6 if cpu_has("avx512f") else 2
 """Rows of x in the largest tile whose sums fit in the registers."""
 
@@ -40,11 +39,6 @@ _MOST = 6 if cpu_has("avx512f") else 2
 def gemm_fits(dtype: torch.dtype, features: int, outputs: int) -> bool:
     """True if `gemm` takes a weight [outputs, features] of this type: whole vectors of 64 bytes, and one tile."""
     return dtype in (torch.bfloat16, torch.float32) and features * dtype.itemsize % LINE == 0 and outputs >= COLUMNS
-
-
-def gemm_pays(dtype: torch.dtype, rows: int) -> bool:
-    """True if `gemm` is faster than torch's own, or is wanted for its results' independence of each other."""
-    return dtype == torch.float32 or PAIRS or rows <= _FEW
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

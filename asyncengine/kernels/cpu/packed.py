@@ -19,6 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -36,18 +37,20 @@ from asyncengine.kernels.cpu.jit import (
 )
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, PAIRS, WIDE, WORD, WORDS, at, cpu_has, load
+from asyncengine.kernels.cpu.vectors import FLOATS, LANES, LINE, LONG, WIDE, WORD, WORDS, at, cpu_has, load
 
 _VECTORS = 2
 WIDTH = _VECTORS * LANES
 """Outputs of a panel."""
 _STEPS = {torch.bfloat16: 2, torch.float32: 1}
-SIZES = (1, 2, 3, 4, 6, 8, 12) if WIDE else (1, 2)
+SIZES = (1, 2, 3, 4, 6, 8, 12) if WIDE else (1, 2, 4)
 """Rows of x in the tiles there are: as many as their sums have registers for. Others are made of tiles that overlap."""
 _NARROW = WIDTH // 8
 """Vectors of eight in a panel."""
 _PAIRED = not WIDE
 """One row has two panels at a time."""
+_STRETCH = 64
+"""Words of x that are widened at a time, for tiles that have no registers left for it: they stay in the first cache."""
 _SLICE = 128 * WIDTH
 """Outputs that are packed at once."""
 _AHEAD = 4096
@@ -66,12 +69,12 @@ _NEAR = 2**18
 def packing_pays(dtype: torch.dtype) -> bool:
     """True if this CPU multiplies packed weights faster than oneDNN multiplies what it packs itself.
 
-    Those of a matrix unit (AMX) are oneDNN's, and with vectors of sixteen its bfloat16 as well, where pairs of them
-    have no instruction. With vectors of eight it has none for bfloat16, and torch computes it number by number.
+    Those of a matrix unit (AMX) are oneDNN's. Where no instruction takes pairs of bfloat16 they are widened as they are
+    read; torch computes them number by number without AVX-512, and with it oneDNN imitates the instruction.
     """
-    if not cpu_has("avx512f"):
-        return dtype == torch.bfloat16 and cpu_has("avx2", "fma") and not cpu_has("avxneconvert")
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and PAIRS and not cpu_has("amx-bf16"))
+    if not cpu_has("avx2", "fma"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and not cpu_has("amx-bf16"))
 
 
 def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
@@ -236,7 +239,7 @@ def _make_tile(rows: int, panels: int = 1) -> Any:
     def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
               out_size: Any, kind: Any, out_kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            write = _write_tile if WIDE else _write_narrow_tile
+            write = _write_tile if WIDE else _write_narrow_tile if rows * panels <= 2 else _write_narrow_block
             write(builder, rows, panels, kind, out_kind, *arguments[:9])
             return context.get_dummy_value()
 
@@ -301,6 +304,62 @@ def _write_narrow_tile(
     _store_tile(builder, found, vectors.EIGHT_FLOATS, out_kind, bias, out, out_size)
 
 
+def _write_narrow_block(
+    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
+) -> None:  # fmt: skip
+    """The same for four rows: sixteen outputs, one half of a panel, after the other (six rows, as BLIS has it, Van Zee
+    and van de Geijn 2015, leave no registers to widen bfloat16). A line of memory belongs to one half: none is read
+    twice. bfloat16 in x is widened a stretch at a time, for both halves: then it is spread as it comes from memory.
+    """
+    zero, halves = vectors.constant(FLOATS, 0.0), len(vectors.sides(builder, WORD(0), kind))
+    cells = [(row, vector) for row in range(rows) for vector in range(_VECTORS)]
+    sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
+    room = ir.ArrayType(ir.FloatType(), rows * halves * _STRETCH)
+    wide = builder.ptrtoint(cgutils.alloca_once(builder, room), LONG)
+    stretches = builder.udiv(builder.add(lines, LONG(_STRETCH - 1)), LONG(_STRETCH))
+    with cgutils.for_range(builder, stretches) as outer:
+        first = builder.mul(outer.index, LONG(_STRETCH))
+        left = builder.sub(lines, first)
+        count = builder.select(builder.icmp_signed("<", left, LONG(_STRETCH)), left, LONG(_STRETCH))
+        for row in range(rows if halves > 1 else 0):
+            source = at(builder, x, x_size, row, builder.mul(first, LONG(4)))
+            runs = [builder.add(wide, LONG((row * halves + half) * _STRETCH * 4)) for half in range(halves)]
+            _widen(builder, kind, source, count, runs)
+        for vector in range(_VECTORS):
+            with cgutils.for_range(builder, count) as loop:
+                line = builder.add(first, loop.index)
+                place = builder.add(builder.mul(line, LONG(_VECTORS * LINE)), LONG(vector * LINE))
+                words = load(builder, builder.add(panel, place), WORDS)
+                wanted = builder.add(ahead, builder.mul(line, share))
+                vectors.prefetch(builder, builder.add(wanted, builder.lshr(share, LONG(1))) if vector else wanted)
+                for half, weights in enumerate(vectors.sides(builder, words, kind)):
+                    for row in range(rows):
+                        if halves > 1:
+                            run = builder.add(wide, LONG((row * halves + half) * _STRETCH * 4))
+                            source = builder.add(run, builder.mul(loop.index, LONG(4)))
+                        else:
+                            source = at(builder, x, x_size, row, builder.mul(line, LONG(4)))
+                        value = vectors.splat(builder, load(builder, source, ir.FloatType()))
+                        total = vectors.multiply_add(builder, value, weights, builder.load(sums[row, vector]))
+                        builder.store(total, sums[row, vector])
+    _store_tile(builder, {cell: builder.load(sums[cell]) for cell in cells}, FLOATS, out_kind, bias, out, out_size)
+
+
+def _widen(builder: Any, kind: Any, source: Any, count: Any, runs: list[Any]) -> None:
+    """`count` words from `source` on as float32: the first number of each in the first of `runs`, and so on."""
+    whole = builder.lshr(count, LONG(4))
+    for times, start, words_of, size in (
+        (whole, LONG(0), WORDS, LINE),
+        (builder.sub(count, builder.shl(whole, LONG(4))), builder.shl(whole, LONG(6)), WORD, 4),
+    ):
+        with cgutils.for_range(builder, times) as loop:
+            place = builder.add(start, builder.mul(loop.index, LONG(size)))
+            words = load(builder, builder.add(source, place), words_of)
+            for side, run in zip(vectors.sides(builder, words, kind), runs, strict=True):
+                vectors.store(builder, side, builder.add(run, place))
+
+
 def _store_tile(
     builder: Any, found: dict[tuple[int, int], Any], kind: Any, out_kind: Any, bias: Any, out: Any, out_size: Any
 ) -> None:
@@ -317,9 +376,11 @@ def _store_tile(
         vectors.store(builder, vectors.narrow(builder, value) if narrow else value, target)
 
 
-_tile1, _tile2 = map(_make_tile, SIZES[:2])
 _pair = _make_tile(1, 2)
-_tile3, _tile4, _tile6, _tile8, _tile12 = map(_make_tile, SIZES[2:]) if WIDE else (_tile1,) * 5  # never asked for
+_tile1, _tile2, _tile3, _tile4, _tile6, _tile8, _tile12 = (
+    _make_tile(rows if rows in SIZES else 1)  # others are never asked for
+    for rows in (1, 2, 3, 4, 6, 8, 12)
+)
 
 
 @serial

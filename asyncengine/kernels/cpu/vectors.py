@@ -254,14 +254,14 @@ def _add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
 
 
 def sides(builder: Any, words: Any, kind: Any) -> list[Any]:
-    """The numbers that lie in words of memory of that kind, as vectors of float32, in the order in which products of
-    them are added: two bfloat16, each the upper half of a float32, or the number itself."""
-    floats = ir.VectorType(FLOAT, words.type.count)
+    """The numbers in a word of memory of that kind, or in each of a vector of them, as float32, in the order in which
+    products of them are added: two bfloat16, each the upper half of a float32, or the number itself."""
+    several = isinstance(words.type, ir.VectorType)
+    floats = ir.VectorType(FLOAT, words.type.count) if several else FLOAT
     if kind != numba.types.uint16:
         return [builder.bitcast(words, floats)]
-    low = builder.shl(words, constant(words.type, 16))
-    high = builder.and_(words, constant(words.type, 0xFFFF0000))
-    return [builder.bitcast(side, floats) for side in (low, high)]
+    shift, mask = (constant(words.type, value) if several else WORD(value) for value in (16, 0xFFFF0000))
+    return [builder.bitcast(side, floats) for side in (builder.shl(words, shift), builder.and_(words, mask))]
 
 
 def _add_widened(builder: Any, left: Any, right: Any, total: Any) -> Any:

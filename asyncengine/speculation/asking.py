@@ -161,6 +161,8 @@ class Asking:
 
     def offers(self, askers: Sequence[Asker], step: Step) -> dict[int, Offer]:
         """What is worth asking for, by place; or else, where it is time for that, for a trial of one guess each."""
+        if not any(self._has_means(one.asked, len(askers), step) for one in askers):
+            return {}
         each = self._pass(max(1, len(askers)))
         ready: list[_Ready] = []
         for one in askers:
@@ -178,6 +180,12 @@ class Asking:
                     return found
                 left = [one for one in left if one.one.place in found]
         return {}
+
+    def _has_means(self, asked: Asked, most: int, step: Step) -> bool:
+        """Could it pay for one wrong guess in the best company, of up to `most`? Else nothing needs to be weighed."""
+        each = min(map(self._pass, range(1, most + 1)))
+        takes = (each + self.costs.of(step.tokens + 1) - self.costs.of(step.tokens)) * step.streams
+        return asked.others is not None and takes <= min(asked.purse, asked.others.purse)
 
     def _begin(self, one: Asker, step: Step) -> Ask:
         known = len(one.tokens)

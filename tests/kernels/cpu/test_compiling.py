@@ -44,9 +44,14 @@ def _sum_of_squares(numbers: int, count: int) -> int:
     return total
 
 
-def test_a_part_is_neither_kept_nor_made_machine_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here may be found as an earlier run compiled it."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     monkeypatch.setattr(cache, "kernel_folder", functools.cache(kernel_folder.__wrapped__))
+
+
+def test_a_part_is_neither_kept_nor_made_machine_code(tmp_path: Path) -> None:
     assert _twice_and_one(20) == 41
     (file,) = tmp_path.glob("kernels/*/*")
     assert file.name.startswith("test_compiling._twice_and_one-")

@@ -172,7 +172,7 @@ class AsyncEngine:
         `GrammarError`, `BudgetTooSmall`, `QueueFull`, `EngineClosed` or `EngineDead`.
         """
         frontend, wanted = self.core, RequestOptions.of(options)
-        size = len(prompt) if isinstance(prompt, str) else 0
+        size = rough_size(prompt, INLINE_CHARS) + rough_size(wanted.prediction, INLINE_CHARS)
         return self._stream(lambda at: frontend.prepare(prompt, params, wanted, at), size, params)
 
     def stream_chat(
@@ -185,7 +185,8 @@ class AsyncEngine:
         """
         frontend = self.core
         chat, wanted = split_chat(messages, options)
-        return self._stream(lambda at: frontend.prepare_chat(chat, params, wanted, at), chat.size, params)
+        size = chat.size + rough_size(wanted.prediction, INLINE_CHARS)
+        return self._stream(lambda at: frontend.prepare_chat(chat, params, wanted, at), size, params)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]

@@ -137,12 +137,13 @@ def _sampling_fields() -> dict[str, str]:
     return {name: f"is a field of SamplingParams: pass params=SamplingParams({name}=...)" for name in names}
 
 
-def rough_size(grammar: Any, most: int = 1 << 16) -> int:
-    """Rough number of characters of a grammar as the caller wrote it; counting ends beyond `most`, circles included."""
-    text = getattr(grammar, "text", None)
+def rough_size(given: Any, most: int = 1 << 16) -> int:
+    """Rough number of characters of a text, token ids or a grammar as the caller wrote it; counting ends beyond `most`,
+    circles included."""
+    text = getattr(given, "text", None)
     if isinstance(text, str):
         return len(text)
-    size, stack = 0, [grammar]
+    size, stack = 0, [given]
     while stack and size <= most:
         item = stack.pop()
         size += len(item) if isinstance(item, str) else 4

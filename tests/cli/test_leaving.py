@@ -47,7 +47,7 @@ def test_threads_that_were_to_be_waited_for_are() -> None:
 
 def test_errors_of_usage_end_it_as_ever() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "asyncengine.cli.main", "sing"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "asyncengine", "sing"], capture_output=True, text=True, timeout=120, check=False
     )
     assert found.returncode == 2
     assert "invalid choice" in found.stderr

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from typing import Any
 
 import pytest
 from support.fake_engine import SteppedExecutor, idle, make_engine
 from text.tokenizer_zoo import KINDS, fast
 
-from asyncengine import AsyncEngine, SamplingParams
+from asyncengine import AsyncEngine, ContextLengthExceeded, SamplingParams
 from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.text import TextTokenizer
@@ -136,3 +138,37 @@ async def test_text_prompts_are_tokenized_also_when_they_are_long():
         with pytest.raises(ValueError, match="the context of 508"):
             await engine.generate("The quick brown fox " * 500, SamplingParams(max_tokens=3))
         assert engine.count_tokens("The quick") == done.usage.prompt_tokens
+
+
+LONG = "The quick brown fox " * 300
+
+
+@pytest.mark.parametrize(
+    ("asked", "inline"),
+    [
+        ({"prompt": "The quick"}, True),
+        ({"prompt": "The quick", "prediction": "brown fox"}, True),
+        ({"prompt": LONG}, False),
+        ({"prompt": "The quick", "prediction": LONG}, False),
+        (
+            {"prompt": "The quick", "prediction": {"type": "content", "content": [{"type": "text", "text": LONG}]}},
+            False,
+        ),
+    ],
+)
+async def test_long_texts_are_not_tokenized_on_the_callers_loop(
+    asked: dict[str, Any], inline: bool, monkeypatch: pytest.MonkeyPatch
+):
+    engine, _ = reciting("gpt2")
+    loops, seen = threading.current_thread(), set()
+    encode = TextTokenizer.encode
+
+    def watched(*given: Any, **named: Any) -> list[int]:
+        seen.add(threading.current_thread() is loops)
+        return encode(*given, **named)
+
+    monkeypatch.setattr(TextTokenizer, "encode", watched)
+    async with engine:
+        with contextlib.suppress(ContextLengthExceeded):
+            await engine.generate(asked.pop("prompt"), SamplingParams(max_tokens=3), **asked)
+    assert seen == {inline}

@@ -252,7 +252,7 @@ def test_adapters_and_command_line_use_the_public_names() -> None:
 
 def test_the_root_holds_public_names_and_plain_data() -> None:
     files = {path.stem for path in (ROOT / "asyncengine").glob("*.py")}
-    assert files == {"__init__", *ROOT_ONLY, *(name for name in BASE if "." not in name)}
+    assert files == {"__init__", "__main__", *ROOT_ONLY, *(name for name in BASE if "." not in name)}
 
 
 def runtime(tree: ast.AST) -> ast.AST:

@@ -10,7 +10,7 @@ from typing import Protocol
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.corrections import Corrections
 from asyncengine.speculation.evidence import LONG, USUAL, Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, best_place, follow
+from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, best_place
 from asyncengine.speculation.prediction import Prediction
 from asyncengine.speculation.records import Habits, Record
 from asyncengine.speculation.store import Namespace, OutputStore
@@ -71,9 +71,9 @@ class LookupDrafter:
         if self._store is not None and own_sure < _SUREST and sure < _SUREST:
             others = self._store.match(self._namespace, tokens)
             if others is not None and USUAL[others.evidence] > own_sure and USUAL[others.evidence] > sure:
-                return self._named(Draft(follow(others.place, limit), others.evidence), tokens, limit)
+                return self._named(self._store.follow(self._namespace, others, tokens, limit), tokens, limit)
         if own is not None and own_sure > sure:
-            found = self._corrections.mend(Draft(follow(own.place, limit), own.evidence), tokens)
+            found = self._corrections.mend(own.draft(limit), tokens, self._record)
         return found if found.predicted else self._named(found, tokens, limit)
 
     def _named(self, draft: Draft, tokens: Sequence[int], limit: int) -> Draft:
@@ -118,6 +118,8 @@ class LookupDrafter:
         found = best_place(tokens, places, self._recent) if places else None
         if found is not None and found.place[0] is prompt.tokens:
             self._recent.append(found.place[1])
+        if found is not None and found.evidence is Evidence.TOKEN and found.place[0] is not prompt.tokens:
+            found = found._replace(evidence=Evidence.WRITTEN)
         self._followed = None if found is None else (found, len(tokens))
         return found
 
@@ -126,10 +128,11 @@ class LookupDrafter:
         up."""
         if self._followed is None:
             return None
-        ((text, position), evidence), length = self._followed
+        ((text, position), _, common), length = self._followed
         position += len(tokens) - length
         if len(tokens) < length + LONG or tuple(text[position - LONG : position]) != tuple(tokens[-LONG:]):
             return None
-        found = Match((text, position), evidence if evidence is Evidence.ALIKE else Evidence.LONG)
+        common -= len(tokens) - length
+        found = Match((text, position), Evidence.ALIKE if common > 0 else Evidence.LONG, max(0, common))
         self._followed = found, len(tokens)
         return found if position < len(text) else None

@@ -168,7 +168,7 @@ class DraftPlanner:
             if limit < 1:
                 continue
             known = self._known(candidate)
-            found = known.drafter.propose(candidate.tokens, limit)
+            found = self._proposed(known, candidate, limit)
             if found.tokens:
                 drafts[place] = found
             if self._asking is None:
@@ -215,7 +215,7 @@ class DraftPlanner:
         if limit < 1:
             return {}
         known = self._known(candidate)
-        draft = known.drafter.propose(candidate.tokens, limit)
+        draft = self._proposed(known, candidate, limit)
         if not draft.tokens:
             return {}
         known.draft = draft
@@ -239,7 +239,7 @@ class DraftPlanner:
             return ()
         known = self._known(candidate)
         limit = min(candidate.most, self._most)
-        draft = known.drafter.propose(candidate.tokens, limit)
+        draft = self._proposed(known, candidate, limit)
         if not draft.predicted:
             return ()
         known.draft = draft
@@ -260,7 +260,7 @@ class DraftPlanner:
         if limit < 1 or not self._hopeful(num_rows, num_rows):
             return False
         known = self._known(candidate)
-        found = known.drafter.propose(candidate.tokens, limit)
+        found = self._proposed(known, candidate, limit)
         if not found.tokens:
             return False
         rates = known.acceptance.rates(found, limit)
@@ -278,6 +278,15 @@ class DraftPlanner:
             constrained = candidate.spec.params.grammar is not None
             known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace), constrained)
         return known
+
+    @staticmethod
+    def _proposed(known: _Drafting, candidate: Candidate, limit: int) -> Draft:
+        """What may follow, up to where the request would end: that token is sampled behind the others in any case."""
+        found = known.drafter.propose(candidate.tokens, limit)
+        for stop in candidate.spec.stop_ids:
+            if stop in found.tokens:
+                found = found._replace(tokens=found.tokens[: found.tokens.index(stop)])
+        return found
 
     @staticmethod
     def _is_model(draft: Draft) -> bool:

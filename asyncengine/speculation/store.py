@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from asyncengine.speculation.evidence import LONG, of_places
-from asyncengine.speculation.lookup import Match, agreement
+from asyncengine.speculation.evidence import LONG, Evidence, of_their_places
+from asyncengine.speculation.lookup import Draft, Match, agreement
 
 Namespace = tuple[Hashable, ...]
 
@@ -45,6 +45,12 @@ class _Latest:
 
 
 _Key = int | tuple[int, int]
+
+
+def _rests_on(found: _Latest, agreed: int) -> Evidence:
+    """What follows there, which has `agreed` tokens before it in common with the text."""
+    alike = found.seen == 1 or found.alike >= min(found.seen, _SURE)
+    return of_their_places(agreed, found.seen, alike)
 
 
 def _put(places: dict[_Key, _Latest], key: _Key, text: _Text, position: int) -> None:
@@ -92,14 +98,31 @@ class OutputStore:
     def match(self, namespace: Namespace, tokens: Sequence[int]) -> Match | None:
         """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time."""
         places = self._places.get(namespace)
-        if places is None:
-            return None
-        found = places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
+        found = None if places is None else places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
         if found is None:
             return None
         place = found.text.tokens, found.position
-        sure = found.seen == 1 or found.alike >= min(found.seen, _SURE)
-        return Match(place, of_places(agreement(tokens, place, LONG), found.seen, sure))
+        return Match(place, _rests_on(found, agreement(tokens, place, LONG)))
+
+    def follow(self, namespace: Namespace, match: Match, tokens: Sequence[int], limit: int) -> Draft:
+        """Up to `limit` tokens from `match` on, that of `tokens`; each came behind the two before it the last time
+        that these stood somewhere. For others' outputs are alike in part: what stands around a value, not the value."""
+        places = self._places[namespace]
+        (text, position), evidence = match.place, match.evidence
+        last, first = tokens[-1], evidence
+        drafted, joints, agreed = [], [], 2 if evidence is Evidence.THEIR_SPLIT_TOKEN else agreement(tokens, match.place, LONG)
+        while True:
+            token = text[position]
+            drafted.append(token)
+            found = places.get((last, token)) if len(drafted) < limit else None
+            if found is None:
+                break
+            agreed = agreed + 1 if found.text.tokens is text and found.position == position + 1 else 2
+            following = _rests_on(found, agreed)
+            if following is not evidence:
+                joints.append((len(drafted), following))
+            text, position, evidence, last = found.text.tokens, found.position, following, token
+        return Draft(tuple(drafted), first, joints=tuple(joints))
 
     def clear(self) -> None:
         """Keep nothing."""

@@ -109,8 +109,9 @@ class OutputStore:
         that these stood somewhere. For others' outputs are alike in part: what stands around a value, not the value."""
         places = self._places[namespace]
         (text, position), evidence = match.place, match.evidence
-        last, first = tokens[-1], evidence
-        drafted, joints, agreed = [], [], 2 if evidence is Evidence.THEIR_SPLIT_TOKEN else agreement(tokens, match.place, LONG)
+        last, first, agreed = tokens[-1], evidence, agreement(tokens, match.place, LONG)
+        drafted: list[int] = []
+        joints: list[tuple[int, Evidence]] = []
         while True:
             token = text[position]
             drafted.append(token)

@@ -99,7 +99,7 @@ class Cores:
             from asyncengine.kernels.cpu.vectors import WIDE
 
             self._team = Team(self.most)
-            self.few = 16 if WIDE else 4
+            self.few = 16 if WIDE else 3
 
     @contextmanager
     def step(self, *, torch_alone: bool = False, small: bool = False, brief: bool = False) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Protocol
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.corrections import Corrections
 from asyncengine.speculation.evidence import LONG, USUAL, Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, best_place
+from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, Place, best_place
 from asyncengine.speculation.prediction import Prediction
 from asyncengine.speculation.records import Habits, Record
 from asyncengine.speculation.store import Namespace, OutputStore
@@ -53,6 +53,8 @@ class LookupDrafter:
         """Positions in the prompt behind the last places that were followed."""
         self._followed: tuple[Match, int] | None = None
         """The place that was followed last, and the length of the text then."""
+        self._lent: tuple[Place, int] | None = None
+        """The place in an earlier output that was found last, and the length of the text then."""
         self._corrections = Corrections(len(spec.prompt), None if habits is None else habits.copies)
         predicted = spec.prediction
         self._prediction = Prediction(predicted, len(spec.prompt)) if predicted else None
@@ -69,12 +71,22 @@ class LookupDrafter:
         own = self._own(tokens)
         own_sure = 0.0 if own is None else USUAL[own.evidence]
         if self._store is not None and own_sure < _SUREST and sure < _SUREST:
-            others = self._store.match(self._namespace, tokens)
+            others = self._others(self._store, tokens)
             if others is not None and USUAL[others.evidence] > own_sure and USUAL[others.evidence] > sure:
                 return self._named(self._store.follow(self._namespace, others, tokens, limit), tokens, limit)
         if own is not None and own_sure > sure:
             found = self._corrections.mend(own.draft(limit), tokens, self._record)
         return found if found.predicted else self._named(found, tokens, limit)
+
+    def _others(self, store: OutputStore, tokens: Sequence[int]) -> Match | None:
+        """Where an earlier output goes on as this one may: that of the last time, while it is right."""
+        followed: Place | None = None
+        if self._lent is not None:
+            (text, position), length = self._lent
+            followed = text, position + len(tokens) - length
+        found = store.match(self._namespace, tokens, followed)
+        self._lent = None if found is None else (found.place, len(tokens))
+        return found
 
     def _named(self, draft: Draft, tokens: Sequence[int], limit: int) -> Draft:
         """`draft` up to where a name of a record begins or has ended, and what comes there."""

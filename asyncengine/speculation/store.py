@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from asyncengine.speculation.evidence import LONG, Evidence, of_their_places
-from asyncengine.speculation.lookup import Draft, Match, agreement
+from asyncengine.speculation.lookup import Draft, Match, Place, agreement
 
 Namespace = tuple[Hashable, ...]
 
@@ -95,8 +95,11 @@ class OutputStore:
         while self.num_tokens > self._most:
             self._drop_oldest()
 
-    def match(self, namespace: Namespace, tokens: Sequence[int]) -> Match | None:
-        """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time."""
+    def match(self, namespace: Namespace, tokens: Sequence[int], followed: Place | None = None) -> Match | None:
+        """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time; or
+        `followed`, a place where others were found before, if it has agreed for long."""
+        if followed is not None and followed[1] < len(followed[0]) and agreement(tokens, followed, LONG) == LONG:
+            return Match(followed, Evidence.THEIR_LONG)
         places = self._places.get(namespace)
         found = None if places is None else places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
         if found is None:
@@ -106,7 +109,11 @@ class OutputStore:
 
     def follow(self, namespace: Namespace, match: Match, tokens: Sequence[int], limit: int) -> Draft:
         """Up to `limit` tokens from `match` on, that of `tokens`; each came behind the two before it the last time
-        that these stood somewhere. For others' outputs are alike in part: what stands around a value, not the value."""
+        that these stood somewhere. For others' outputs are alike in part: what stands around a value, not the value.
+        One that has agreed for long is followed itself."""
+        if match.evidence is Evidence.THEIR_LONG:
+            text, position = match.place
+            return Draft(tuple(text[position : position + limit]), match.evidence)
         places = self._places[namespace]
         (text, position), evidence = match.place, match.evidence
         last, first, agreed = tokens[-1], evidence, agreement(tokens, match.place, LONG)

@@ -120,6 +120,21 @@ def test_outputs_of_others_are_followed_from_one_to_the_next() -> None:
     assert guess([1, 2], [20, 21, 22], store) == Draft((23, 24, 25, 26), Evidence.THEIR_PAIR, joints=joints)
 
 
+def test_an_output_that_comes_again_is_followed_to_its_end() -> None:
+    """Where two tokens of it stand several times in it, the place that was right until now goes on."""
+    store = OutputStore(100_000)
+    again = [5, 6, 40, 41, 42, 43, 5, 6, 50, 51, 52, 53, 5, 6, 60, 61]
+    store.add(NAMESPACE, again)
+    live = [1, 2, 5, 6]
+    found = drafter([1, 2], live, store)
+    assert found.propose(live, 2).tokens == (60, 61), "where they stood last"
+    for place in range(2, len(again) - 2):
+        live.append(again[place])
+        draft = found.propose(live, 3)
+        if place >= 8:
+            assert draft.tokens == tuple(again[place + 1 : place + 4]), place
+
+
 def test_a_token_of_the_output_alone_promises_little() -> None:
     assert guess([1, 2, 3], [70, 80, 71, 82, 70]).evidence is Evidence.WRITTEN
     assert guess([1, 70, 3], [80, 71, 82, 70]).evidence is Evidence.TOKEN

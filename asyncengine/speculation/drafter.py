@@ -75,6 +75,7 @@ class LookupDrafter:
             if others is not None and USUAL[others.evidence] > own_sure and USUAL[others.evidence] > sure:
                 return self._named(self._store.follow(self._namespace, others, tokens, limit), tokens, limit)
         if own is not None and own_sure > sure:
+            assert self._record is not None
             found = self._corrections.mend(own.draft(limit), tokens, self._record)
         return found if found.predicted else self._named(found, tokens, limit)
 

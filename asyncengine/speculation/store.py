@@ -115,7 +115,8 @@ class OutputStore:
             text, position = match.place
             return Draft(tuple(text[position : position + limit]), match.evidence)
         places = self._places[namespace]
-        (text, position), evidence = match.place, match.evidence
+        evidence: Evidence = match.evidence
+        text, position = match.place
         last, first, agreed = tokens[-1], evidence, agreement(tokens, match.place, LONG)
         drafted: list[int] = []
         joints: list[tuple[int, Evidence]] = []

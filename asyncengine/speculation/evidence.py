@@ -80,16 +80,3 @@ def of_places(agreed: int, places: int, alike: bool) -> Evidence:
     if agreed < 3:
         return Evidence.TOKEN if agreed < 2 else Evidence.PAIR
     return Evidence.FEW if agreed < LONG else Evidence.LONG
-
-
-_THEIRS = {
-    Evidence.SPLIT_TOKEN: Evidence.THEIR_SPLIT_TOKEN, Evidence.SPLIT: Evidence.THEIR_SPLIT,
-    Evidence.TOKEN: Evidence.THEIR_TOKEN, Evidence.PAIR: Evidence.THEIR_PAIR, Evidence.FEW: Evidence.THEIR_PAIR,
-    Evidence.LONG: Evidence.THEIR_LONG, Evidence.ALIKE_TOKEN: Evidence.THEIR_ALIKE,
-    Evidence.ALIKE: Evidence.THEIR_ALIKE,
-}  # fmt: skip
-
-
-def of_their_places(agreed: int, places: int, alike: bool) -> Evidence:
-    """The same of places in earlier outputs."""
-    return _THEIRS[of_places(agreed, places, alike)]

@@ -18,8 +18,8 @@ from asyncengine.speculation.evidence import AFTER, LONG, Evidence, of_places
 
 MOST = 16
 """Tokens up to which a longer agreement says more."""
-FARTHEST = 32
-"""Tokens that a guess may have, and more."""
+FARTHEST = 16
+"""Tokens of a guess up to which it is looked where places part."""
 _KEPT = 4
 """Latest places that are looked at."""
 
@@ -219,9 +219,10 @@ def best_place(tokens: Sequence[int], places: Sequence[Place], recent: Container
 def _common(places: Sequence[Place]) -> int:
     """Tokens that are the same from all `places` on, as far as a guess goes."""
     text, position = places[-1]
-    count = FARTHEST
+    whole = tuple(text[position : position + FARTHEST])
+    count = len(whole)
     for other, start in places[:-1]:
-        most, count = min(count, len(text) - position, len(other) - start), 0
-        while count < most and text[position + count] == other[start + count]:
-            count += 1
+        found = tuple(other[start : start + count])
+        if found != whole[:count]:
+            count = next((place for place, token in enumerate(found) if token != whole[place]), len(found))
     return count

@@ -92,29 +92,23 @@ class Cores:
         self._company = Company(self.most)
         self._used = self.most
         self._team = None
-        self.few = 16
-        """Tokens of a step below which reading weights takes longer than arithmetic: a small model's is not shared."""
         if compiler_missing(torch.float32, device) is None:
             from asyncengine.kernels.cpu.team import Team
-            from asyncengine.kernels.cpu.vectors import WIDE
 
             self._team = Team(self.most)
-            self.few = 16 if WIDE else 3
 
     @contextmanager
-    def step(self, *, torch_alone: bool = False, small: bool = False, brief: bool = False) -> Iterator[None]:
+    def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:
         """Within, one step is computed. `torch_alone`: torch's own operators do so little that one thread is best.
-        `small`: so does the whole step. `brief`: its loops do, and between those that are shared lie others."""
+        `small`: so does the whole step."""
         if not self._here:
             yield
             return
         if small:
-            self._used, began = 1, time.perf_counter()
-            with self._alone(), torch_threads(1):
+            with self._joined(1), self._measured(1, 1):
                 yield
-            self._company.pass_time(time.perf_counter() - began)
             return
-        with self._joined(self._company.threads, brief):
+        with self._joined(self._company.threads):
             threads = min(self._company.threads, self._sharing.enter(self))
             try:
                 with self._measured(threads, 1 if torch_alone else threads):
@@ -133,16 +127,8 @@ class Cores:
         with self._joined(None):
             yield
 
-    def _joined(self, threads: int | None, brief: bool = False) -> AbstractContextManager[None]:
-        return nullcontext() if self._team is None else self._team.joined(threads, brief)
-
-    def _alone(self) -> AbstractContextManager[None]:
-        """Within, helpers are not told anything: the next step may want them again."""
-        if self._team is None:
-            return nullcontext()
-        from asyncengine.kernels.cpu.team import alone
-
-        return alone()
+    def _joined(self, threads: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if self._team is None else self._team.joined(threads)
 
     @contextmanager
     def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
@@ -188,10 +174,6 @@ class Company:
         self._steps, self._seconds = 0, 0.0
         self._loops: Account | None = None
         self._preempted = 0
-
-    def pass_time(self, seconds: float) -> None:
-        """A step of one thread, of which nothing is learnt."""
-        self._clock += seconds
 
     def note(self, threads: int, seconds: float, loops: Account | None, preempted: int) -> None:
         """A step of so many threads: its seconds, the loops they shared, and how often a thread that torch's operators

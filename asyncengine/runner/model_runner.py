@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 SMALL = 2**25
-"""Bytes of weights up to which the loops of a step of a few tokens are too short to be shared among threads."""
+"""Bytes of weights up to which the loops of a step are too short to be shared among threads."""
 _HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited", "_states")
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
 
@@ -150,8 +150,7 @@ class ModelRunner:
     def _launch(self, batch: Batch) -> PendingStep:
         pending = PendingStep(batch, Readback(self._copies), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
-        small = self._small and batch.num_tokens < self.cores.few
-        cores = self.cores.step(torch_alone=self._compiled, small=small, brief=self._small)
+        cores = self.cores.step(torch_alone=self._compiled, small=self._small)
         with self._inference, on_device(self._device), cores:
             masks = self._masks.start(batch, self._awaited)
             step = self._buffers.build(batch, self._last_token)

@@ -167,20 +167,6 @@ def test_a_small_step_takes_one_thread() -> None:
     assert not set(threading.enumerate()) - threads
 
 
-def test_small_steps_between_others_hide_no_company() -> None:
-    """A stream with guesses has steps of one thread and of two in turn: what the latter lose is noticed."""
-    company = Company(2)
-    poor = Account(loops=10, pieces=20, own=19, computing=1_000, waiting=1_000, capacity=10_000)
-    for _ in range(10):
-        company.note(2, 0.01, poor, 0)
-        company.pass_time(0.01)
-    assert company.threads == 1
-    company.pass_time(60.0)  # and it is tried again, whatever computed meanwhile
-    for _ in range(6):
-        company.note(1, 0.01, None, 0)
-    assert company.threads == 2
-
-
 def test_torch_s_threads_are_set_for_this_thread_alone() -> None:
     before = torch.get_num_threads()
     with torch_threads(before + 2):

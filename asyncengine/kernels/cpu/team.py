@@ -33,10 +33,6 @@ from asyncengine.kernels.cpu.team_loops import (
 
 logger = logging.getLogger("asyncengine")
 
-BRIEF_SPIN_NS = 60_000
-"""Of helpers, instead of `HELPER_SPIN_NS`, where the caller does some loops of a step by itself: to wake who sleeps
-takes as long as such a loop."""
-
 
 class Account(NamedTuple):
     """Of a team's loops since it began."""
@@ -92,9 +88,8 @@ class Team:
         self._end.atexit = False  # helpers are daemons: nobody waits for them when the program ends
 
     @contextmanager
-    def joined(self, threads: int | None = None, brief: bool = False) -> Iterator[None]:
+    def joined(self, threads: int | None = None) -> Iterator[None]:
         """Within, kernels called on this thread share their loops among so many of the team's threads; None: all.
-        `brief`: between those that are shared lie loops that are not, for which helpers stay awake.
 
         Raises `RuntimeError` if another thread is within, or if the team is closed.
         """
@@ -102,7 +97,6 @@ class Team:
             raise RuntimeError("another thread is using this team")
         before = getattr(_LOCAL, "team", None)
         try:
-            self._words[HELPER_SPIN // 8] = BRIEF_SPIN_NS if brief else HELPER_SPIN_NS
             self._use(self.threads if threads is None else max(1, min(threads, self.threads)))
             _LOCAL.team = self
             yield

@@ -111,13 +111,16 @@ def test_outputs_of_others_are_followed_from_one_to_the_next() -> None:
     store.add(NAMESPACE, [5, 6, 40, 7, 8, 41])
     store.add(NAMESPACE, [90, 6, 50, 7, 91, 51])
     found = guess([1, 2], [5, 6], store)
-    assert found == Draft((40, 7, 8, 41), Evidence.THEIR_PAIR, joints=())
+    assert found == Draft((40, 7, 8), Evidence.THEIR_PAIR), "that all stand becomes unlikely"
     store.add(NAMESPACE, [80, 40, 7, 9, 9])
-    assert guess([1, 2], [5, 6], store).tokens == (40, 7, 9, 9), "the latest behind 40 and 7"
-    joints = ((3, Evidence.THEIR_LONG),)
+    joints = ((2, Evidence.THEIR_SPLIT),)
+    assert guess([1, 2], [5, 6], store) == Draft((40, 7, 9), Evidence.THEIR_PAIR, joints=joints), (
+        "the latest behind both"
+    )
     store = OutputStore(100_000)
     store.add(NAMESPACE, [*range(20, 30)])
-    assert guess([1, 2], [20, 21, 22], store) == Draft((23, 24, 25, 26), Evidence.THEIR_PAIR, joints=joints)
+    joints = ((1, Evidence.THEIR_LONG),)
+    assert guess([1, 2], [*range(20, 25)], store) == Draft((25, 26, 27, 28), Evidence.THEIR_PAIR, joints=joints)
 
 
 def test_an_output_that_comes_again_is_followed_to_its_end() -> None:

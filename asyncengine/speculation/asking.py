@@ -41,6 +41,8 @@ _MARGIN = 1.02
 """What asking is to be worth, in time without over time with it: less is as likely a mistake."""
 _WAIT, _LONGEST = 8.0, 1024.0
 """Time until a draft model that does not pay is tried again: the first one, and the longest. Each is twice the last."""
+_PAUSE, _LONGEST_PAUSE = 4, 64
+"""Steps in which it is not weighed again what asking is worth, where it is worth nothing: at least, and at most."""
 _SHORTEST = 32
 """Tokens that a text is taken to go on for, at least. One that is longer is taken to double."""
 
@@ -48,7 +50,7 @@ _SHORTEST = 32
 class Asked:
     """What is known of a draft model, as far as one request is concerned, or a whole namespace."""
 
-    __slots__ = ("ask", "idle", "others", "purse", "saved", "trust", "wait")
+    __slots__ = ("ask", "idle", "others", "pause", "purse", "saved", "trust", "wait")
 
     def __init__(self, others: Asked | None = None) -> None:
         """`others`: the namespace's; None: this is a namespace's own."""
@@ -64,6 +66,8 @@ class Asked:
         """Until then it is not tried: a namespace's because it was wrong, a request's because it had no answer."""
         self.ask: Ask | None = None
         """Of a request: what it waits for."""
+        self.pause = 0
+        """Of a request: steps in which nothing needs to be weighed."""
 
     def passes(self, time: float, streams: int) -> None:
         """A step of `time` for one of `streams`."""
@@ -159,9 +163,22 @@ class Asking:
         if self._pages is not None:
             self._pages.overwritten(rows)
 
+    def rests(self, asked: Asked, step: Step) -> bool:
+        """A step of a request passes; is it too early to weigh what asking is worth?"""
+        time = self.costs.of(step.tokens)
+        asked.passes(time, step.streams)
+        if asked.others is not None:
+            asked.others.passes(time, step.streams)
+        if asked.pause:
+            asked.pause -= 1
+            return True
+        return False
+
     def offers(self, askers: Sequence[Asker], step: Step) -> dict[int, Offer]:
         """What is worth asking for, by place; or else, where it is time for that, for a trial of one guess each."""
-        if not any(self._has_means(one.asked, len(askers), step) for one in askers):
+        takes = self._least(len(askers), step)
+        if not any(self._has_means(one.asked, takes) for one in askers):
+            self._pause(askers, [], takes, step)
             return {}
         each = self._pass(max(1, len(askers)))
         ready: list[_Ready] = []
@@ -179,13 +196,34 @@ class Asking:
                 if len(found) == len(left):
                     return found
                 left = [one for one in left if one.one.place in found]
+        self._pause(askers, ready, takes, step)
         return {}
 
-    def _has_means(self, asked: Asked, most: int, step: Step) -> bool:
-        """Could it pay for one wrong guess in the best company, of up to `most`? Else nothing needs to be weighed."""
+    def _least(self, most: int, step: Step) -> float:
+        """What one guess loses if it is wrong, in the best company, of up to `most`."""
         each = min(map(self._pass, range(1, most + 1)))
-        takes = (each + self.costs.of(step.tokens + 1) - self.costs.of(step.tokens)) * step.streams
+        return (each + self.costs.of(step.tokens + 1) - self.costs.of(step.tokens)) * step.streams
+
+    @staticmethod
+    def _has_means(asked: Asked, takes: float) -> bool:
+        """Could it pay for one wrong guess? Else nothing needs to be weighed."""
         return asked.others is not None and takes <= min(asked.purse, asked.others.purse)
+
+    def _pause(self, askers: Sequence[Asker], ready: Sequence[_Ready], takes: float, step: Step) -> None:
+        """Nobody asks, and these will not for a while: until there is as much in their purses as they need, and, of
+        those that are not `ready`, until it is time for a trial. Others may earn something or be wrong meanwhile, so
+        it is no long while."""
+        time, extra = self.costs.of(step.tokens), {one.one.place: one.ask.extra * step.streams for one in ready}
+        for one in askers:
+            asked, others = one.asked, one.asked.others
+            if others is None:
+                continue
+            behind = extra.get(one.place, 0.0)
+            needs = takes if behind <= others.saved else takes + behind
+            waits = [(needs - asked.purse) / _SHARE, (takes - others.purse) / _SHARE_BY_ALL]
+            if one.place not in extra:
+                waits += [asked.wait - asked.idle, (others.wait - others.idle) * step.streams]
+            asked.pause = int(min(_LONGEST_PAUSE, max(_PAUSE, max(waits) / time)))
 
     def _begin(self, one: Asker, step: Step) -> Ask:
         known = len(one.tokens)

@@ -8,9 +8,13 @@ The second blank of a copy is told from the first: a name may have one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import NOTHING, Draft
+
+if TYPE_CHECKING:
+    from asyncengine.speculation.records import Record
 
 _KINDS = 256
 _MOST = 4
@@ -67,6 +71,7 @@ class Corrections:
         """Where the last draft begins in the text."""
         self._copied: list[int] | None = None
         """The last tokens before that place, from where their copy began; None: nobody has asked yet."""
+        self._record: Record | None = None
         self._counts = Counts() if others is None else others
         self._starts: dict[int, None] = {}
         """Tokens that came instead of others: a copy begins behind one."""
@@ -77,16 +82,22 @@ class Corrections:
             return
         copied, add = self._copy_before(tokens), self._counts.add
         for guess, token in zip(self._draft.tokens, tokens[self._begin :], strict=False):
-            add((guess, copied.count(guess)), token)
+            known = guess, copied.count(guess)
             if guess != token:
                 self._starts[token] = None
+                more, instead = self._counts.of(known)
+                if more < 0 and instead != token and self._record is not None:
+                    self._record.note_instead(instead, token)
+            add(known, token)
+            if guess != token:
                 break  # what was guessed behind it was guessed for another text
             copied.append(token)
         self._draft = NOTHING
 
-    def mend(self, draft: Draft, tokens: Sequence[int]) -> Draft:
-        """`draft` of what follows `tokens`, up to where something else is to be expected."""
-        self._draft, self._begin, self._copied = draft, len(tokens), None
+    def mend(self, draft: Draft, tokens: Sequence[int], record: Record) -> Draft:
+        """`draft` of what follows `tokens`, up to where something else is to be expected; `record`: as far as it knows
+        these."""
+        self._draft, self._begin, self._copied, self._record = draft, len(tokens), None, record
         doubted = self._counts.doubted
         if doubted.keys().isdisjoint(draft.tokens):
             return draft
@@ -95,8 +106,9 @@ class Corrections:
             if token in doubted:
                 before = copied.count(token) + draft.tokens[:place].count(token)
                 more, instead = self._counts.of((token, before))
-                if more < 0:
-                    return draft.joined(place, (instead,), Evidence.CORRECTED)
+                comes = record.corrected(instead) if more < 0 else None
+                if comes is not None:
+                    return draft.joined(place, (comes,), Evidence.CORRECTED)
         return draft
 
     def _copy_before(self, tokens: Sequence[int]) -> list[int]:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 SIZES = (1, 4, 8, 16, 32)
 """Tokens of the steps that are measured; nothing is drafted in longer ones."""
+_TILE, _STEEP = 4, 1.5
+"""Where a step of eight tokens takes that many times one of four it is bound by computing, four rows at a time: five
+take as long as eight."""
 
 
 class StepCosts:
@@ -22,7 +25,9 @@ class StepCosts:
         for value in measured:
             most = max(most, value)
             rising.append(most / (unit or measured[0]))
-        self.table = [0.0, *(self._between(rising, tokens) for tokens in range(1, SIZES[-1] + 1))]
+        tile = _TILE if rising[2] >= _STEEP * rising[1] else 1
+        sizes = [tokens if tokens < _TILE else -(-tokens // tile) * tile for tokens in range(1, SIZES[-1] + 1)]
+        self.table = [0.0, *(self._between(rising, tokens) for tokens in sizes)]
         """By tokens, up to 32."""
 
     def of(self, tokens: int) -> float:

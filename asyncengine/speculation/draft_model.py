@@ -64,6 +64,8 @@ class DraftModel:
     def guess(self, batch: Batch) -> Batch:
         """`batch` as it is to be computed, its open guesses filled in."""
         self._pages.overwritten(batch.rows)
+        if not any(row.drafts and row.drafts[0] == OPEN for row in batch.rows):
+            return batch
         work: dict[int, _Guessing] = {}
         claimed: dict[int, None] = {}
         for index, row in enumerate(batch.rows):
@@ -73,8 +75,6 @@ class DraftModel:
                 if first in claimed:  # somebody's prompt is also another's: it will be there in the next step
                     found.wanted = 0
                 claimed[first] = None
-        if not work:
-            return batch
         self._draft([each for each in work.values() if each.wanted > 0])
         return batch._replace(rows=tuple(_filled(row, work, index) for index, row in enumerate(batch.rows)))
 

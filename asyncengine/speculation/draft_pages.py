@@ -18,9 +18,13 @@ class DraftPages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._size = page_size
         self._held = [0] * num_pages
+        self._empty = True
+        """Nothing was ever written: nothing needs to be looked after."""
 
     def overwritten(self, rows: Iterable[Row]) -> None:
         """`rows` are about to write into the first pool: from there on nothing holds."""
+        if self._empty:
+            return
         size, held = self._size, self._held
         for row in rows:
             number, offset = divmod(row.start, size)
@@ -31,6 +35,8 @@ class DraftPages:
 
     def first_missing(self, pages: Sequence[int], end: int) -> int:
         """The first position below `end` that is not there; `end` if none is missing."""
+        if self._empty:
+            return 0
         size, held = self._size, self._held
         for number, page in enumerate(pages[: -(-end // size)]):
             if held[page] < size:
@@ -39,6 +45,7 @@ class DraftPages:
 
     def written(self, pages: Sequence[int], begin: int, end: int) -> None:
         """Positions [begin, end) are there, and all before them."""
+        self._empty = False
         size, held = self._size, self._held
         for number in range(begin // size, -(-end // size)):
             page = pages[number]

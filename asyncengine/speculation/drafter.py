@@ -10,7 +10,7 @@ from typing import Protocol
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.corrections import Corrections
 from asyncengine.speculation.evidence import LONG, USUAL, Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, best_place, follow
+from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex, GrowingIndex, Match, Place, best_place
 from asyncengine.speculation.prediction import Prediction
 from asyncengine.speculation.records import Habits, Record
 from asyncengine.speculation.store import Namespace, OutputStore
@@ -53,6 +53,8 @@ class LookupDrafter:
         """Positions in the prompt behind the last places that were followed."""
         self._followed: tuple[Match, int] | None = None
         """The place that was followed last, and the length of the text then."""
+        self._lent: tuple[Place, int] | None = None
+        """The place in an earlier output that was found last, and the length of the text then."""
         self._corrections = Corrections(len(spec.prompt), None if habits is None else habits.copies)
         predicted = spec.prediction
         self._prediction = Prediction(predicted, len(spec.prompt)) if predicted else None
@@ -69,12 +71,23 @@ class LookupDrafter:
         own = self._own(tokens)
         own_sure = 0.0 if own is None else USUAL[own.evidence]
         if self._store is not None and own_sure < _SUREST and sure < _SUREST:
-            others = self._store.match(self._namespace, tokens)
+            others = self._others(self._store, tokens)
             if others is not None and USUAL[others.evidence] > own_sure and USUAL[others.evidence] > sure:
-                return self._named(Draft(follow(others.place, limit), others.evidence), tokens, limit)
+                return self._named(self._store.follow(self._namespace, others, tokens, limit), tokens, limit)
         if own is not None and own_sure > sure:
-            found = self._corrections.mend(Draft(follow(own.place, limit), own.evidence), tokens)
+            assert self._record is not None
+            found = self._corrections.mend(own.draft(limit), tokens, self._record)
         return found if found.predicted else self._named(found, tokens, limit)
+
+    def _others(self, store: OutputStore, tokens: Sequence[int]) -> Match | None:
+        """Where an earlier output goes on as this one may: that of the last time, while it is right."""
+        followed: Place | None = None
+        if self._lent is not None:
+            (text, position), length = self._lent
+            followed = text, position + len(tokens) - length
+        found = store.match(self._namespace, tokens, followed)
+        self._lent = None if found is None else (found.place, len(tokens))
+        return found
 
     def _named(self, draft: Draft, tokens: Sequence[int], limit: int) -> Draft:
         """`draft` up to where a name of a record begins or has ended, and what comes there."""
@@ -118,6 +131,8 @@ class LookupDrafter:
         found = best_place(tokens, places, self._recent) if places else None
         if found is not None and found.place[0] is prompt.tokens:
             self._recent.append(found.place[1])
+        if found is not None and found.evidence is Evidence.TOKEN and found.place[0] is not prompt.tokens:
+            found = found._replace(evidence=Evidence.WRITTEN)
         self._followed = None if found is None else (found, len(tokens))
         return found
 
@@ -126,10 +141,11 @@ class LookupDrafter:
         up."""
         if self._followed is None:
             return None
-        ((text, position), evidence), length = self._followed
+        ((text, position), _, common), length = self._followed
         position += len(tokens) - length
         if len(tokens) < length + LONG or tuple(text[position - LONG : position]) != tuple(tokens[-LONG:]):
             return None
-        found = Match((text, position), evidence if evidence is Evidence.ALIKE else Evidence.LONG)
+        common -= len(tokens) - length
+        found = Match((text, position), Evidence.ALIKE if common > 0 else Evidence.LONG, max(0, common))
         self._followed = found, len(tokens)
         return found if position < len(text) else None

@@ -38,14 +38,30 @@ class Evidence(IntEnum):
     """Where this was guessed before, something else came."""
     NAMED = 14
     """The prompt names the next field of a record, or what comes stands behind each name (`records`)."""
+    WRITTEN = 15
+    """The last token stands in one place, which is in the output: what comes behind it there is seldom repeated."""
+    PARTED = 16
+    """Places that went on in the same way part here."""
+    THEIR_SPLIT_TOKEN = 17
+    """The same of earlier outputs as SPLIT_TOKEN; and so on."""
+    THEIR_SPLIT = 18
+    THEIR_TOKEN = 19
+    THEIR_PAIR = 20
+    """The last two to five tokens stand in one place of them."""
+    THEIR_LONG = 21
+    THEIR_ALIKE = 22
 
 
-USUAL: tuple[float, ...] = (0.08, 0.3, 0.4, 0.6, 0.7, 0.85, 0.8, 0.93, 0.4, 0.6, 0.9, 0.75, 0.5, 0.5, 0.8)
+USUAL: tuple[float, ...] = (
+    0.1, 0.35, 0.65, 0.72, 0.83, 0.93, 0.78, 0.93, 0.4, 0.6, 0.9, 0.75, 0.45, 0.5, 0.8,
+    0.05, 0.3, 0.05, 0.2, 0.3, 0.42, 0.8, 0.92,
+)  # fmt: skip
 """Share of tokens that are right, by evidence: of answers that quote, extract, and answer from passages."""
 _ONWARD = {
     Evidence.SPLIT_TOKEN: Evidence.PAIR, Evidence.SPLIT: Evidence.FEW, Evidence.TOKEN: Evidence.PAIR,
     Evidence.PAIR: Evidence.FEW, Evidence.FEW: Evidence.LONG, Evidence.ALIKE_TOKEN: Evidence.ALIKE,
     Evidence.CHANGED: Evidence.RESUMED, Evidence.RESUMED: Evidence.FOLLOWED, Evidence.NEXT: Evidence.PAIR,
+    Evidence.WRITTEN: Evidence.PAIR, Evidence.PARTED: Evidence.FEW,
 }  # fmt: skip
 AFTER = tuple(_ONWARD.get(evidence, evidence) for evidence in Evidence)
 """What a draft's next token rests on, when this one is right: the place fits better by it."""

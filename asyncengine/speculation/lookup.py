@@ -18,6 +18,8 @@ from asyncengine.speculation.evidence import AFTER, LONG, Evidence, of_places
 
 MOST = 16
 """Tokens up to which a longer agreement says more."""
+FARTHEST = 16
+"""Tokens of a guess up to which it is looked where places part."""
 _KEPT = 4
 """Latest places that are looked at."""
 
@@ -76,6 +78,13 @@ class Match(NamedTuple):
 
     place: Place
     evidence: Evidence
+    common: int = 0
+    """Tokens from there on that all places have which agree as long; 0: there is no other, or they part at once."""
+
+    def draft(self, limit: int) -> Draft:
+        """Up to `limit` tokens from there on."""
+        joints = ((self.common, Evidence.PARTED),) if 0 < self.common < limit else ()
+        return Draft(follow(self.place, limit), self.evidence, joints=joints)
 
 
 NOTHING = Draft((), Evidence.SPLIT_TOKEN)
@@ -204,4 +213,16 @@ def best_place(tokens: Sequence[int], places: Sequence[Place], recent: Container
         for text, position in equals:
             if position - 1 in recent:
                 return Match((text, position), Evidence.NEXT)
-    return Match(equals[-1], of_places(most, len(equals), alike))
+    return Match(equals[-1], of_places(most, len(equals), alike), _common(equals) if alike and len(equals) > 1 else 0)
+
+
+def _common(places: Sequence[Place]) -> int:
+    """Tokens that are the same from all `places` on, as far as a guess goes."""
+    text, position = places[-1]
+    whole = tuple(text[position : position + FARTHEST])
+    count = len(whole)
+    for other, start in places[:-1]:
+        found = tuple(other[start : start + count])
+        if found != whole[:count]:
+            count = next((place for place, token in enumerate(found) if token != whole[place]), len(found))
+    return count

@@ -127,10 +127,11 @@ class DraftPlanner:
         room = SIZES[-1] - num_tokens
         if room <= 0 or not self._hopeful(num_tokens, num_sampling):
             return {}
-        if self._asking is None and len(candidates) == 1:
-            return self._plan_one(candidates[0], room, num_tokens, num_sampling)
         step = Step(num_tokens, num_sampling)
-        drafts, offers = self._propose(candidates, step, room)
+        awake = [] if self._asking is None else self._awake(self._asking, candidates, step)
+        if not awake and len(candidates) == 1:
+            return self._plan_one(candidates[0], room, num_tokens, num_sampling)
+        drafts, offers = self._propose(candidates, awake, step, room)
         chances: list[tuple[float, int, int]] = []
         for place, draft in drafts.items():
             known = self._requests[candidates[place].key]
@@ -155,28 +156,33 @@ class DraftPlanner:
                 self._requests[candidates[place].key].acceptance.rest(draft.evidence)
         return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
 
+    def _awake(self, asking: Asking, candidates: Sequence[Candidate], step: Step) -> list[int]:
+        """The places of those that a draft model may be asked for in this step."""
+        found = []
+        for place, candidate in enumerate(candidates):
+            known = self._requests.get(candidate.key) or self._known(candidate)
+            if not asking.rests(known.asked, step):
+                found.append(place)
+        return found
+
     def _propose(
-        self, candidates: Sequence[Candidate], step: Step, room: int
+        self, candidates: Sequence[Candidate], awake: Sequence[int], step: Step, room: int
     ) -> tuple[dict[int, Draft], dict[int, Offer]]:
-        """By place, what is found, or guesses that a draft model is to make, where what is found promises nothing; and
-        what these promise."""
+        """By place, what is found, or guesses that a draft model is to make for those that are `awake`, where what is
+        found promises nothing; and what these promise."""
         drafts: dict[int, Draft] = {}
         askers: list[Asker] = []
-        time = self._costs.of(step.tokens)
         for place, candidate in enumerate(candidates):
             limit = min(candidate.most, self._most, room)
             if limit < 1:
                 continue
             known = self._known(candidate)
-            found = known.drafter.propose(candidate.tokens, limit)
+            found = self._proposed(known, candidate, limit)
             if found.tokens:
                 drafts[place] = found
-            if self._asking is None:
+            if place not in awake:
                 continue
             asked, tokens = known.asked, candidate.tokens
-            asked.passes(time, step.streams)
-            if asked.others is not None:
-                asked.others.passes(time, step.streams)
             # what is looked up costs nothing to make: a draft model guesses where that is not worth computing
             if found.tokens and best_gain(self._costs, known.acceptance.rates(found, limit), step)[1]:
                 continue
@@ -215,7 +221,7 @@ class DraftPlanner:
         if limit < 1:
             return {}
         known = self._known(candidate)
-        draft = known.drafter.propose(candidate.tokens, limit)
+        draft = self._proposed(known, candidate, limit)
         if not draft.tokens:
             return {}
         known.draft = draft
@@ -239,7 +245,7 @@ class DraftPlanner:
             return ()
         known = self._known(candidate)
         limit = min(candidate.most, self._most)
-        draft = known.drafter.propose(candidate.tokens, limit)
+        draft = self._proposed(known, candidate, limit)
         if not draft.predicted:
             return ()
         known.draft = draft
@@ -260,7 +266,7 @@ class DraftPlanner:
         if limit < 1 or not self._hopeful(num_rows, num_rows):
             return False
         known = self._known(candidate)
-        found = known.drafter.propose(candidate.tokens, limit)
+        found = self._proposed(known, candidate, limit)
         if not found.tokens:
             return False
         rates = known.acceptance.rates(found, limit)
@@ -278,6 +284,15 @@ class DraftPlanner:
             constrained = candidate.spec.params.grammar is not None
             known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace), constrained)
         return known
+
+    @staticmethod
+    def _proposed(known: _Drafting, candidate: Candidate, limit: int) -> Draft:
+        """What may follow, up to where the request would end: that token is sampled behind the others in any case."""
+        found = known.drafter.propose(candidate.tokens, limit)
+        for stop in candidate.spec.stop_ids:
+            if stop in found.tokens:
+                found = found._replace(tokens=found.tokens[: found.tokens.index(stop)])
+        return found
 
     @staticmethod
     def _is_model(draft: Draft) -> bool:

@@ -18,6 +18,8 @@ _BETWEEN = 5
 _NAME = 4
 """Tokens of a name, at most."""
 _KINDS = 8
+_NAMES = 256
+"""Names of which it is known what comes behind them."""
 
 _Kind = TypeVar("_Kind", bound=Hashable)
 
@@ -57,6 +59,14 @@ class Tally(Generic[_Kind]):
         return reversed(self._counts)
 
 
+def _keep(table: dict[int, int], key: int, value: int, most: int) -> None:
+    """As its latest entry, of `most`."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > most:
+        del table[next(iter(table))]
+
+
 class Habits:
     """What requests of one namespace are like: what stands around names, and where copies end."""
 
@@ -71,6 +81,26 @@ class Habits:
         """Tokens that names come behind. Known without a look at the tallies, as it is asked for each token."""
         self.ends: dict[int, None] = {}
         """Tokens that come behind names."""
+        self.after: dict[int, int] = {}
+        """Of the last token of a name, what came behind it the last time: a number stands in no quotation marks."""
+        self.closes: dict[int, int] = {}
+        """Of a token that names come behind, what came in its place where there was no further name."""
+        self.opens: dict[int, int] = {}
+        """The other way round."""
+        self.parts: dict[int, int] = {}
+        """Of a token that comes behind names, what parted the value behind it from the next name the last time."""
+
+    def note_end(self, name: int, token: int) -> None:
+        """`token` came behind a name, of which `name` is the last token."""
+        _keep(self.after, name, token, _NAMES)
+
+    def note_instead(self, usual: int, token: int) -> None:
+        """At the end of a value `token` came where `usual` came before."""
+        if (usual in self.begins) == (token in self.begins) or usual in self.ends or token in self.ends:
+            return
+        begin, close = (usual, token) if usual in self.begins else (token, usual)
+        _keep(self.closes, begin, close, _KINDS)
+        _keep(self.opens, close, begin, _KINDS)
 
     def _weigh(self, token: int) -> None:
         """Is it one that names come behind, or one that comes behind names?"""
@@ -104,6 +134,10 @@ class Record:
         """Places in the prompt behind the last name: several, while it is not known which was meant."""
         self._name: tuple[int, ...] | None = None
         """The name that comes next, () for none; None: it has not been looked for."""
+        self._listed = False
+        """It is known here what stands between two names of the prompt."""
+        self._value: int | None = None
+        """The token that came behind the last name, if its value has not ended; else None."""
         self._last: dict[int, int] = {}
         """Token -> where it stood last in the answer."""
         self._guess: tuple[int, int, int] | None = None
@@ -119,7 +153,12 @@ class Record:
             token = tokens[place]
             if place > self._begin:
                 if token in habits.ends:
+                    self._value = token
                     self._end_name(tokens, place)
+                elif token in habits.begins:
+                    if self._value is not None:
+                        _keep(habits.parts, self._value, token, _KINDS)
+                    self._value = None
                 elif token in last and token not in habits.begins and tokens[last[token] - 1] != tokens[place - 1]:
                     self._compare(tokens, last[token], place)
             last[token] = place
@@ -186,6 +225,8 @@ class Record:
         if start > self._begin:
             self._habits.before.add(tokens[start - 1])
         self._habits.behind.add(tokens[place])
+        self._habits.note_end(tokens[place - 1], tokens[place])
+        self._listed = True
         self._habits.between.add(tuple(self._prompt.tokens[found.first : found.first + found.between]))
         self._ends = [found.second]
 
@@ -198,14 +239,38 @@ class Record:
             return ()
         found: tuple[int, ...] = ()
         if last in habits.begins:
-            if self._name is None:
-                self._name = self._next_name()
-            found = (*self._name, end) if self._name else ()
+            name = self._following_name()
+            found = (*name, habits.after.get(name[-1], end)) if name else ()
         elif before in habits.begins and self._is_name(last):
-            found = (end,)
+            found = (habits.after.get(last, end),)
         if found:
             self._guess = place, found[0], last
         return found
+
+    def note_instead(self, usual: int, token: int) -> None:
+        """`token` came where `usual` came in the place of a copied one before."""
+        self._habits.note_instead(usual, token)
+
+    def corrected(self, token: int) -> int | None:
+        """Where `token` came in the place of a copied one before: what does now. None: the copy goes on, for there was
+        the end of a name and here is none, or of a value."""
+        habits = self._habits
+        if token in habits.ends:
+            return None if self._value is not None else token
+        begins = token in habits.begins
+        if not begins and token not in habits.opens:
+            return token
+        if self._value is None:
+            return None if self._listed else token
+        parting = habits.parts.get(self._value, habits.opens.get(token, token))
+        if self._following_name():
+            return parting
+        return habits.closes.get(parting, token) if self._listed else token
+
+    def _following_name(self) -> tuple[int, ...]:
+        if self._name is None:
+            self._name = self._next_name()
+        return self._name
 
     def _next_name(self) -> tuple[int, ...]:
         for end in self._ends:

@@ -10,13 +10,15 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from asyncengine.speculation.evidence import LONG, of_places
-from asyncengine.speculation.lookup import Match, agreement
+from asyncengine.speculation.evidence import LONG, USUAL, Evidence
+from asyncengine.speculation.lookup import Draft, Match, Place, agreement
 
 Namespace = tuple[Hashable, ...]
 
 BYTES_PER_TOKEN = 640
 """Of a token here, where few repeat: two entries of a dictionary, a pair, two places."""
+_LEAST = 0.1
+"""That all tokens up to there are right: where that is less, an output is not followed further."""
 _SURE = 3
 """Times in a row that tokens went on in the same way, after which earlier ones count no more."""
 
@@ -45,6 +47,18 @@ class _Latest:
 
 
 _Key = int | tuple[int, int]
+
+
+def _rests_on(found: _Latest, agreed: int) -> Evidence:
+    """What follows there, which has `agreed` tokens before it in common with the text."""
+    seen, alike = found.seen, found.alike
+    if seen > 1:
+        if alike >= seen or alike >= _SURE:
+            return Evidence.THEIR_ALIKE
+        return Evidence.THEIR_SPLIT_TOKEN if agreed < 2 else Evidence.THEIR_SPLIT
+    if agreed < 2:
+        return Evidence.THEIR_TOKEN
+    return Evidence.THEIR_PAIR if agreed < LONG else Evidence.THEIR_LONG
 
 
 def _put(places: dict[_Key, _Latest], key: _Key, text: _Text, position: int) -> None:
@@ -89,17 +103,47 @@ class OutputStore:
         while self.num_tokens > self._most:
             self._drop_oldest()
 
-    def match(self, namespace: Namespace, tokens: Sequence[int]) -> Match | None:
-        """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time."""
+    def match(self, namespace: Namespace, tokens: Sequence[int], followed: Place | None = None) -> Match | None:
+        """Where the last two of `tokens` (two at least), or else the last one, stood in an output the last time; or
+        `followed`, a place where others were found before, if it has agreed for long."""
+        if followed is not None:
+            text, position = followed
+            if LONG <= position < len(text) and text[position - LONG : position] == tuple(tokens[-LONG:]):
+                return Match(followed, Evidence.THEIR_LONG)
         places = self._places.get(namespace)
-        if places is None:
-            return None
-        found = places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
+        found = None if places is None else places.get((tokens[-2], tokens[-1])) or places.get(tokens[-1])
         if found is None:
             return None
         place = found.text.tokens, found.position
-        sure = found.seen == 1 or found.alike >= min(found.seen, _SURE)
-        return Match(place, of_places(agreement(tokens, place, LONG), found.seen, sure))
+        return Match(place, _rests_on(found, agreement(tokens, place, LONG)))
+
+    def follow(self, namespace: Namespace, match: Match, tokens: Sequence[int], limit: int) -> Draft:
+        """Up to `limit` tokens from `match` on, that of `tokens`; each came behind the two before it the last time
+        that these stood somewhere. For others' outputs are alike in part: what stands around a value, not the value.
+        One that has agreed for long is followed itself."""
+        if match.evidence is Evidence.THEIR_LONG:
+            text, position = match.place
+            return Draft(tuple(text[position : position + limit]), match.evidence)
+        places = self._places[namespace]
+        evidence: Evidence = match.evidence
+        text, position = match.place
+        last, first, agreed = tokens[-1], evidence, agreement(tokens, match.place, LONG)
+        drafted: list[int] = []
+        joints: list[tuple[int, Evidence]] = []
+        chance = USUAL[evidence]
+        while True:
+            token = text[position]
+            drafted.append(token)
+            found = places.get((last, token)) if len(drafted) < limit and chance > _LEAST else None
+            if found is None:
+                break
+            agreed = agreed + 1 if found.text.tokens is text and found.position == position + 1 else 2
+            following = _rests_on(found, agreed)
+            chance *= USUAL[following]
+            if following is not evidence:
+                joints.append((len(drafted), following))
+            text, position, evidence, last = found.text.tokens, found.position, following, token
+        return Draft(tuple(drafted), first, joints=tuple(joints))
 
     def clear(self) -> None:
         """Keep nothing."""

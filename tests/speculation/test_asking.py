@@ -281,3 +281,24 @@ def test_both_books_of_pages_agree() -> None:
     assert engine.planner._asking is not None
     assert engine.planner._asking._pages is not None
     assert engine.planner._asking._pages._held == engine.held._held
+
+
+def test_who_cannot_pay_is_not_weighed_in_each_step() -> None:
+    """Its prompt takes more to catch up with than it may lose: what asking is worth is weighed once in many steps."""
+    engine = Engine("bf16", 0.3, always(0.9))
+    asking, weighed = engine.planner._asking, 0
+    assert asking is not None
+    offers = asking.offers
+
+    def counted(askers: Sequence[Asker], step: Step) -> object:
+        nonlocal weighed
+        weighed += 1
+        return offers(askers, step)
+
+    asking.offers = counted  # type: ignore[assignment]
+    engine.run(512, prompt=3000)
+    assert engine.asked == 0
+    assert 1 <= weighed <= 512 // 32
+    for _ in range(4):
+        engine.run(200, prompt=10)
+    assert engine.asked > 50, "and yet it is asked where it pays"

@@ -76,3 +76,16 @@ def test_guesses_that_become_good_are_found_out() -> None:
             planner.learn(0, len(draft), accepted)
             right += accepted
     assert right > 1000
+
+
+def test_a_guess_that_fills_a_tile_is_free() -> None:
+    """Where computing four rows more takes as long as reading all weights does, five tokens take as long as eight."""
+    costs = StepCosts((600.0, 900.0, 1500.0, 2700.0, 5300.0))
+    assert [round(costs.of(tokens) * 600) for tokens in (1, 2, 4, 5, 8, 9, 12, 13, 16, 32)] == [
+        600, 700, 900, 1500, 1500, 2100, 2100, 2700, 2700, 5300,
+    ]  # fmt: skip
+    planner = DraftPlanner(costs, 15, 0, lambda *_: Known(1.0, Evidence.LONG))
+    for most in (4, 5, 6, 7):
+        planned = planner.plan([Candidate(most, SPEC, [1, 2], (), most)], 1, 1)[most]
+        assert len(planned) == (7 if most == 7 else 3), "four guesses take as long as seven"
+    assert StepCosts((1.0, 1.08, 1.18, 1.38, 1.9)).of(5) == pytest.approx(1.105)

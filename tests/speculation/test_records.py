@@ -88,6 +88,34 @@ def test_a_value_is_followed_to_its_end_and_into_the_next_field() -> None:
     assert found.propose(live, 3).tokens == (62, NEXT, 4)
 
 
+def test_a_number_stands_in_no_quotation_marks() -> None:
+    """What is behind a name is what was there the last time, if it has come before; else what is usual."""
+    habits, bare = Habits(), 910
+    habits.behind.add(bare)
+    record(habits, LIST, [OPEN, 1, COLON, 70, NEXT, 2, COLON, 71, NEXT, 3, bare, 72, NEXT, 4, COLON])
+    found = record(habits, LIST, fields(1, 70, 2, 71))
+    assert found.following(NEXT, 71, 0) == (3, bare)
+    assert record(habits, LIST, fields(1, 70)).following(NEXT, 70, 0) == (2, COLON)
+
+
+def test_what_parts_a_value_from_the_next_name_or_ends_the_record() -> None:
+    """It follows from what stands before the value, and from whether there is another name."""
+    habits, bare, bare_next, close = Habits(), 910, 911, 912
+    habits.behind.add(bare)
+    habits.before.add(bare_next)
+    start = [OPEN, 1, COLON, 70, NEXT, 2, COLON, 71, NEXT, 3]
+    record(habits, LIST, [*start, COLON, 72, NEXT, 4, COLON])
+    record(habits, LIST, [*start, bare, 72, bare_next, 4, COLON])
+    habits.note_instead(NEXT, close)
+    between = record(habits, LIST, [*start, bare])
+    assert between.corrected(NEXT) == bare_next
+    assert between.corrected(close) == bare_next
+    last = record(habits, LIST, [*start, COLON, 72, NEXT, 4, COLON])
+    assert last.corrected(NEXT) == close
+    assert last.corrected(COLON) is None, "it is a value that is copied, and no name"
+    assert last.corrected(60) == 60
+
+
 def test_another_tenants_records_are_not_felt() -> None:
     """What one namespace has learnt is not guessed by in another; and it is gone with the outputs that are."""
     planner = DraftPlanner(StepCosts((1.0, 1.08, 1.18, 1.38, 1.9)), 7)

@@ -211,8 +211,9 @@ def _load_frontend(
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
         runner = build_runner(
-            loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True
-        )
+            loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
+            kept=ahead.kept,
+        )  # fmt: skip
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()

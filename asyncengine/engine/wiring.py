@@ -197,9 +197,8 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
-        pooler, vectors = None, None
-        if pooling is not None:
-            pooler, vectors = pooled_decoder(loaded, pooling, tokenizer, checkpoint)
+        pooled = None if pooling is None else pooled_decoder(loaded, pooling, tokenizer, checkpoint)
+        pooler, vectors = pooled or (None, None)
         with cores.loading():
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
         attempt.check()

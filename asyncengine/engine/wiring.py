@@ -197,9 +197,8 @@ def _load_frontend(
             tokenizer.warm_up()
             loaded.eos_token_ids = _with_named_ends(loaded, tokenizer)
         attempt.check()
-        pooler, vectors = None, None
-        if pooling is not None:
-            pooler, vectors = pooled_decoder(loaded, pooling, tokenizer, checkpoint)
+        pooled = None if pooling is None else pooled_decoder(loaded, pooling, tokenizer, checkpoint)
+        pooler, vectors = pooled or (None, None)
         with cores.loading():
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
         attempt.check()
@@ -211,8 +210,9 @@ def _load_frontend(
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
         runner = build_runner(
-            loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True
-        )
+            loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
+            kept=ahead.kept,
+        )  # fmt: skip
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()

@@ -58,6 +58,10 @@ class CompileAhead:
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
         self._mark = ""
+        self.kept: Sequence[str] = ()
+        """The names of all kernels that Python calls, once all of them and those that they call are in the cache; else
+        none."""
+        self._names: Sequence[str] = ()
         self.patience = _PATIENCE
         """Seconds without any progress after which `finish` waits no longer."""
 
@@ -73,7 +77,9 @@ class CompileAhead:
             return
         self._mark = f"first_load-{hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:16]}"
         if self._folder.find(self._mark) is not None:
+            self.kept = names
             return
+        self._names = names
         for name in reversed(names):
             self._add(name)
         with self._changed:
@@ -97,6 +103,7 @@ class CompileAhead:
             told(name, len(self._known))
         if self._named and not self._failed and self._alive:
             self._folder.keep(self._mark, b"")
+            self.kept = self._names
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Idempotent."""

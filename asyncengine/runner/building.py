@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +26,7 @@ from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
-from asyncengine.runner.first_steps import GREEDY, first_lengths
+from asyncengine.runner.first_steps import GREEDY, first_lengths, read_kept
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_times import KeptTimes, measure_steps
@@ -56,6 +57,7 @@ def build_runner(
     pooler: Pooler | None = None,
     draft: LoadedModel | None = None,
     two_pools: bool = False,
+    kept: Sequence[str] = (),
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -65,18 +67,18 @@ def build_runner(
 
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
-    window pages, where there are any (`Row.window`).
+    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all are in the cache.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
         cores = cores or Cores(config.num_threads, model.device)
-        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
-    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool,
+    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str],
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
@@ -110,7 +112,7 @@ def _build(
     )
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
-        _compile_kernels(runner, config, most, progress, model.weights_bytes)
+        _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
         release_cached(device)
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, model, config)
@@ -123,12 +125,14 @@ def _build(
 
 
 def _compile_kernels(
-    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int
+    runner: ModelRunner, config: EngineConfig, most: int, progress: LoadProgress, model_bytes: int, kept: Sequence[str]
 ) -> None:
     """Run first steps, of one token, of a short prompt and of a long one, so that no request's step waits for a
-    compiler. `most`: positions that a sequence may have here."""
+    compiler. `most`: positions that a sequence may have here. `kept`: kernels that need only be read, and then a step
+    of one token calls what they are made of."""
     progress.stage("running a first step")
-    for count in first_lengths(model_bytes, max(1, min(most, config.max_num_batched_tokens))):
+    longest = 1 if read_kept(kept) else max(1, min(most, config.max_num_batched_tokens))
+    for count in first_lengths(model_bytes, longest):
         pages = list(range(1, 1 + -(-count // config.page_size)))
         spec = RequestSpec(0, (0,) * count, GREEDY, count + 1, pooled=wanted_of(runner.pooler))
         row = Row(

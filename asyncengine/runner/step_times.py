@@ -1,8 +1,9 @@
 """Seconds of steps in which one row computes a few tokens: what guesses cost (`speculation.costs`).
 
 Measuring them takes ten steps or more, of a model of a gigabyte most of a second of its load. So they are kept, beside
-the compiled kernels, under the name of all that a step depends on. Next time only the smallest and the largest step are
-run: if one is as much longer than the other as it was then, the same holds of those between, in the unit of today.
+the compiled kernels, under the name of all that a step depends on. Next time only the smallest step is run, and one
+that took twice as long, of which arithmetic is the larger part: if it is as much longer as it was then, the same holds
+of the others, in the unit of today.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ _AGREE = 0.04
 _ENOUGH = 0.5
 """A step is run until two runs of it agree to that share, three times, or so many seconds: the shortest counts. A long
 step is disturbed little, and a large model has five of them to measure while somebody waits for it."""
+_TELLING = 2.0
+"""How much longer than the smallest step one takes that is run to see whether what was kept still holds. The largest
+may take ten times as long, and says no more."""
 _HOLDS = 0.15
-"""By how much the largest step, in units of the smallest, may differ from what was kept."""
+"""By how much that step, in units of the smallest, may differ from what was kept."""
 _WORTH_KEEPING = 0.1
 """Seconds of one step of each size. Small models are measured in less time than a file takes to explain."""
 
@@ -68,8 +72,9 @@ def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     """Seconds of steps of `SIZES` tokens; `kept`: where they are looked for and put."""
     known, smallest = None if kept is None else kept.read(), shortest(run, SIZES[0])
     if known is not None:
-        longer = run(SIZES[-1]) / smallest
-        if abs(longer * known[0] / known[-1] - 1) <= _HOLDS:
+        telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
+        longer = run(SIZES[telling]) / smallest
+        if abs(longer * known[0] / known[telling] - 1) <= _HOLDS:
             return tuple(smallest * value / known[0] for value in known)
     times = (smallest, *(shortest(run, count) for count in SIZES[1:]))
     if kept is not None:

@@ -10,10 +10,12 @@ import math
 import re
 import time
 from collections.abc import Iterable
-
-import regex  # type: ignore[import-untyped]
+from typing import TYPE_CHECKING
 
 from asyncengine.errors import AdapterError
+
+if TYPE_CHECKING:
+    import regex  # type: ignore[import-untyped]
 
 MAX_PATTERN_CHARS = 4096
 SECONDS = 5.0
@@ -52,6 +54,8 @@ class Patterns:
     def _match(self, pattern: str, text: str, field: str) -> regex.Match[str] | None:
         if len(pattern) > MAX_PATTERN_CHARS:
             raise AdapterError(field, f"has a pattern of {len(pattern)} characters, over {MAX_PATTERN_CHARS}")
+        import regex  # takes a tenth of a second, and most engines have no adapter with a pattern
+
         left = self._deadline - time.monotonic()
         try:
             compiled = self._compiled.get(pattern)
@@ -75,6 +79,8 @@ def _compile(pattern: str, field: str) -> regex.Pattern[str]:
     if math.prod(sizes) > MAX_REPEATS:
         raise AdapterError(field, f"repeats more than {MAX_REPEATS} times in all", pattern)
     re.compile(pattern)
+    import regex
+
     return regex.compile(pattern)
 
 

@@ -45,8 +45,10 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(fold
     ahead.expect()
     ahead.start([SMALL, CALLS_OTHERS])
     processes, told = ahead._processes, []
+    assert ahead.kept == ()
     ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
     ahead.close()
+    assert ahead.kept == [SMALL, CALLS_OTHERS]
     names = [name for name, _ in told]
     assert sorted(names) == ["_copy_few_rows", "_norm_part", "_run", "norm"]
     assert told[-1][1] == 4
@@ -56,6 +58,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(fold
     again.expect()
     again.start([CALLS_OTHERS, SMALL])
     assert again._processes == again._threads == []
+    assert again.kept == [CALLS_OTHERS, SMALL]
     again.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
 
 
@@ -67,6 +70,7 @@ def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
     ahead.close()
     assert sorted(told) == [SMALL, UNKNOWN]
     assert kept(folder) == ["gather._copy_rows"]  # and no mark that says that all are there
+    assert ahead.kept == ()
 
 
 def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> None:

@@ -79,6 +79,18 @@ def test_what_was_kept_is_not_measured_again() -> None:
     assert kept.times == TIMES
 
 
+def test_a_step_that_takes_twice_as_long_says_whether_what_was_kept_holds() -> None:
+    """Larger ones may take ten times as long, and rise with it."""
+    times = (0.04, 0.05, 0.09, 0.2, 0.4)
+    run = Steps({size: 2 * time for size, time in zip(SIZES, times, strict=True)})
+    kept: Any = Kept(times)
+    assert measure_steps(run, kept) == pytest.approx([2 * time for time in times])
+    assert set(run.runs) == {1, 8}
+    run.times[8] = 0.24
+    found = measure_steps(run, kept)
+    assert found == kept.times == tuple(run.times.values())
+
+
 def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:
     """As when memory is faster and arithmetic is not, or when somebody else was in the way of what was kept."""
     kept: Any = Kept(TIMES)

@@ -1,0 +1,103 @@
+"""First steps: kernels that are in the cache are read, and then one step of one token is enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from asyncengine import DEMO_MODEL
+from asyncengine.config import EngineConfig
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.first_kernels import kernels_of
+from asyncengine.models.loading import load_model
+from asyncengine.runner.building import build_runner
+from asyncengine.runner.first_steps import read_kept
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.step import Batch, StepResult
+
+if compiler_missing(torch.float32, torch.device("cpu")) is not None:
+    pytest.skip("no compiler", allow_module_level=True)
+
+CONFIG = EngineConfig(kv_cache_memory="8MiB", speculation="off", show_progress=False)
+UNKNOWN = "asyncengine.kernels.cpu.gather:nothing_of_the_kind:(int64)"
+_AFTER_LOADING = """
+import json, sys
+from numba.core.dispatcher import Dispatcher
+from asyncengine import Engine, SamplingParams
+from asyncengine.runner import building
+added, kept, compile, read = [], [], Dispatcher.compile, building.read_kept
+def noted(self, signature):
+    known = len(self.overloads)
+    found = compile(self, signature)
+    added.extend([self.py_func.__name__] * (len(self.overloads) - known))
+    return found
+def read_noted(names):
+    kept.extend(names)
+    return read(names)
+Dispatcher.compile, building.read_kept = noted, read_noted
+with Engine.from_pretrained(sys.argv[1], kv_cache_memory="32MiB", show_progress=False) as engine:
+    while_loading = len(added)
+    for count in (3, 100, 600):
+        engine.generate(list(range(1, 1 + count)), SamplingParams(max_tokens=3, temperature=0.7, top_k=20))
+print(json.dumps([len(kept), while_loading, added[while_loading:]]))
+"""
+
+
+def lengths_of_first_steps(monkeypatch: pytest.MonkeyPatch, kept: Sequence[str] | None) -> list[int]:
+    """Tokens of the steps that building a runner runs. `kept` None: what the model calls."""
+    found, run = list[int](), ModelRunner.profile_run
+
+    def noted(self: ModelRunner, batch: Batch) -> StepResult:
+        found.append(sum(row.num_scheduled for row in batch.rows))
+        return run(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "profile_run", noted)
+    loaded = load_model(str(DEMO_MODEL), CONFIG)
+    assert isinstance(loaded.model, Decoder)
+    names = kernels_of(loaded.model, CONFIG.page_size)
+    if not names:
+        pytest.skip("nothing is compiled for it here")
+    build_runner(loaded, CONFIG, kept=names if kept is None else kept).close()
+    return found
+
+
+@pytest.mark.parametrize("kept", [(), (UNKNOWN,)], ids=["nothing", "one that cannot be had"])
+def test_every_kind_of_step_is_run_where_kernels_are_not_kept(
+    kept: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = lengths_of_first_steps(monkeypatch, kept)
+    assert lengths[:2] == [1, 2]
+    assert lengths[2] > 64
+
+
+def test_one_step_is_run_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lengths_of_first_steps(monkeypatch, None) == [1]
+
+
+def test_what_is_read_is_there_when_it_is_called() -> None:
+    from asyncengine.kernels.cpu import gather
+
+    name = f"asyncengine.kernels.cpu.gather:_copy_few_rows:({', '.join(['int64'] * 5)})"
+    assert not read_kept(())
+    assert read_kept([name])
+    assert len(gather._copy_few_rows.overloads) == 1
+
+
+def test_no_request_waits_for_a_kernel_after_a_load_that_read_them() -> None:
+    """Of the second process, whose kernels the first one has kept if nobody had."""
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", _AFTER_LOADING, str(DEMO_MODEL)], capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 0, run.stderr
+        kept, while_loading, afterwards = json.loads(run.stdout.splitlines()[-1])
+    if not kept:
+        pytest.skip("kernels are not compiled ahead here")
+    assert while_loading >= kept > 8
+    assert afterwards == []

@@ -3,7 +3,8 @@
 Measuring them takes ten steps or more, of a model of a gigabyte most of a second of its load. So they are kept, beside
 the compiled kernels, under the name of all that a step depends on. Next time only the smallest step is run, and one
 that took twice as long, of which arithmetic is the larger part: if it is as much longer as it was then, the same holds
-of the others, in the unit of today.
+of the others, in the unit of today. If it is somewhat more or less so, memory has become faster or slower, and what
+tokens add to the smallest step is taken to have changed alike for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _TELLING = 2.0
 may take ten times as long, and says no more."""
 _HOLDS = 0.15
 """By how much that step, in units of the smallest, may differ from what was kept."""
+_ALIKE = 1.5
+"""By what factor that which its tokens add may differ, if it is not just a disturbed run: beyond, all are measured."""
 _WORTH_KEEPING = 0.1
 """Seconds of one step of each size. Small models are measured in less time than a file takes to explain."""
 
@@ -74,8 +77,13 @@ def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     if known is not None:
         telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
         longer = run(SIZES[telling]) / smallest
-        if abs(longer * known[0] / known[telling] - 1) <= _HOLDS:
+        then = known[telling] / known[0]
+        if abs(longer / then - 1) <= _HOLDS:
             return tuple(smallest * value / known[0] for value in known)
+        longer = min(longer, shortest(run, SIZES[telling]) / smallest)
+        added = (longer - 1) / (then - 1) if then > 1 else 0.0
+        if 1 / _ALIKE <= added <= _ALIKE:
+            return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known)
     times = (smallest, *(shortest(run, count) for count in SIZES[1:]))
     if kept is not None:
         kept.keep(times)

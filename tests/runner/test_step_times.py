@@ -86,16 +86,37 @@ def test_a_step_that_takes_twice_as_long_says_whether_what_was_kept_holds() -> N
     kept: Any = Kept(times)
     assert measure_steps(run, kept) == pytest.approx([2 * time for time in times])
     assert set(run.runs) == {1, 8}
-    run.times[8] = 0.24
+    run.times[8] = 0.3
     found = measure_steps(run, kept)
     assert found == kept.times == tuple(run.times.values())
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.4])
+def test_where_memory_is_faster_or_slower_tokens_add_more_or_less(factor: float) -> None:
+    """The smallest step is memory's, what is beyond is arithmetic's; nothing else is measured for that."""
+    kept: Any = Kept((0.04, 0.05, 0.09, 0.2, 0.4))
+    run = Steps({1: 0.06, 4: 9.0, 8: 0.06 * (1 + factor * 1.25), 16: 9.0, 32: 9.0})
+    found = measure_steps(run, kept)
+    assert found == pytest.approx([0.06 * (1 + factor * added) for added in (0, 0.25, 1.25, 4, 9)])
+    assert kept.times == (0.04, 0.05, 0.09, 0.2, 0.4)
+
+
+def test_one_disturbed_step_changes_nothing() -> None:
+    kept: Any = Kept((0.04, 0.05, 0.09, 0.2, 0.4))
+    run = Steps(dict(zip(SIZES, kept.times, strict=True)))
+    disturbed = [0.5]
+
+    def one(count: int) -> float:
+        return disturbed.pop() if count == 8 and disturbed else run(count)
+
+    assert measure_steps(one, kept) == pytest.approx(kept.times)
 
 
 def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:
     """As when memory is faster and arithmetic is not, or when somebody else was in the way of what was kept."""
     kept: Any = Kept(TIMES)
-    found = measure_steps(steps(_32=0.15, _8=0.08), kept)
-    assert found == (0.04, 0.05, 0.08, 0.07, 0.15) == kept.times
+    found = measure_steps(steps(_32=0.19, _8=0.08), kept)
+    assert found == (0.04, 0.05, 0.08, 0.07, 0.19) == kept.times
 
 
 def test_nothing_is_kept_where_it_cannot_be() -> None:

@@ -160,8 +160,7 @@ class DraftPlanner:
         """The places of those that a draft model may be asked for in this step."""
         found = []
         for place, candidate in enumerate(candidates):
-            known = self._requests.get(candidate.key) or self._known(candidate)
-            if not asking.rests(known.asked, step):
+            if not asking.rests(self._known(candidate).asked, step):
                 found.append(place)
         return found
 

@@ -34,6 +34,7 @@ from asyncengine.options import (
     WeightSource,
     rough_size,
     split_chat,
+    text_size,
 )
 from asyncengine.outputs import Classifications, Completion, Embeddings, Ranking
 from asyncengine.sampling_params import SamplingParams
@@ -172,8 +173,8 @@ class AsyncEngine:
         `GrammarError`, `BudgetTooSmall`, `QueueFull`, `EngineClosed` or `EngineDead`.
         """
         frontend, wanted = self.core, RequestOptions.of(options)
-        size = rough_size(prompt, INLINE_CHARS) + rough_size(wanted.prediction, INLINE_CHARS)
-        return self._stream(lambda at: frontend.prepare(prompt, params, wanted, at), size, params)
+        size = text_size(prompt, INLINE_CHARS)
+        return self._stream(lambda at: frontend.prepare(prompt, params, wanted, at), size, params, wanted)
 
     def stream_chat(
         self, messages: ChatMessages, params: SamplingParams | None = None, **options: Unpack[ChatKeywords]
@@ -185,8 +186,7 @@ class AsyncEngine:
         """
         frontend = self.core
         chat, wanted = split_chat(messages, options)
-        size = chat.size + rough_size(wanted.prediction, INLINE_CHARS)
-        return self._stream(lambda at: frontend.prepare_chat(chat, params, wanted, at), size, params)
+        return self._stream(lambda at: frontend.prepare_chat(chat, params, wanted, at), chat.size, params, wanted)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestKeywords]
@@ -261,13 +261,17 @@ class AsyncEngine:
     # ---------------------------------------------------------------- text
 
     def _stream(
-        self, prepare: Callable[[float], PreparedRequest], size: int, params: SamplingParams | None
+        self,
+        prepare: Callable[[float], PreparedRequest],
+        size: int,
+        params: SamplingParams | None,
+        options: RequestOptions,
     ) -> TokenStream:
         frontend = self.core
 
         async def start() -> Assembler:
             self.host.check_awaitable()
-            work, submitted = size, frontend.loop.clock.now()
+            work, submitted = size + text_size(options.prediction, INLINE_CHARS), frontend.loop.clock.now()
             if isinstance(params, SamplingParams):
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
             inline = work <= INLINE_CHARS

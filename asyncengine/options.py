@@ -138,8 +138,8 @@ def _sampling_fields() -> dict[str, str]:
 
 
 def rough_size(given: Any, most: int = 1 << 16) -> int:
-    """Rough number of characters of a text, token ids or a grammar as the caller wrote it; counting ends beyond `most`,
-    circles included."""
+    """Rough number of characters of a grammar, or of a text in parts, as the caller wrote it; counting ends beyond
+    `most`, circles included."""
     text = getattr(given, "text", None)
     if isinstance(text, str):
         return len(text)
@@ -152,6 +152,15 @@ def rough_size(given: Any, most: int = 1 << 16) -> int:
         elif isinstance(item, (list, tuple)):
             stack += item
     return size
+
+
+def text_size(given: Any, most: int) -> int:
+    """`rough_size` of a prompt or a prediction. Token ids are counted, not looked at: there may be thousands."""
+    if given is None:
+        return 0
+    if isinstance(given, (list, tuple)) and given and isinstance(given[0], int):
+        return 4 * len(given)
+    return rough_size(given, most)
 
 
 def template_variables(given: object) -> dict[str, Any]:

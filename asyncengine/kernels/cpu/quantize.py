@@ -6,21 +6,26 @@ among a few as that with the least squared error; the largest weight becomes -8 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import QuantizedMatrix
-from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial, widen
-from asyncengine.kernels.cpu.panel_form import GROUP, int_form
-from asyncengine.kernels.cpu.quantized_panels import empty_panels, pack_rows
+from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, pointer, room, serial, widen
+from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, int_form
+from asyncengine.kernels.cpu.quantized_panels import empty_panels, pack_units
+from asyncengine.kernels.cpu.rounding_tile import columns, round_group
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
+from asyncengine.kernels.cpu.vectors import bits_of, number_of
 
+_KEPT = GROUP * PANEL
 _WORK = 64
 """Bytes that could be read while a weight is rounded."""
-_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
-"""Of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
+_SIZE = np.int32(2**31 - 1)
+"""Of the bits of a float32: all but its sign."""
 
 
 def quantize_rows(
@@ -31,23 +36,19 @@ def quantize_rows(
 
     `first` is a multiple of `PANEL`; so is n, or these are the last rows.
     """
-    weight = weight.contiguous()
-    outputs, inputs = weight.shape
-    kind, team = kind_of(weight.dtype), use_team()
-    numbers = np.empty((outputs, inputs), dtype=np.uint8)
-    if bits == 8:
-        assert row_scales is not None
-        scales = row_scales[first : first + outputs]
-        _to_int8(weight.data_ptr(), numbers.ctypes.data, scales.data_ptr(), outputs, inputs, kind, team)
-        pack_rows(int_form(8), panels, first, numbers)
-        return
-    shrink = torch.tensor(_SHRINK, dtype=torch.float32)
-    by_group = torch.empty((outputs, -(-inputs // GROUP)), dtype=torch.bfloat16)
-    _to_int4(
-        weight.data_ptr(), numbers.ctypes.data, by_group.data_ptr(), outputs, inputs, shrink.data_ptr(),
-        len(_SHRINK), kind, team,
+    weight, form = weight.contiguous(), int_form(bits)
+    rows, inputs = weight.shape
+    chunks, panel = panels.shape[1], panels[first // PANEL :]
+    assert form.chunks(inputs) == chunks
+    assert first % PANEL == 0
+    assert -(-rows // PANEL) <= len(panel)
+    assert (row_scales is not None) == (bits == 8)
+    scales = 0 if row_scales is None else row_scales[first:].data_ptr()
+    offset = form.planes["scales"][0] if bits == 4 else 0
+    _to_panels(
+        weight.data_ptr(), panel.data_ptr(), scales, rows, inputs, chunks, form.chunk, form.chunk_bytes, form.head,
+        bits, offset, kind_of(weight.dtype), use_team(),
     )  # fmt: skip
-    pack_rows(int_form(4), panels, first, numbers, scales=by_group)
 
 
 def quantize(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
@@ -61,98 +62,79 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedMatrix:
 
 
 @serial
-def _to_int8(weight: int, numbers: int, scales: int, outputs: int, inputs: int, kind: np.generic, team: int) -> None:
-    pieces = pieces_of(outputs * inputs * _WORK, outputs, team)
-    parallel_for(_part_to_int8, team, pieces, (weight, numbers, scales, outputs, inputs, kind))
-
-
-@serial
-def _part_to_int8(
-    piece: int,
-    pieces: int,
-    worker: int,
-    weight: int,
-    numbers: int,
-    scales: int,
-    outputs: int,
-    inputs: int,
-    kind: np.generic,
-) -> None:
-    first, last = outputs * piece // pieces, outputs * (piece + 1) // pieces
-    values = array(pointer(weight, kind), (outputs, inputs))
-    results = array(pointer(numbers, np.uint8(0)), (outputs, inputs))
-    by_output = array(pointer(scales, np.float32(0)), (outputs,))
-    for row in range(first, last):
-        largest = np.float32(0)
-        for index in range(inputs):
-            largest = max(largest, abs(widen(values[row, index])))
-        factor = np.float32(127) / largest if largest > np.float32(1e-30) else np.float32(0)
-        by_output[row] = largest / np.float32(127)
-        for index in range(inputs):
-            results[row, index] = np.int32(np.rint(widen(values[row, index]) * factor)) + 128
-
-
-@serial
-def _to_int4(
-    weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int, choices: int, kind: np.generic,
-    team: int,
+def _to_panels(
+    weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int,
+    head: int, bits: int, offset: int, kind: np.generic, team: int,
 ) -> None:  # fmt: skip
-    pieces = pieces_of(outputs * inputs * _WORK, outputs, team)
-    parallel_for(_part_to_int4, team, pieces, (weight, numbers, scales, outputs, inputs, shrink, choices, kind))
+    pieces = pieces_of(rows * inputs * _WORK, -(-rows // PANEL), team)
+    known = (
+        weight, panels, row_scales, rows, inputs, chunks, chunk, chunk_bytes, head, bits, offset, kind,
+    )  # fmt: skip
+    parallel_for(_panels_part, team, pieces, known)
 
 
 @serial
 @allocates
-def _part_to_int4(
+def _panels_part(
     piece: int, pieces: int, worker: int,
-    weight: int, numbers: int, scales: int, outputs: int, inputs: int, shrink: int,
-    choices: int, kind: np.generic,
+    weight: int, panels: int, row_scales: int, rows: int, inputs: int, chunks: int, chunk: int, chunk_bytes: int,
+    head: int, bits: int, offset: int, kind: np.generic,
 ) -> None:  # fmt: skip
-    first, last = outputs * piece // pieces, outputs * (piece + 1) // pieces
-    groups = -(-inputs // GROUP)
-    values = array(pointer(weight, kind), (outputs, inputs))
-    results = array(pointer(numbers, np.uint8(0)), (outputs, inputs))
-    by_group = array(pointer(scales, np.uint16(0)), (outputs, groups))
-    factors = array(pointer(shrink, np.float32(0)), (choices,))
-    kept = np.empty(GROUP, np.float32)
-    for row in range(first, last):
-        for group in range(groups):
-            begin, count = group * GROUP, min(GROUP, inputs - group * GROUP)
-            kept[count:] = 0
-            for index in range(count):
-                kept[index] = widen(values[row, begin + index])
-            scale = narrow(_best_scale(kept, factors), np.uint16(0))
-            by_group[row, group] = scale
-            inverse = _inverse(widen(scale))
-            for index in range(count):
-                results[row, begin + index] = np.uint8(_nearest_int4(kept[index] * inverse) + np.float32(8))
+    """A panel's numbers never leave the core's own cache between being rounded and being put in their places."""
+    count, wide = -(-rows // PANEL), chunks * chunk
+    values = array(pointer(weight, kind), (rows, inputs))
+    own = np.zeros(PANEL * wide if bits == 8 else 1, np.uint8)
+    words = array(pointer(np.int64(own.ctypes.data), np.uint32(0)), (PANEL, wide // 4))
+    numbers = array(pointer(np.int64(own.ctypes.data), np.uint8(0)), (PANEL, wide))
+    for panel in range(count * piece // pieces, count * (piece + 1) // pieces):
+        here, first = panels + panel * chunks * chunk_bytes, panel * PANEL
+        present = min(PANEL, rows - first)
+        if bits == 8:
+            scales = array(pointer(row_scales, np.float32(0)), (rows,))
+            for lane in range(present):
+                scales[first + lane] = _row_to_int8(values[first + lane], numbers[lane], inputs)
+            for lane in range(present, PANEL):
+                for index in range(wide):
+                    numbers[lane, index] = 0
+        for place in range(chunks):
+            target = here + place * chunk_bytes
+            if bits == 8:
+                pack_units(words, target + head, place * chunk, chunk, bits)
+            else:
+                _chunk_to_int4(values[first : first + present], place * chunk, chunk, target + offset, target + head)
 
 
 @inline
-def _nearest_int4(value: np.float32) -> np.float32:
-    """The nearest whole number of -8 .. 7."""
-    return np.float32(min(max(np.rint(value), np.float32(-8)), np.float32(7)))
+def _chunk_to_int4(values: Any, begin: int, chunk: int, scales: int, numbers: int) -> None:
+    """The groups of a chunk, whose first input is `begin`: `values` [16 outputs at most, inputs]."""
+    kept, present, inputs = room(_KEPT, np.float32(0)), values.shape[0], values.shape[1]
+    for group in range(chunk // GROUP):
+        first = begin + group * GROUP
+        count = max(min(GROUP, inputs - first), 0)
+        if count == GROUP and present == PANEL:
+            for block in range(GROUP // PANEL):
+                start = np.int64(values[0, first + block * PANEL :].ctypes.data)
+                columns(start, values.strides[0], np.int64(kept.ctypes.data) + block * PANEL * PANEL * 4, values[0, 0])
+        else:
+            for index in range(_KEPT):
+                kept[index] = 0
+            for lane in range(present):
+                for index in range(count):
+                    kept[index * PANEL + lane] = widen(values[lane, first + index])
+        outputs = present if count > 0 else 0
+        round_group(
+            np.int64(kept.ctypes.data), count, outputs, scales + group * PANEL * 2, numbers + group * GROUP * PANEL // 2
+        )
 
 
 @inline
-def _inverse(scale: np.float32) -> np.float32:
-    return np.float32(1) / scale if abs(scale) > np.float32(1e-30) else np.float32(0)
-
-
-@serial
-def _best_scale(values: np.ndarray, factors: np.ndarray) -> np.float32:
-    largest = np.float32(0)
-    for index in range(GROUP):
-        if abs(values[index]) > abs(largest):
-            largest = values[index]
-    best, least = np.float32(0), np.float32(np.inf)
-    for choice in range(len(factors)):
-        scale = widen(narrow(largest / np.float32(-8) * factors[choice], np.uint16(0)))
-        inverse = _inverse(scale)
-        error = np.float32(0)
-        for index in range(GROUP):
-            missing = values[index] - _nearest_int4(values[index] * inverse) * scale
-            error += missing * missing
-        if error < least:
-            best, least = scale, error
-    return best
+def _row_to_int8(values: Any, numbers: Any, inputs: int) -> np.float32:
+    """The scale of a row whose numbers, 128 above what they stand for, are written."""
+    size = np.int32(0)
+    for index in range(inputs):
+        size = max(size, np.int32(bits_of(widen(values[index])) & _SIZE))
+    largest = number_of(size)
+    factor = np.float32(127) / largest if largest > np.float32(1e-30) else np.float32(0)
+    for index in range(inputs):
+        numbers[index] = np.int32(np.rint(widen(values[index]) * factor)) + 128
+    return np.float32(largest / np.float32(127))

@@ -135,16 +135,16 @@ def _pack_part(
         words = array(pointer(source, np.uint32(0)), (PANEL, wide // 4))
         for place in range(chunks):
             target = panels + (panel * chunks + place) * chunk_bytes + head
-            _pack_units(words, target, place * chunk // UNIT, chunk // UNIT, bits)
+            pack_units(words, target, place * chunk, chunk, bits)
 
 
 @inline
-def _pack_units(words: Any, target: int, begin: int, count: int, bits: int) -> None:
-    """`count` units from number `begin` on. Four inputs are a word."""
+def pack_units(words: Any, target: int, begin: int, count: int, bits: int) -> None:
+    """`count` numbers of each output from number `begin` on, both multiples of `UNIT`. Four numbers are a word."""
     for lane in range(PANEL):
         row = words[lane]
-        for unit in range(count):
-            where = 4 * (begin + unit)
+        for unit in range(count // UNIT):
+            where = (begin + unit * UNIT) // 4
             one, two, three, four = row[where], row[where + 1], row[where + 2], row[where + 3]
             if bits == 8:
                 lines = array(pointer(target + unit * 256, np.uint32(0)), (4, PANEL))

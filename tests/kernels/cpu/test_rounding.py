@@ -1,0 +1,98 @@
+"""Rounding of weights to 8 and 4 bits, against the rule written in numpy, with every kind of last panel and group."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.kernels.cpu.panel_form import GROUP, int_form
+from asyncengine.kernels.cpu.quantize import quantize, quantize_rows
+from asyncengine.kernels.cpu.quantized_panels import empty_panels, read_rows
+from asyncengine.kernels.cpu.rounding_tile import SHRINK
+
+SIZES = [(16, 64), (16, 128), (48, 320), (50, 200), (33, 64), (7, 72), (1, 1), (16, 1000), (17, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_int4_takes_the_scale_of_least_error(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = made_up(outputs, inputs).to(dtype)
+    found = rounded(weight, 4).reshape(outputs, inputs)
+    for row in range(outputs):
+        for begin in range(0, inputs, GROUP):
+            group = weight[row, begin : begin + GROUP].float().numpy()
+            choices = [as_int4(group, factor) for factor in SHRINK]
+            errors = [float(((choice.astype(np.float64) - group) ** 2).sum()) for choice in choices]
+            own = found[row, begin : begin + GROUP]
+            error = float(((own.astype(np.float64) - group) ** 2).sum())
+            assert any(np.array_equal(own, choice) for choice in choices), (row, begin)
+            assert error <= min(errors) * (1 + 1e-5), (row, begin)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_int8_takes_the_largest_of_a_row(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight = made_up(outputs, inputs).to(dtype)
+    rows, found = weight.float().numpy(), rounded(weight, 8)
+    scales = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64) / 127
+    scales[scales <= 1e-30 / 127] = 0  # so small a row becomes 0
+    wanted = np.rint(rows / np.where(scales == 0, np.inf, scales)) * scales
+    close = np.abs(found - wanted) <= 1e-6 * np.abs(wanted)
+    tied = np.abs(found - wanted) <= 1.0001 * scales  # half-way between two
+    halfway = np.abs(np.abs(found - rows) / np.where(scales == 0, 1, scales) - 0.5) < 1e-4
+    assert (close | (tied & halfway)).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_whatever_memory_held_before_and_however_rows_come(bits: int) -> None:
+    """Panels are made of the rows alone: also what fills up a last group, and the lanes of missing outputs."""
+    weight, form = made_up(50, 200).bfloat16(), int_form(bits)
+    results = []
+    for filler, parts in ((0, [(0, 50)]), (255, [(0, 50)]), (255, [(32, 50), (0, 16), (16, 32)])):
+        panels = empty_panels(form, 50, 200).fill_(filler)
+        scales = torch.full((50,), float(filler)) if bits == 8 else None
+        for first, last in parts:
+            quantize_rows(weight[first:last], panels, scales, bits, first)
+        results.append((panels[:, :, form.head :].clone(), scales))
+        if bits == 4:  # all of a chunk's head is scales
+            assert form.head == form.chunk // GROUP * 16 * 2
+            results[-1] = (panels, scales)
+    for panels, scales in results[1:]:
+        assert torch.equal(panels, results[0][0])
+        assert scales is None or torch.equal(scales, results[0][1])
+
+
+def made_up(outputs: int, inputs: int) -> torch.Tensor:
+    """Among them a row of zeros, ties of both signs in both orders, one large number, and very small ones."""
+    generator = torch.Generator().manual_seed(outputs * 1000 + inputs)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.02
+    for row, sign in ((1, 1.0), (2, -1.0)):
+        if outputs > row and inputs > 3:
+            weight[row, 0], weight[row, 2] = 0.5 * sign, -0.5 * sign
+    if outputs > 5:
+        weight[0] = 0
+        weight[3, inputs // 2] = 100
+        weight[4] *= 1e-38
+        weight[5] = weight[5].abs()
+    return weight
+
+
+def rounded(weight: torch.Tensor, bits: int) -> NDArray[np.float32]:
+    """What the rounded weight stands for."""
+    matrix = quantize(weight, bits)
+    out = torch.empty(weight.shape, dtype=torch.float32)
+    read_rows(int_form(bits), matrix.panels, matrix.row_scales, torch.arange(len(weight)), out)
+    return out.numpy()
+
+
+def as_int4(group: NDArray[np.float32], factor: float) -> NDArray[np.float32]:
+    """A group as its largest weight's scale times a factor gives it back."""
+    largest = group[np.abs(group).argmax()]
+    scale = torch.tensor(largest / np.float32(-8) * np.float32(factor)).bfloat16().float().numpy()
+    if abs(scale) <= 1e-30:
+        return np.zeros_like(group)
+    inverse = np.float32(1) / scale
+    found: NDArray[np.float32] = np.clip(np.rint(group * inverse), -8, 7) * scale
+    return found

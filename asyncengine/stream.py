@@ -16,6 +16,9 @@ from asyncengine.engine.assembler import Assembler
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion
 
+_MANY = 64
+"""Chunks for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
+
 
 class _StreamBase:
     """What both kinds of stream share: chunks ready to be handed out, and the abort."""
@@ -139,7 +142,7 @@ class TokenStream(_StreamBase):
         try:
             assembler = await self._started()
             while not assembler.finished:
-                assembler.feed(await assembler.prepared.mailbox.receive())
+                assembler.keep(await assembler.prepared.mailbox.receive(_MANY))
             return self._completion()
         finally:
             self._reading.release()
@@ -183,23 +186,23 @@ class SyncTokenStream(_StreamBase):
             if self._exhausted():
                 raise StopIteration
             if not self._ready:
-                self._ready.extend(self._receive())
+                self._ready.extend(self._submitted.feed(self._receive()))
             return self._ready.popleft()
         finally:
             self._reading.release()
 
-    def _receive(self) -> list[Chunk]:
+    def _receive(self, many: int = 1) -> list[Chunk]:
         mailbox = self._submitted.prepared.mailbox
         if not mailbox.ready:
             self._check_thread()
-        return self._submitted.feed(mailbox.receive_blocking())
+        return mailbox.receive_blocking(many)
 
     def result(self) -> Completion:
         """Read to the end; the whole completion. Raises `RequestFailed` or `EngineDead`."""
         self._read_alone()
         try:
             while not self._submitted.finished:
-                self._receive()
+                self._submitted.keep(self._receive(_MANY))
             return self._completion()
         finally:
             self._reading.release()

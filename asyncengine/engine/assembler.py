@@ -33,8 +33,13 @@ class Assembler:
     def feed(self, chunks: list[Chunk]) -> list[Chunk]:
         """`chunks` with each run of chunks of the same sample merged into one."""
         merged = chunks if len(chunks) == 1 else _merge(chunks)
-        self._chunks += merged
-        for chunk in merged:
+        self.keep(merged)
+        return merged
+
+    def keep(self, chunks: list[Chunk]) -> None:
+        """Take in `chunks` for the completion."""
+        self._chunks += chunks
+        for chunk in chunks:
             if self._reader is not None:
                 self._reader.read(chunk)
             if chunk.finish_reason is not None:
@@ -43,7 +48,6 @@ class Assembler:
                     self.finished = True
                     self._ended_at = self._now()
                     chunk.usage = self.usage
-        return merged
 
     @property
     def usage(self) -> Usage:

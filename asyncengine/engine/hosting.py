@@ -164,6 +164,7 @@ class ThreadHost:
         self._engine = engine
         self._use_uvloop = use_uvloop
         self._ending = _Ending()
+        engine.have_loop()
         # A daemon: a program that forgets to close its engine must still be able to end.
         self._thread = threading.Thread(target=self._main, name="asyncengine-loop", daemon=True)
 

@@ -110,6 +110,10 @@ class EngineLoop:
         limits = config.step_soft_limit, config.step_hard_limit
         self._watchdog = Watchdog(*limits, self._report_slow, self._give_up)
 
+    def have_loop(self) -> None:
+        """Before it runs: the event loop that it will run on is nobody else's."""
+        self.runner.have_loop()
+
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation: what kills the engine is told to every stream."""
         self._probe_lag(self.clock.now())

@@ -26,7 +26,7 @@ class Mailbox:
     looks again after it has announced itself, so no wake-up is lost."""
 
     __slots__ = (
-        "_born", "_chunks", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "predicted",
+        "_born", "_chunks", "_many", "_waiter", "cached_tokens", "cause", "failure", "first_token_at", "predicted",
         "prompt_logprobs", "started_at",
     )  # fmt: skip
 
@@ -34,6 +34,7 @@ class Mailbox:
         self._born = PROCESS.generation
         self._chunks: deque[Chunk] = deque()
         self._waiter: Waiter | None = None
+        self._many = 1
         self.cached_tokens = 0
         self.predicted = (0, 0)
         self.started_at: float | None = None
@@ -47,8 +48,12 @@ class Mailbox:
 
     def put(self, chunk: Chunk) -> Waiter | None:
         """Append; returns whoever must be woken (see `wake_all`), or None."""
-        self._chunks.append(chunk)
-        waiter, self._waiter = self._waiter, None
+        chunks = self._chunks
+        chunks.append(chunk)
+        waiter = self._waiter
+        if waiter is None or (len(chunks) < self._many and chunk.finish_reason is None):
+            return None
+        self._waiter = None
         return waiter
 
     @property
@@ -62,8 +67,8 @@ class Mailbox:
             chunks.append(self._chunks.popleft())
         return chunks
 
-    def announce(self) -> asyncio.Future[None] | None:
-        """A future that is set when something is put, or None if there is something already.
+    def announce(self, many: int = 1) -> asyncio.Future[None] | None:
+        """A future that is set when so many chunks are there, or one that ends a sample; None if there is any already.
 
         `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
         as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where nobody puts.
@@ -73,26 +78,27 @@ class Mailbox:
         if known is not None and not (isinstance(known, asyncio.Future) and known.done()):
             raise RuntimeError("two readers wait for one stream; read it in one place")
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiter = waiter
+        self._many, self._waiter = many, waiter
         if self._chunks:  # put between the reader's look and its announcement
             self._waiter = None
             return None
         return waiter
 
-    async def receive(self) -> list[Chunk]:
-        """Everything there is, at least one chunk."""
+    async def receive(self, many: int = 1) -> list[Chunk]:
+        """Everything there is, at least one chunk. Who has nothing to do with a part of the answer waits for `many`
+        and is woken the less often: each time takes the engine, and the reader's loop, longer than a chunk."""
         while not self._chunks:
-            waiter = self.announce()
+            waiter = self.announce(many)
             if waiter is not None:
                 await waiter
         return self.take()
 
-    def receive_blocking(self) -> list[Chunk]:
+    def receive_blocking(self, many: int = 1) -> list[Chunk]:
         """The same for a plain thread."""
         while not self._chunks:
             PROCESS.check_unforked(self._born)
             event = threading.Event()
-            self._waiter = event
+            self._many, self._waiter = many, event
             if self._chunks:
                 self._waiter = None
                 break

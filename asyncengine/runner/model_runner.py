@@ -15,6 +15,7 @@ from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
+from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
@@ -40,6 +41,8 @@ logger = logging.getLogger("asyncengine")
 
 SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
+_BRIEF = 2**17
+"""Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
 _HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited", "_states")
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
 
@@ -94,6 +97,7 @@ class ModelRunner:
         self.cores = Cores(device=model.device) if cores is None else cores
         self._small = model.weights_bytes <= SMALL
         self._compiled = model.model.compiled
+        self._may_be_brief = self._small and self._compiled and model.device.type == "cpu"
         self._graphs: DecodeGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
@@ -119,6 +123,18 @@ class ModelRunner:
         for swap in batch.swaps:
             self._unwritten[swap.slot] = swap.weights
         return launch_in_parts(batch, self._launch, self._device)
+
+    def is_brief(self, batch: Batch) -> bool:
+        """True: the step is over in milliseconds, computed by one thread that waits for no other: that of the event
+        loop may be the one."""
+        if not self._may_be_brief or self.draft_model is not None or batch.swaps:
+            return False
+        pairs = 0
+        for row in batch.rows:
+            pairs += row.num_scheduled * (row.start + row.num_scheduled)
+            if row.grammar is not None:  # masks are another thread's
+                return False
+        return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig) -> Callable[[], None]:
         """What gives the model other weights, while no step runs, once they have been looked at. From any thread.

@@ -9,7 +9,8 @@ import pytest
 import uvloop
 from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
 
-from asyncengine import SamplingParams
+from asyncengine import Chunk, Engine, SamplingParams
+from asyncengine.engine.mailbox import Mailbox
 from asyncengine.errors import RequestFailed
 
 HOSTINGS = [pytest.param(False, id="owned"), pytest.param(True, id="hosted")]
@@ -171,3 +172,35 @@ async def test_nothing_runs_before_the_first_await():
         bad = engine.stream([], greedy(4))
         with pytest.raises(ValueError, match="prompt"):
             await anext(bad)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_who_wants_the_whole_answer_is_woken_for_many_tokens_at_a_time(blocking: bool):
+    """And reads on where it left off, if it is cancelled."""
+    async with make_engine(hosted=True) as engine:
+        woken = []
+        put = Mailbox.put
+
+        def counted(mailbox: Mailbox, chunk: Chunk) -> Any:
+            waiter = put(mailbox, chunk)
+            if waiter is not None:
+                woken.append(chunk)
+            return waiter
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Mailbox, "put", counted)
+            if blocking:
+                completion = await in_thread(lambda: Engine(engine).generate([4, 5], greedy(200, ignore_eos=True)))
+            else:
+                completion = await engine.generate([4, 5], greedy(200, ignore_eos=True))
+        expected = executor_of(engine).model.oracle([4, 5], 200)
+        assert completion.token_ids == expected
+        assert 1 <= len(woken) <= 5, "twice for 64, once at the end; once more where it came late"
+        executor_of(engine).hold(after=40)
+        stream = engine.stream([4, 5], greedy(200, ignore_eos=True))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(stream.result(), 0.2)
+        first = await anext(stream)
+        assert first.token_ids == expected[: len(first.token_ids)]
+        executor_of(engine).release()
+        assert (await stream.result()).token_ids == expected

@@ -83,6 +83,9 @@ class FleetLoop:
         self._outgoing: dict[str, list[Command]] = {}
         self._drain: Drain | None = None
 
+    def have_loop(self) -> None:
+        """The event loop is nobody else's, which changes nothing: others compute."""
+
     async def run(self) -> None:
         """Serve until drained. Never raises but for cancellation."""
         try:

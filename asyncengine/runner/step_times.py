@@ -31,7 +31,7 @@ _TELLING = 2.0
 may take ten times as long, and says no more."""
 _HOLDS = 0.15
 """By how much that step, in units of the smallest, may differ from what was kept."""
-_ALIKE = 1.5
+_ALIKE = 2.0
 """By what factor that which its tokens add may differ, if it is not just a disturbed run: beyond, all are measured."""
 _WORTH_KEEPING = 0.1
 """Seconds of one step of each size. Small models are measured in less time than a file takes to explain."""

@@ -43,7 +43,9 @@ def paced(handle: EngineHandle) -> Iterator[None]:
     loop = handle.get().aengine.core.loop
 
     def all_read() -> bool:
-        return bool(loop.inbox._items) or not any(stream.mailbox.ready for stream in loop.delivery.streams.values())
+        mailboxes = [stream.mailbox for stream in loop.delivery.streams.values()]
+        # who waits beside something to read wants more at once
+        return bool(loop.inbox._items) or not any(box.ready and box._waiter is None for box in mailboxes)
 
     def hook(event: object) -> None:
         if isinstance(event, StepDone):

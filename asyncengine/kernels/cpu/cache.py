@@ -35,6 +35,7 @@ import llvmlite
 import numba
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
+from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
 from asyncengine.kernels.cpu.compile_watcher import watcher
@@ -208,7 +209,7 @@ class KernelCache:
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """A `CompileResult`, or None: it is compiled next."""
-        target.refresh()
+        rtsys.initialize(target)  # what kept code calls. Compiling needs more, and finds that for itself
         folder = kernel_folder(target.codegen().magic_tuple())
         data = folder.find(self._name(signature))
         if data is not None:

@@ -7,6 +7,7 @@ all but `bits_of` and `number_of` run while one is compiled, with the `builder` 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import llvmlite.binding
@@ -106,8 +107,14 @@ def cpu_has(*features: str) -> bool:
     if numba.config.CPU_NAME is not None or numba.config.CPU_FEATURES is not None:
         chosen = str(numba.config.CPU_FEATURES or "").split(",")  # kernels for other machines than this one
         return all(f"+{name}" in chosen for name in features)
-    host: Any = llvmlite.binding.get_host_cpu_features()
+    host = _features_here()
     return all(host.get(name, False) for name in features)
+
+
+@functools.cache
+def _features_here() -> Any:
+    """Each question to LLVM takes half a millisecond, and a model's layers ask often."""
+    return llvmlite.binding.get_host_cpu_features()
 
 
 WIDE = cpu_has("avx512f")

@@ -279,7 +279,7 @@ def _make_part(form: PanelForm) -> Any:
                     for lane in range(width):
                         results[lane] = found[place * at_once * PANEL + lane]
 
-    multiply_part.made_for = repr(form)  # type: ignore[attr-defined]
+    multiply_part.made_for = f"{form} {writer.__name__}"  # type: ignore[attr-defined]
     return serial_in_order(allocates(multiply_part))
 
 

@@ -57,17 +57,6 @@ class NarrowWriter(TileWriter):
     def panels_of(cls, rows: int) -> int:
         return 2 if rows <= 2 else 1
 
-    def ask(self, chunk: Any, part: Any, place: Any) -> None:
-        """For all of it at once, which leaves alone tiles that are not their turns'."""
-        builder, form, ahead = self.builder, self.form, self.ahead(place)
-        lines = -(-form.chunk_bytes // LINE // self.parts)
-        with builder.if_then(builder.icmp_signed("!=", ahead, LONG(0))):
-            first = builder.add(builder.mul(part, LONG(lines * LINE)), builder.add(chunk, ahead))
-            for panel in range(self.panels):
-                for line in range(lines):
-                    address = at(builder, self.weights, self.panel, panel, builder.add(first, LONG(line * LINE)))
-                    vectors.prefetch(builder, address)
-
     def zero(self, plane: Any) -> Any:
         """The 128 that `_signed` leaves out are part of it."""
         return super().zero(plane) if self._run else self.builder.fsub(vectors.constant(self.floats, 128.0), plane)
@@ -76,57 +65,58 @@ class NarrowWriter(TileWriter):
         builder, form = self.builder, self.form
         units = form.summed // UNIT
         stretch = min(units, max(1, self._run // _QUADS))
-        dots = {cell: cgutils.alloca_once_value(builder, vectors.constant(EIGHT_WORDS, 0)) for cell in self.cells}
+        dots = self.begun(where, self._run > 0 and form.offset > 0)
         with cgutils.for_range(builder, LONG(units // stretch)) as loop:
             unit = builder.mul(loop.index, LONG(stretch))
             begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
             inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
+            with builder.if_then(builder.icmp_signed("!=", self.ahead, LONG(0))):  # it is this tile's turn
+                self.ask(begin, stretch * form.unit_bytes // LINE)
             (self._add_lifted if self._run else self._add_signed)(begin, inputs, stretch, dots)
-        found = {cell: builder.load(value) for cell, value in dots.items()}
-        if self._run and form.offset:
-            for row in range(self.rows):
-                taken = self.of_row(self.sums, self.sums_size, row, where, WORD)
-                for eight in self.vectors:
-                    found[row, eight] = builder.add(found[row, eight], taken)
-        return found
+        return {cell: builder.load(value) for cell, value in dots.items()}
 
     def _add_lifted(self, begin: Any, inputs: Any, units: int, dots: Cells) -> None:
         """Products of the numbers of a few units, as they are stored."""
-        builder = self.builder
         sums: Cells = {}
         for quad in range(units * _QUADS):
             weights = [self._lifted(eight, begin, inputs, quad) for eight in self.vectors]
             for row in range(self.rows):
                 x = self._x(row, inputs, quad)
                 for eight in self.vectors:
-                    cell = row, eight
-                    if cell in sums:
-                        product = vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [weights[eight], x])
-                        sums[cell] = vectors.call(builder, "llvm.sadd.sat.v16i16", _SHORTS, [sums[cell], product])
-                    else:
-                        sums[cell] = vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [weights[eight], x])
+                    cell, made = (row, eight), self._multiplied(weights[eight], x)
+                    if cell in sums:  # they fit; LLVM would add products to each other first, were it a plain sum
+                        made = vectors.call(self.builder, "llvm.sadd.sat.v16i16", _SHORTS, [sums[cell], made])
+                    sums[cell] = made
             if (quad + 1) % self._run == 0 or quad + 1 == units * _QUADS:
-                ones = ir.Constant(_SHORTS, [1] * 16)
-                for cell, total in sums.items():
-                    into = dots[cell]
-                    four = vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [total, ones])
-                    builder.store(_kept(builder, builder.add(builder.load(into), four)), into)
+                for cell, made in sums.items():
+                    self._add_shorts(made, dots[cell])
                 sums = {}
 
     def _add_signed(self, begin: Any, inputs: Any, units: int, dots: Cells) -> None:
         """Products of numbers with their sign: of their size and x with their sign."""
-        builder, ones = self.builder, ir.Constant(_SHORTS, [1] * 16)
+        builder = self.builder
         for quad in range(units * _QUADS):
             weights = [self._signed(eight, begin, quad) for eight in self.vectors]
             sizes = [vectors.call(builder, "llvm.abs.v32i8", _BYTES, [one, ir.IntType(1)(0)]) for one in weights]
             for row in range(self.rows):
                 x = self._x(row, inputs, quad)
                 for eight in self.vectors:
-                    into = dots[row, eight]
                     own = vectors.call(builder, "llvm.x86.avx2.psign.b", _BYTES, [x, weights[eight]])
-                    two = vectors.call(builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [sizes[eight], own])
-                    four = vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, [two, ones])
-                    builder.store(_kept(builder, builder.add(builder.load(into), four)), into)
+                    self._add_shorts(self._multiplied(sizes[eight], own), dots[row, eight])
+
+    def _multiplied(self, unsigned: Any, signed: Any) -> Any:
+        """Sums of two products of bytes, of 16 bits."""
+        return vectors.call(self.builder, "llvm.x86.avx2.pmadd.ub.sw", _SHORTS, [unsigned, signed])
+
+    def _add_shorts(self, shorts: Any, into: Any) -> None:
+        """Two of 16 bits to each of eight sums, about which LLVM is told nothing: it would make sums of sums first, and
+        has too few registers for those."""
+        builder = self.builder
+        pairs = [shorts, ir.Constant(_SHORTS, [1] * 16)]
+        pairs_sum = vectors.call(builder, "llvm.x86.avx2.pmadd.wd", EIGHT_WORDS, pairs)
+        total = builder.add(builder.load(into), pairs_sum)
+        same = ir.FunctionType(EIGHT_WORDS, [EIGHT_WORDS])
+        builder.store(builder.asm(same, "", "=x,0", [total], False), into)
 
     def _x(self, row: int, inputs: Any, quad: int) -> Any:
         builder = self.builder
@@ -178,8 +168,3 @@ class NarrowWriter(TileWriter):
         entries = ir.Constant(_BYTES, [entry % 256 for entry in table] * 2)
         places = self.builder.bitcast(words, _BYTES)
         return vectors.call(self.builder, "llvm.x86.avx2.pshuf.b", _BYTES, [entries, places])
-
-
-def _kept(builder: Any, total: Any) -> Any:
-    """The same sum, of which LLVM knows nothing: it would add what is added to it to each other first."""
-    return builder.asm(ir.FunctionType(total.type, [total.type]), "", "=x,0", [total], False)

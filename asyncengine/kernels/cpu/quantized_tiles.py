@@ -35,25 +35,9 @@ class WideWriter(TileWriter):
     def panels_of(cls, rows: int) -> int:
         return PANELS
 
-    def ask(self, chunk: Any, part: Any, place: Any) -> None:
-        """For what a chunk has before its numbers; those are asked for line by line."""
-        builder, self._ahead = self.builder, self.ahead(place)
-        share = -(-self.form.head // LINE // self.parts)
-        begin = builder.add(builder.mul(part, LONG(share * LINE)), builder.add(chunk, self._ahead))
-        for panel in range(PANELS):
-            for line in range(share):
-                address = at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE)))
-                vectors.prefetch(builder, address)
-
     def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
         builder, form = self.builder, self.form
-        dots = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
-        for row, panel in self.cells:
-            start = vectors.constant(WORDS, 0)
-            if form.offset:
-                start = self.of_row(self.sums, self.sums_size, row, where, WORD)
-            builder.store(start, dots[row, panel])
-        units = form.summed // UNIT
+        dots, units = self.begun(where, form.offset > 0), form.summed // UNIT
         lines = 2 if self.spread else form.unit_bytes // LINE
         at_once = min(units, max(1, _LINES // lines))
         with cgutils.for_range(builder, LONG(units // at_once)) as loop:
@@ -61,6 +45,7 @@ class WideWriter(TileWriter):
                 unit = builder.add(builder.mul(loop.index, LONG(at_once)), LONG(step))
                 begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
                 inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
+                self.ask(begin, form.unit_bytes // LINE)
                 quads = [self._unit(panel, begin, inputs) for panel in range(PANELS)]
                 for row in range(self.rows):
                     places = [builder.add(inputs, LONG(4 * quad)) for quad in range(UNIT // 4)]
@@ -74,11 +59,9 @@ class WideWriter(TileWriter):
     def _unit(self, panel: int, begin: Any, inputs: Any) -> list[Any]:
         """The numbers of sixteen inputs, four in each vector: of byte `begin` of a panel, or where they are spread."""
         builder, form = self.builder, self.form
-        lines = range(form.unit_bytes // LINE)
-        own = [at(builder, self.weights, self.panel, panel, builder.add(begin, LONG(line * LINE))) for line in lines]
-        for address in own:
-            vectors.prefetch(builder, builder.add(address, self._ahead))
         if not self.spread:
+            places = [builder.add(begin, LONG(line * LINE)) for line in range(form.unit_bytes // LINE)]
+            own = [at(builder, self.weights, self.panel, panel, place) for place in places]
             return _quads(builder, form, [load(builder, address, WORDS) for address in own])
         size, first = builder.mul(self.chunks, LONG(form.chunk * PANEL)), builder.mul(inputs, LONG(PANEL))
         places = [builder.add(first, LONG(quad * LINE)) for quad in range(UNIT // 4)]

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
-from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, LONG, WORD, at, load
+from asyncengine.kernels.cpu.vectors import BYTE, FLOAT, LINE, LONG, WORD, at, load
 
 AHEAD = 2048
 """Bytes that a panel is asked for before it is read, where no other tile reads it."""
@@ -48,6 +48,8 @@ class TileWriter:
         self.floats, self.words = (ir.VectorType(number, self.lanes) for number in (FLOAT, WORD))
         self.parts = form.chunk // GROUP
         """Of a chunk, with one scale of x each."""
+        self.ahead = LONG(0)
+        """Bytes from the weights that are multiplied to those that are asked for meanwhile."""
         self.totals = self._zeros()
         self.of_block = self._zeros() if form.block else self.totals
         self.x_size = builder.mul(self.chunks, LONG(form.chunk))
@@ -59,14 +61,20 @@ class TileWriter:
         """Panels of a tile of so many rows."""
         raise NotImplementedError
 
-    def ask(self, chunk: Any, part: Any, place: Any) -> None:
-        """Ask for weights: each part of a chunk for its share. `place`: the part's number in a row."""
-        raise NotImplementedError
-
     def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
         """Sums of products of a group's integers as they are meant (of "zeros" and "minima": as they are stored), from
         byte `numbers` of a panel and input `first` on. `where`: of the group's sum of x, in a row's."""
         raise NotImplementedError
+
+    def begun(self, where: Any, offset: bool) -> Cells:
+        """What sums of a group's products begin with: what an `offset` of the numbers adds, taken off."""
+        cells: Cells = {}
+        for row in range(self.rows):
+            start = vectors.constant(self.words, 0)
+            if offset:
+                start = self.of_row(self.sums, self.sums_size, row, where, WORD)
+            cells |= {(row, vector): cgutils.alloca_once_value(self.builder, start) for vector in self.vectors}
+        return cells
 
     def zero(self, plane: Any) -> Any:
         """What a sum of x is multiplied with, where groups have this zero."""
@@ -82,7 +90,9 @@ class TileWriter:
                 self._take_minima(chunk, outer.index)
             with cgutils.for_range(builder, LONG(self.parts)) as inner:
                 place = builder.add(builder.mul(outer.index, LONG(self.parts)), inner.index)
-                self.ask(chunk, inner.index, place)
+                self.ahead = self._distance(place)
+                share = -(-form.head // LINE // self.parts)
+                self.ask(builder.add(chunk, builder.mul(inner.index, LONG(share * LINE))), share)
                 self._add_part(chunk, inner.index, place)
             if form.block:
                 self._add_block("scales", chunk)
@@ -93,7 +103,15 @@ class TileWriter:
         address = at(self.builder, base, size, row, self.builder.mul(place, LONG(4)))
         return vectors.splat(self.builder, load(self.builder, address, kind), self.lanes)
 
-    def ahead(self, place: Any) -> Any:
+    def ask(self, begin: Any, lines: int) -> None:
+        """Ask for so many lines of each panel, `ahead` of byte `begin`."""
+        builder, first = self.builder, self.builder.add(begin, self.ahead)
+        for panel in range(self.panels):
+            for line in range(lines):
+                address = at(builder, self.weights, self.panel, panel, builder.add(first, LONG(line * LINE)))
+                vectors.prefetch(builder, address)
+
+    def _distance(self, place: Any) -> Any:
         """How far ahead weights are asked for. Tiles that share these take turns at asking for the next panels; one
         that has them for itself asks for what it reads soon, and at a panel's end for the beginning of the next but
         one: each is a stream."""

@@ -65,7 +65,7 @@ class NarrowWriter(TileWriter):
         builder, form = self.builder, self.form
         units = form.summed // UNIT
         stretch = min(units, max(1, self._run // _QUADS))
-        dots = self.begun(where, self._run > 0 and form.offset > 0)
+        dots = {cell: cgutils.alloca_once_value(builder, vectors.constant(EIGHT_WORDS, 0)) for cell in self.cells}
         with cgutils.for_range(builder, LONG(units // stretch)) as loop:
             unit = builder.mul(loop.index, LONG(stretch))
             begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
@@ -73,7 +73,13 @@ class NarrowWriter(TileWriter):
             with builder.if_then(builder.icmp_signed("!=", self.ahead, LONG(0))):  # it is this tile's turn
                 self.ask(begin, stretch * form.unit_bytes // LINE)
             (self._add_lifted if self._run else self._add_signed)(begin, inputs, stretch, dots)
-        return {cell: builder.load(value) for cell, value in dots.items()}
+        found = {cell: builder.load(value) for cell, value in dots.items()}
+        if self._run and form.offset:  # at the end: before, there would be no registers for it
+            for row in range(self.rows):
+                taken = self.of_row(self.sums, self.sums_size, row, where, WORD)
+                for eight in self.vectors:
+                    found[row, eight] = builder.add(found[row, eight], taken)
+        return found
 
     def _add_lifted(self, begin: Any, inputs: Any, units: int, dots: Cells) -> None:
         """Products of the numbers of a few units, as they are stored."""

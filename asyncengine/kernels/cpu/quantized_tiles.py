@@ -37,7 +37,13 @@ class WideWriter(TileWriter):
 
     def dots(self, numbers: Any, first: Any, where: Any) -> Cells:
         builder, form = self.builder, self.form
-        dots, units = self.begun(where, form.offset > 0), form.summed // UNIT
+        dots = {cell: cgutils.alloca_once(builder, WORDS) for cell in self.cells}
+        for row, panel in self.cells:
+            start = vectors.constant(WORDS, 0)
+            if form.offset:
+                start = self.of_row(self.sums, self.sums_size, row, where, WORD)
+            builder.store(start, dots[row, panel])
+        units = form.summed // UNIT
         lines = 2 if self.spread else form.unit_bytes // LINE
         at_once = min(units, max(1, _LINES // lines))
         with cgutils.for_range(builder, LONG(units // at_once)) as loop:

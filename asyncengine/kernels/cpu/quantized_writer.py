@@ -66,16 +66,6 @@ class TileWriter:
         byte `numbers` of a panel and input `first` on. `where`: of the group's sum of x, in a row's."""
         raise NotImplementedError
 
-    def begun(self, where: Any, offset: bool) -> Cells:
-        """What sums of a group's products begin with: what an `offset` of the numbers adds, taken off."""
-        cells: Cells = {}
-        for row in range(self.rows):
-            start = vectors.constant(self.words, 0)
-            if offset:
-                start = self.of_row(self.sums, self.sums_size, row, where, WORD)
-            cells |= {(row, vector): cgutils.alloca_once_value(self.builder, start) for vector in self.vectors}
-        return cells
-
     def zero(self, plane: Any) -> Any:
         """What a sum of x is multiplied with, where groups have this zero."""
         return self.builder.fneg(plane)

@@ -70,8 +70,9 @@ class NarrowWriter(TileWriter):
             unit = builder.mul(loop.index, LONG(stretch))
             begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
             inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
-            with builder.if_then(builder.icmp_signed("!=", self.ahead, LONG(0))):  # it is this tile's turn
-                self.ask(begin, stretch * form.unit_bytes // LINE)
+            if self.panels == 1:  # of large tiles one after the other has its turn
+                with builder.if_then(builder.icmp_signed("!=", self.ahead, LONG(0))):
+                    self.ask(begin, stretch * form.unit_bytes // LINE)
             (self._add_lifted if self._run else self._add_signed)(begin, inputs, stretch, dots)
         found = {cell: builder.load(value) for cell, value in dots.items()}
         if self._run and form.offset:  # at the end: before, there would be no registers for it
@@ -81,10 +82,17 @@ class NarrowWriter(TileWriter):
                     found[row, eight] = builder.add(found[row, eight], taken)
         return found
 
+    def _ask_alone(self, begin: Any, quad: int) -> None:
+        """Small tiles share their weights with no other, and wait for memory: they ask for a unit with each unit."""
+        if self.panels > 1 and quad % _QUADS == 0:
+            size = self.form.unit_bytes
+            self.ask(self.builder.add(begin, LONG(quad // _QUADS * size)), size // LINE)
+
     def _add_lifted(self, begin: Any, inputs: Any, units: int, dots: Cells) -> None:
         """Products of the numbers of a few units, as they are stored."""
         sums: Cells = {}
         for quad in range(units * _QUADS):
+            self._ask_alone(begin, quad)
             weights = [self._lifted(eight, begin, inputs, quad) for eight in self.vectors]
             for row in range(self.rows):
                 x = self._x(row, inputs, quad)
@@ -102,6 +110,7 @@ class NarrowWriter(TileWriter):
         """Products of numbers with their sign: of their size and x with their sign."""
         builder = self.builder
         for quad in range(units * _QUADS):
+            self._ask_alone(begin, quad)
             weights = [self._signed(eight, begin, quad) for eight in self.vectors]
             sizes = [vectors.call(builder, "llvm.abs.v32i8", _BYTES, [one, ir.IntType(1)(0)]) for one in weights]
             for row in range(self.rows):

@@ -27,16 +27,18 @@ from asyncengine.kernels.cpu.jit import (
     compiled_for,
     inline,
     kind_of,
-    narrow,
     pointer,
+    room,
     serial_in_order,
     widen,
 )
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, PanelForm
-from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, SPREAD, make_spreader, make_tile
+from asyncengine.kernels.cpu.quantized_narrow import NARROW, NarrowWriter, narrow_fits
+from asyncengine.kernels.cpu.quantized_tiles import MOST, PANELS, SPREAD, WideWriter, make_spreader
+from asyncengine.kernels.cpu.quantized_writer import make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
-from asyncengine.kernels.cpu.vectors import LINE, bits_of, number_of
+from asyncengine.kernels.cpu.vectors import LINE, bits_of, number_of, size_of
 
 _EVEN = 6
 """Rows whose arithmetic takes as long as reading a panel."""
@@ -44,6 +46,8 @@ _ROUNDING = 16
 """Bytes that could be read while a number of x is rounded."""
 _ROUNDER, _ROUNDER_BITS = np.float32(1.5 * 2**23), np.int32(0x4B400000)
 """Adding it leaves a float32 without fraction, rounded to nearest even: a small number plus these bits."""
+_WIDTH, _TILE = PANELS * PANEL, MOST * PANELS * PANEL
+"""Outputs of the widest tile, and numbers of the largest."""
 _SMALLEST = 16
 """Numbers of x whose sum may be wanted."""
 # What is known of a quantized matrix: int64 by place. Addresses (0: there is none), and sizes.
@@ -222,10 +226,13 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
 
 def _make_part(form: PanelForm) -> Any:
     """What computes the outputs of the pairs of panels of one of `pieces`, for all rows, compiled for one form."""
-    tile1, tile2, tile3, tile4 = (make_tile(form, min(rows, MOST)) for rows in range(1, 5))
+    narrow = NARROW and narrow_fits(form)
+    writer = NarrowWriter if narrow else WideWriter
+    smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
+    spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form, writer.panels_of(MOST))
+    tiles = [(writer, rows, False) for rows in range(1, MOST + 1)]
+    tile = make_tile(form, tiles + [(writer, rows, True) for rows in (3, 4) if spreads])
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
-    spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form)
-    spread3, spread4 = (make_tile(form, rows, True) if spreads else tile1 for rows in (3, 4))
 
     def multiply_part(
         piece: int, pieces: int, worker: int,
@@ -235,49 +242,57 @@ def _make_part(form: PanelForm) -> Any:
         pairs = -(-outputs // (PANELS * PANEL))
         first, last = pairs * piece // pieces, pairs * (piece + 1) // pieces
         groups, panel, last_panel = chunks * parts, chunks * chunk_bytes, -(-outputs // PANEL) - 1
-        results = array(pointer(out, kind), (rows, stride))
-        found = np.empty((MOST, PANELS * PANEL), np.float32)
-        by_output = array(pointer(row_scales, np.float32(0)), (outputs,))
-        added = array(pointer(bias, np.float32(0)), (outputs,))
-        turns = -(-rows // MOST)
-        often = spreads and turns >= SPREAD
+        size, turns = size_of(kind), -(-rows // MOST)
+        own_scales, own_bias = room(_WIDTH, np.float32(0)), room(_WIDTH, np.float32(0))
+        found = room(_TILE, kind)
+        often = spreads and turns >= SPREAD  # of so many turns none has less than three rows
         held = np.empty(PANELS * PANEL * groups * GROUP + LINE if often else 1, np.uint8)
-        numbers_at = -(-held.ctypes.data // LINE) * LINE
-        for pair in range(first, last):
-            one, width = pair * PANELS, min(PANELS * PANEL, outputs - pair * PANELS * PANEL)
-            own, other = panels + one * panel, (min(one + 1, last_panel) - one) * panel
+        numbers_at = -(-held.ctypes.data // LINE) * LINE if often else 0
+        at_once = 1 if 0 < smallest <= rows else PANELS
+        for one in range(PANELS * first, min(PANELS * last, last_panel + 1), at_once):
+            begin, own = one * PANEL, panels + one * panel
+            step = (min(one + 1, last_panel) - one) * panel if at_once > 1 else panel
+            by_output, added = row_scales + begin * 4 if row_scales != 0 else 0, bias + begin * 4 if bias != 0 else 0
+            width = min(at_once * PANEL, outputs - begin)
+            whole = width == at_once * PANEL
+            if not whole:
+                by_output, added = _held(by_output, own_scales, width), _held(added, own_bias, width)
             if often:
-                spread(own, other, chunks, numbers_at)
+                spread(own, step, chunks, numbers_at)
             for turn in range(turns):
                 row, end = rows * turn // turns, rows * (turn + 1) // turns
+                if at_once == 1 and end - row < smallest:  # some rows once more
+                    end = max(end, smallest)
+                    row = end - smallest
                 numbers = scratch + row * groups * GROUP
                 scales = scratch + rows * groups * GROUP + row * groups * 4
                 sums = scratch + rows * groups * (GROUP + 4) + row * chunks * sums_of_chunk * 4
-                count, target = end - row, found.ctypes.data
-                if often and count == 3:  # of so many turns none has less
-                    spread3(numbers, scales, sums, own, other, chunks, turn, turns, target, numbers_at)
-                elif often:
-                    spread4(numbers, scales, sums, own, other, chunks, turn, turns, target, numbers_at)
-                elif count == 1:
-                    tile1(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
-                elif count == 2:
-                    tile2(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
-                elif count == 3:
-                    tile3(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
-                else:
-                    tile4(numbers, scales, sums, own, other, chunks, turn, turns, target, 0)
-                for place in range(row, end):
+                target, across = out + (row * stride + begin) * size, stride * size
+                if not whole:
+                    target, across = found.ctypes.data, at_once * PANEL * size
+                tile(
+                    end - row, numbers, scales, sums, own, step, chunks, turn, turns, numbers_at, by_output, added,
+                    target, across, kind,
+                )  # fmt: skip
+                for place in range(0 if whole else end - row):
+                    results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
                     for lane in range(width):
-                        value = found[place - row, lane]
-                        column = one * PANEL + lane
-                        if row_scales != 0:
-                            value *= by_output[column]
-                        if bias != 0:
-                            value += added[column]
-                        results[place, column] = narrow(value, kind)
+                        results[lane] = found[place * at_once * PANEL + lane]
 
-    multiply_part.made_for = repr(form)  # type: ignore[attr-defined]
+    multiply_part.made_for = f"{form} {writer.__name__}"  # type: ignore[attr-defined]
     return serial_in_order(allocates(multiply_part))
+
+
+@inline
+def _held(source: int, target: Any, count: int) -> int:
+    """The address of so many float32 with room for whole vectors, or 0, if there are none."""
+    if source == 0:
+        return 0
+    given = array(pointer(source, np.float32(0)), (count,))
+    for index in range(count):
+        target[index] = given[index]
+    address: int = target.ctypes.data
+    return address
 
 
 round_part = _round_part

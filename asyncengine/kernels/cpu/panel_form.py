@@ -107,12 +107,14 @@ class PanelForm:
     @cached_property
     def offset(self) -> int:
         """What stored numbers are above those that are multiplied, which the sums of x take off again."""
-        return 128 if self.below == "table" else 1 << (self.bits - 1) if self.below == "middle" else 0
+        if self.below == "table":
+            return max(0, -min(self.table))
+        return 1 << (self.bits - 1) if self.below == "middle" else 0
 
     @cached_property
     def largest(self) -> int:
         """Of stored numbers, as they are multiplied."""
-        return 128 + max(self.table) if self.table else (1 << self.bits) - 1
+        return self.offset + max(self.table) if self.table else (1 << self.bits) - 1
 
     def chunks(self, inputs: int) -> int:
         """How many a panel has."""

@@ -211,16 +211,18 @@ def narrow(builder: Any, floats: Any) -> Any:
 
 
 def widen_halves(builder: Any, halves: Any, kind: str) -> Any:
-    """Sixteen "bfloat16" or "float16", as a vector of int16, as float32. Infinities of float16 become 65,536."""
-    words = builder.zext(halves, WORDS)
+    """A vector of "bfloat16" or "float16", as int16, as float32. Infinities of float16 become 65,536."""
+    count = halves.type.count
+    wide, floats = ir.VectorType(WORD, count), ir.VectorType(FLOAT, count)
+    words = builder.zext(halves, wide)
     if kind == "bfloat16":
-        return builder.bitcast(builder.shl(words, constant(WORDS, 16)), FLOATS)
+        return builder.bitcast(builder.shl(words, constant(wide, 16)), floats)
     if HALVES:
-        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-    number = builder.shl(builder.and_(words, constant(WORDS, 0x7FFF)), constant(WORDS, 13))
-    number = builder.bitcast(builder.fmul(builder.bitcast(number, FLOATS), constant(FLOATS, 2.0**112)), WORDS)
-    sign = builder.shl(builder.and_(words, constant(WORDS, 0x8000)), constant(WORDS, 16))
-    return builder.bitcast(builder.or_(number, sign), FLOATS)
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), count)), floats)
+    number = builder.shl(builder.and_(words, constant(wide, 0x7FFF)), constant(wide, 13))
+    number = builder.bitcast(builder.fmul(builder.bitcast(number, floats), constant(floats, 2.0**112)), wide)
+    sign = builder.shl(builder.and_(words, constant(wide, 0x8000)), constant(wide, 16))
+    return builder.bitcast(builder.or_(number, sign), floats)
 
 
 def look_up(builder: Any, words: Any, table: list[int]) -> Any:

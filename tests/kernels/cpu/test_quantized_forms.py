@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import quantized_panels
+from asyncengine.kernels.cpu import gemm_quantized, quantized_narrow, quantized_panels
 from asyncengine.kernels.cpu.panel_form import PanelForm
 from asyncengine.layers.stored import GroupedRows, StoredForm
 from asyncengine.layers.stored_weight import GroupedWeight, panel_form
@@ -51,7 +52,7 @@ def test_rows_in_any_company_and_with_any_threads(name: str) -> None:
     """To the bit; so too into columns of a wider matrix."""
     weight, x = weight_of(RandomMatrix(name, OUTPUTS, INPUTS)), random(15, INPUTS)
     together = weight.multiply(x, None)
-    for first, last in ((0, 1), (1, 3), (3, 8), (8, 15)):
+    for first, last in ((0, 1), (1, 3), (3, 8), (8, 15), (2, 5), (5, 9)):
         assert torch.equal(weight.multiply(x[first:last], None), together[first:last])
     with team_of(3):
         assert torch.equal(weight.multiply(x, None), together)
@@ -82,17 +83,31 @@ def test_widths_that_fill_no_chunk(name: str, inputs: int) -> None:
     assert float((weight_of(matrix).multiply(x, None) - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "gptq8", "w8a8"])
+@forms
 @pytest.mark.parametrize("value", [127.0, -127.0])
 def test_the_largest_numbers_do_not_overflow(name: str, value: float) -> None:
     """Whole numbers in x stay as they are, where the largest of a group is 127: the sums are exact."""
-    matrix = RandomMatrix(name, 16, 512)
-    for number in (0, (1 << FORMS[name].bits) - 1):
+    matrix, table = RandomMatrix(name, 16, 512), FORMS[name].table
+    for number in {0, (1 << FORMS[name].bits) - 1, table.index(max(table)) if table else 0}:
         matrix._whole.numbers[:] = number
-        x = torch.full((2, 512), value)
+        weight, x = weight_of(matrix), torch.full((9, 512), value)
         expected = x.double() @ matrix.dense().double().T
-        found = weight_of(matrix).multiply(x, None).double()
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        for rows in (2, 9):
+            found = weight.multiply(x[:rows], None).double()
+            assert torch.allclose(found, expected[:rows], rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.skipif(not quantized_narrow.NARROW, reason="a CPU that has tiles of one kind")
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "IQ4_XS", "gptq8", "w8a8"])
+def test_tiles_of_both_kinds_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: what one machine answers, another does."""
+    weight, x, bias = weight_of(RandomMatrix(name, OUTPUTS, INPUTS)), random(11, INPUTS), random(OUTPUTS)
+    shorter = [x[:rows] for rows in (1, 2, 3, 5, 11)]
+    narrow = [weight.multiply(rows, bias) for rows in shorter]
+    monkeypatch.setattr(gemm_quantized, "NARROW", False)
+    monkeypatch.setattr(gemm_quantized, "_code_for", functools.cache(gemm_quantized._code_for.__wrapped__))
+    for rows, expected in zip(shorter, narrow, strict=True):
+        assert torch.equal(weight.multiply(rows, bias), expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -109,8 +109,10 @@ def test_fewer_threads_and_more_again() -> None:
             assert not any(workers[threads:])
 
 
-def test_helpers_that_wait_sleep() -> None:
-    with team_of(3):
+@pytest.mark.parametrize("long", [False, True])
+def test_helpers_that_wait_sleep(long: bool) -> None:
+    with team_of(3) as team:
+        team.linger(long)
         run(30, 10)
         time.sleep(0.02)  # longer than anybody spins
         before = time.process_time()

@@ -95,8 +95,7 @@ class ModelRunner:
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
-        self._small = model.weights_bytes <= SMALL
-        self._compiled = model.model.compiled
+        self._small, self._compiled = model.weights_bytes <= SMALL, model.model.compiled
         self._may_be_brief = self._small and self._compiled and model.device.type == "cpu"
         self._graphs: DecodeGraphs | None = None
         self._unwritten: dict[int, Any] = {}

@@ -23,22 +23,12 @@ from asyncengine.stats import ThreadStats
 if TYPE_CHECKING:
     from asyncengine.kernels.cpu.team import Account
 
-try:
-    import resource
-
-    _COUNTED = True
-except ImportError:  # on Windows
-    _COUNTED = False
-
 _WINDOW = 0.05
 """Seconds of steps from which a judgement is made."""
 _POOR = 0.4
 """Share of the threads' work that is worth the name: below it, half of them would do as well."""
 _PREEMPTED = 100.0
 """Of this process's threads, each second, and two in a step: OpenMP's wait for one another when that happens."""
-_CROWDED = 250.0
-"""The same, from which on somebody else wants the cores: 35 to 80 were counted alone, 370 to 1,550 beside a busy
-process. What threads lose to one another does not say it: who is preempted computes for longer."""
 _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
@@ -144,16 +134,13 @@ class Cores:
     def _measured(self, threads: int, for_torch: int) -> Iterator[None]:
         self._used = threads
         team = self._team if threads > 1 else None  # alone it waits for nobody
-        counts = team is not None or for_torch > 1
-        began, preempted = time.perf_counter(), _preempted() if counts else 0
+        began, preempted = time.perf_counter(), _preempted() if for_torch > 1 else 0
         before = None if team is None else team.account
         with torch_threads(for_torch):
             yield
         loops = None if team is None or before is None else team.account.since(before)
-        lost = _preempted() - preempted if counts else 0
-        self._company.note(threads, time.perf_counter() - began, loops, lost, for_torch > 1)
-        if team is not None:
-            team.linger(self._company.quiet)
+        lost = _preempted() - preempted if for_torch > 1 else 0
+        self._company.note(threads, time.perf_counter() - began, loops, lost)
 
     def forget(self) -> None:
         """What steps have taken so far says nothing of those to come: they were the first ones."""
@@ -175,8 +162,6 @@ class Company:
     def __init__(self, most: int) -> None:
         self.threads = most
         self.efficiency = 1.0
-        self.quiet = False
-        """Nobody else seems to want the cores: helpers may keep them between two loops."""
         self._most = most
         self._rest = _FIRST_REST
         self._until = 0.0
@@ -188,11 +173,11 @@ class Company:
         self._used = threads
         self._steps, self._seconds = 0, 0.0
         self._loops: Account | None = None
-        self._preempted = self._awaited = 0
+        self._preempted = 0
 
-    def note(self, threads: int, seconds: float, loops: Account | None, preempted: int, awaited: bool) -> None:
-        """A step of so many threads: its seconds, the loops they shared, how often a thread lost its core, and whether
-        torch's operators may have waited for that."""
+    def note(self, threads: int, seconds: float, loops: Account | None, preempted: int) -> None:
+        """A step of so many threads: its seconds, the loops they shared, and how often a thread that torch's operators
+        may have waited for lost its core."""
         self._clock += seconds
         if threads != self._used:  # other engines took some, or gave them back
             self._clear(threads)
@@ -201,13 +186,11 @@ class Company:
         if loops is not None:
             self._loops = loops if self._loops is None else self._loops.plus(loops)
         self._preempted += preempted
-        self._awaited += preempted if awaited else 0
         if self._seconds < _WINDOW:
             return
         self.efficiency = 1.0 if self._loops is None or threads == 1 else self._loops.efficiency
-        disturbed = self._awaited > max(_PREEMPTED * self._seconds, 2 * self._steps)
+        disturbed = self._preempted > max(_PREEMPTED * self._seconds, 2 * self._steps)
         poor = threads > 1 and (self.efficiency < _POOR or disturbed)
-        self.quiet = _COUNTED and self._preempted < _CROWDED * self._seconds
         self._clear(threads)
         if poor:
             self.threads = max(1, threads // 2)
@@ -220,4 +203,8 @@ class Company:
 
 def _preempted() -> int:
     """How often threads of this process have lost their core to somebody else; 0 where nobody counts."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if _COUNTED else 0
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

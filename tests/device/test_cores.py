@@ -6,12 +6,10 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 
 import pytest
 import torch
 
-from asyncengine.device import cores as cores_module
 from asyncengine.device.cores import Company, Cores, Sharing
 from asyncengine.device.openmp import torch_threads
 from asyncengine.device.switching import SwitchInterval
@@ -19,20 +17,17 @@ from asyncengine.device.switching import SwitchInterval
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu.team import Account, team_threads
-from asyncengine.kernels.cpu.team_loops import HELPER_SPIN, HELPER_SPIN_NS, LINGER_NS
 
 GOOD, POOR = Account(100, 1000, 500, 10**7, 0, 2 * 10**7), Account(100, 1000, 900, 10**7, 10**7, 8 * 10**7)
 STEP = 0.02
 
 
-def steps(
-    company: Company, seconds: float, loops: Account | None, preempted: int = 0, *, awaited: bool = True
-) -> list[int]:
+def steps(company: Company, seconds: float, loops: Account | None, preempted: int = 0) -> list[int]:
     """The threads of each step in so many seconds."""
     used = []
     for _ in range(round(seconds / STEP)):
         used.append(company.threads)
-        company.note(company.threads, STEP, loops if company.threads > 1 else None, preempted, awaited)
+        company.note(company.threads, STEP, loops if company.threads > 1 else None, preempted)
     return used
 
 
@@ -82,42 +77,18 @@ def test_what_is_left_by_other_engines_is_judged_too() -> None:
     """With fewer threads than it would use, and up again although it never gets them all."""
     company = Company(4)
     for _ in range(10):
-        company.note(2, STEP, POOR, 0, False)
+        company.note(2, STEP, POOR, 0)
     assert company.threads == 1
     for _ in range(200):
-        company.note(min(2, company.threads), STEP, GOOD, 0, False)
+        company.note(min(2, company.threads), STEP, GOOD, 0)
     assert company.threads == 4
 
 
 def test_one_preemption_in_a_step_is_no_company() -> None:
     company = Company(2)
     for _ in range(100):
-        company.note(2, 0.005, None, 1, True)
+        company.note(2, 0.005, None, 1)
     assert company.threads == 2
-
-
-def test_cores_are_kept_between_loops_while_nobody_else_wants_them() -> None:
-    """Nobody knows before the first steps; company is noticed, and that it left; all threads are used meanwhile."""
-    company = Company(2)
-    assert not company.quiet
-    for preempted, quiet in ((2, True), (40, False), (40, False), (0, True)):
-        assert set(steps(company, 0.2, GOOD, preempted, awaited=False)) == {2}
-        assert company.quiet is quiet
-
-
-def test_helpers_linger_until_there_is_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores_module, "_WINDOW", 0.0)
-    lost = iter([0, 0, 0, 10**6, 10**6, 10**6])  # before and after each step
-    monkeypatch.setattr(cores_module, "_preempted", lambda: next(lost))
-    with closing(Cores(2)) as cores:
-        assert cores._team is not None
-        waits = cores._team._words[HELPER_SPIN // 8 :]
-        seen = [int(waits[0])]
-        for _ in range(3):
-            with cores.step(torch_alone=True):
-                pass
-            seen.append(int(waits[0]))
-    assert seen == [HELPER_SPIN_NS, LINGER_NS, HELPER_SPIN_NS, LINGER_NS]
 
 
 def test_an_engine_on_another_device_takes_no_threads() -> None:

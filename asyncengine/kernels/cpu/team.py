@@ -19,7 +19,6 @@ from asyncengine.kernels.cpu.team_loops import (
     HELPER_SPIN,
     HELPER_SPIN_NS,
     LINE,
-    LINGER_NS,
     LOOPS,
     PIECE,
     PIECE_BYTES,
@@ -118,10 +117,6 @@ class Team:
     def limit(self, threads: int) -> None:
         """From the next loop on, within the `joined` that is going on, so many threads at most. From any thread."""
         self._words[WANTED // 8] = max(1, min(threads, self._joined)) - 1
-
-    def linger(self, long: bool) -> None:
-        """`long`: helpers keep their cores between the loops of a step, rather than sleep. From any thread."""
-        self._words[HELPER_SPIN // 8] = LINGER_NS if long else HELPER_SPIN_NS
 
     def _start_helpers(self) -> None:
         for index in range(self.threads - 1):

@@ -66,12 +66,8 @@ PER_THREAD = 16
 PIECE_BYTES = 2**17
 """Work in a piece at least, in bytes of memory read once (or arithmetic that takes as long): some microseconds."""
 HELPER_SPIN_NS, CALLER_SPIN_NS = 10_000, 5_000
-"""Nanoseconds that who waits spins before it sleeps: helpers for the next loop, as long as what lies between most of a
-step's; the caller for helpers, as long as a piece that has begun should take."""
-LINGER_NS = 50_000
-"""The same of helpers that keep their cores from nobody: as long as what lies between any two loops of a step, such as
-a row's attention or a router's choice. To be woken takes a thread some 30 microseconds where cores sleep deeply or are
-a virtual machine's, as long as it takes to read 400 KB. Where somebody else wants the core, it is better given up."""
+"""Nanoseconds that who waits spins before it sleeps: helpers for the next loop, as long as what lies between two of a
+step; the caller for helpers, as long as a piece that has begun should take."""
 
 
 def _call_piece(_: Any, function: Any, piece: Any, pieces: Any, worker: Any, record: Any) -> Any:

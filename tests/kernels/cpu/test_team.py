@@ -109,10 +109,8 @@ def test_fewer_threads_and_more_again() -> None:
             assert not any(workers[threads:])
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_helpers_that_wait_sleep(long: bool) -> None:
-    with team_of(3) as team:
-        team.linger(long)
+def test_helpers_that_wait_sleep() -> None:
+    with team_of(3):
         run(30, 10)
         time.sleep(0.02)  # longer than anybody spins
         before = time.process_time()

@@ -200,7 +200,8 @@ async def test_who_wants_the_whole_answer_is_woken_for_many_tokens_at_a_time(blo
         stream = engine.stream([4, 5], greedy(200, ignore_eos=True))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(stream.result(), 0.2)
-        first = await anext(stream)
-        assert first.token_ids == expected[: len(first.token_ids)]
-        executor_of(engine).release()
+        executor_of(engine).release()  # what there was may have been read: then only a further step brings more
+        read_on = [token async for chunk in stream for token in chunk.token_ids]
+        assert len(read_on) >= 160
+        assert read_on == expected[-len(read_on) :]
         assert (await stream.result()).token_ids == expected

@@ -10,8 +10,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
-from asyncengine.kernels.cpu.panel_form import PANEL, UNIT, PanelForm
-from asyncengine.kernels.cpu.quantized_writer import HIGH, LOW, SHORT_MOST, Cells, TileWriter
+from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
+from asyncengine.kernels.cpu.quantized_writer import AHEAD, HIGH, LOW, SHORT_MOST, Cells, TileWriter
 from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
 
 PANELS = 2
@@ -52,12 +52,12 @@ class WideWriter(TileWriter):
                 begin = builder.add(numbers, builder.mul(unit, LONG(form.unit_bytes)))
                 inputs = builder.add(first, builder.mul(unit, LONG(UNIT)))
                 self.ask(begin, form.unit_bytes // LINE)
-                quads = [self._unit(panel, begin, inputs) for panel in range(PANELS)]
+                quads = [self._unit(panel, begin, inputs) for panel in range(self.panels)]
                 for row in range(self.rows):
                     places = [builder.add(inputs, LONG(4 * quad)) for quad in range(UNIT // 4)]
                     words = [load(builder, at(builder, self.x, self.x_size, row, place), WORD) for place in places]
                     values = [vectors.splat(builder, word) for word in words]
-                    for panel in range(PANELS):
+                    for panel in range(self.panels):
                         cell = dots[row, panel]
                         builder.store(_add_unit(builder, form, builder.load(cell), quads[panel], values), cell)
         return {cell: builder.load(value) for cell, value in dots.items()}
@@ -72,6 +72,29 @@ class WideWriter(TileWriter):
         size, first = builder.mul(self.chunks, LONG(form.chunk * PANEL)), builder.mul(inputs, LONG(PANEL))
         places = [builder.add(first, LONG(quad * LINE)) for quad in range(UNIT // 4)]
         return [load(builder, at(builder, self.bytes, size, panel, place), WORDS) for place in places]
+
+
+class StreamWriter(WideWriter):
+    """Writes the tile of one panel, for the few rows whose products wait for memory (`streamed_rows`).
+
+    What a thread reads is then one stream from its first panel to its last. Two panels side by side are two streams,
+    and each breaks off where its panel ends: of 4 bits a core gets two thirds as much that way.
+    """
+
+    @classmethod
+    def panels_of(cls, rows: int) -> int:
+        return 1
+
+    def distance(self, place: Any) -> Any:
+        return LONG(AHEAD)
+
+
+def streamed_rows(form: PanelForm) -> int:
+    """Rows of x up to which tiles of one panel are faster. What is made for each row and group (scales, sums of x) is
+    then made for each panel: small groups, and blocks of them, have too much of that."""
+    if not cpu_has("avx512f"):
+        return 0
+    return 2 if form.summed == GROUP else int(form.bits == 4 and not form.block)
 
 
 def _quads(builder: Any, form: PanelForm, lines: list[Any]) -> list[Any]:

@@ -80,7 +80,7 @@ class TileWriter:
                 self._take_minima(chunk, outer.index)
             with cgutils.for_range(builder, LONG(self.parts)) as inner:
                 place = builder.add(builder.mul(outer.index, LONG(self.parts)), inner.index)
-                self.ahead = self._distance(place)
+                self.ahead = self.distance(place)
                 share = -(-form.head // LINE // self.parts)
                 self.ask(builder.add(chunk, builder.mul(inner.index, LONG(share * LINE))), share)
                 self._add_part(chunk, inner.index, place)
@@ -101,7 +101,7 @@ class TileWriter:
                 address = at(builder, self.weights, self.panel, panel, builder.add(first, LONG(line * LINE)))
                 vectors.prefetch(builder, address)
 
-    def _distance(self, place: Any) -> Any:
+    def distance(self, place: Any) -> Any:
         """How far ahead weights are asked for. Tiles that share these take turns at asking for the next panels; one
         that has them for itself asks for what it reads soon, and at a panel's end for the beginning of the next but
         one: each is a stream."""

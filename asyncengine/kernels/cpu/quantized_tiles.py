@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, UNIT, PanelForm
-from asyncengine.kernels.cpu.quantized_writer import AHEAD, HIGH, LOW, SHORT_MOST, Cells, TileWriter
+from asyncengine.kernels.cpu.quantized_writer import HIGH, LOW, SHORT_MOST, Cells, TileWriter
 from asyncengine.kernels.cpu.vectors import BYTE, EIGHT_WORDS, LANES, LINE, LONG, WORD, WORDS, at, cpu_has, load
 
 PANELS = 2
@@ -21,6 +21,8 @@ MOST = 4 if cpu_has("avx512f") or cpu_has("avx2") else 1
 what they write to memory and read again costs more than numbers that are taken apart once more."""
 SPREAD = 3 if MOST > 1 else 0
 """Turns of rows from which on numbers of 6 bits are spread to bytes beforehand, once for all of them; 0: never."""
+_NEAR = 512
+"""Bytes that a panel of a `StreamWriter` is asked for before it is read."""
 _LINES = 4
 """Of numbers, that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
@@ -77,8 +79,9 @@ class WideWriter(TileWriter):
 class StreamWriter(WideWriter):
     """Writes the tile of one panel, for the few rows whose products wait for memory (`streamed_rows`).
 
-    What a thread reads is then one stream from its first panel to its last. Two panels side by side are two streams,
-    and each breaks off where its panel ends: of 4 bits a core gets two thirds as much that way.
+    What a thread reads is then one stream from its first panel to its last, and the CPU itself asks for what follows;
+    it is helped to begin, not overtaken: asked for a few KB ahead, it leaves off. Two panels side by side are two
+    streams, each of which breaks off where its panel ends: of 4 bits a core gets half as much that way.
     """
 
     @classmethod
@@ -86,15 +89,15 @@ class StreamWriter(WideWriter):
         return 1
 
     def distance(self, place: Any) -> Any:
-        return LONG(AHEAD)
+        return LONG(_NEAR)
 
 
 def streamed_rows(form: PanelForm) -> int:
     """Rows of x up to which tiles of one panel are faster. What is made for each row and group (scales, sums of x) is
-    then made for each panel: small groups, and blocks of them, have too much of that."""
+    then made for each panel: there is too much of that where groups are of 16, and for 8 bits also where of 32."""
     if not cpu_has("avx512f"):
         return 0
-    return 2 if form.summed == GROUP else int(form.bits == 4 and not form.block)
+    return 2 if form.summed == GROUP or (form.summed >= 32 and form.bits < 8) else 0
 
 
 def _quads(builder: Any, form: PanelForm, lines: list[Any]) -> list[Any]:

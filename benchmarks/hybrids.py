@@ -1,16 +1,20 @@
 """A model with states beside pages: python benchmarks/hybrids.py --rows 1 16 --prompt 2048
 
-    [--layers 24 --steps 30 --threads 2 --dtype bfloat16 --quantization int8 --recurrence]
+    [--layers 24 --steps 30 --threads 2 --dtype bfloat16 --quantization int8 --recurrence | --first-token]
 
 The shape of Qwen3.5-0.8B (width 1,024, 24 layers of which every fourth attends, the others keep 16 states of 128 x 128)
 with random weights. Medians in milliseconds of decoding steps, and the share of the memory's
 bandwidth, read between the steps, at which that time reads all weights once, and each row's states once and writes them
 once; then of a prompt, and with --recurrence the share of its time that layers spend between their projections.
+
+With --first-token something else: what the prefix cache costs prompts that share nothing, whose snapshots are taken in
+vain. Two engines of one process, with it and without, take turns; the time to the first token, alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import statistics
 import tempfile
@@ -22,6 +26,7 @@ import torch
 from execution_vs_transformers import GREEDY
 from reading import Buffer
 
+from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
 from asyncengine.layers.gated_delta import GatedDelta
 from asyncengine.models.loading import load_model
@@ -118,6 +123,39 @@ def prompt(runner: ModelRunner, model: Any, tokens: int, *, recurrence: bool) ->
     return line + (f"; {sum(spent) / sum(times):.0%} of it between projections of state layers" if spent else "")
 
 
+async def first_tokens(options: argparse.Namespace) -> None:
+    """Print the medians of the times to the first token, and of their ratios turn by turn."""
+    from transformers import Qwen3_5TextConfig
+
+    shared: dict[str, Any] = {
+        "dtype": options.dtype, "num_threads": options.threads, "load_format": "dummy", "show_progress": False,
+        "kv_cache_memory": "512MiB", "quantization": options.quantization, "max_model_len": options.prompt + 64,
+        "speculation": "off",
+    }  # fmt: skip
+    params, generator = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), random.Random(0)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3_5TextConfig(**SHAPE, num_hidden_layers=options.layers).save_pretrained(folder)
+        async with (
+            await AsyncEngine.from_pretrained(folder, prefix_caching=True, **shared) as on,
+            await AsyncEngine.from_pretrained(folder, prefix_caching=False, **shared) as off,
+        ):
+            for turn in range(options.steps + 1):
+                tokens = [generator.randrange(SHAPE["vocab_size"]) for _ in range(options.prompt)]
+                for cached, engine in ((True, on), (False, off)) if turn % 2 else ((False, off), (True, on)):
+                    took = (await engine.generate(tokens, params)).timings.first_token
+                    assert took is not None
+                    if turn:  # the first touches memory that nobody has touched
+                        times[cached].append(1e3 * took)
+            states = on.stats().states
+    ratios = [with_it / without for with_it, without in zip(times[True], times[False], strict=True)]
+    print(
+        f"first token of {options.prompt}: {statistics.median(times[True]):.0f} ms with the prefix cache, "
+        f"{statistics.median(times[False]):.0f} without; turn by turn {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}); {states}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
@@ -128,8 +166,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("int8", "int4"), default=None)
     parser.add_argument("--recurrence", action="store_true", help="share of a prompt between projections")
+    parser.add_argument("--first-token", action="store_true", help="what the prefix cache costs who shares nothing")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.first_token:
+        asyncio.run(first_tokens(options))
+        return
     buffer = Buffer()
     runner, model = make_runner(options)
     print(f"{', '.join(runner.fused)}; {model.nbytes / 2**20:.0f} MiB of weights", flush=True)

@@ -97,7 +97,7 @@ def streamed_rows(form: PanelForm) -> int:
     then made for each panel: there is too much of that where groups are of 16, and for 8 bits also where of 32."""
     if not cpu_has("avx512f"):
         return 0
-    return 2 if form.summed == GROUP or (form.summed >= 32 and form.bits < 8) else 0
+    return 3 if form.summed == GROUP or (form.summed >= 32 and form.bits < 8) else 0
 
 
 def _quads(builder: Any, form: PanelForm, lines: list[Any]) -> list[Any]:

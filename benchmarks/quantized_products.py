@@ -2,7 +2,7 @@
 
 `--stored`: as llama.cpp's files, AWQ and MXFP4 have them, too. "packed" is oneDNN's form. The shapes of one layer and
 of the output layer of Qwen3-0.6B. As many copies of a weight as exceed the caches take turns, as the layers of a model
-do; the forms take turns as well. Medians.
+do, and lie in huge pages as those do; the forms take turns as well. Medians.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.kernels.arena import Arena
 from asyncengine.kernels.cpu.team import Team
 from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm
 from asyncengine.layers.stored_weight import GroupedWeight
@@ -61,27 +62,27 @@ class RandomMatrix:
         pass
 
 
-def stored_forms(outputs: int, inputs: int) -> dict[str, WeightForm]:
+def stored_forms(outputs: int, inputs: int, arena: Arena) -> dict[str, WeightForm]:
     found: dict[str, WeightForm] = {}
     for name, form in STORED.items():
-        found[name] = GroupedWeight(outputs, inputs, StoredForm(name, form), torch.bfloat16)
+        found[name] = GroupedWeight(outputs, inputs, StoredForm(name, form), torch.bfloat16, arena.empty)
         found[name].load(0, RandomMatrix(name, outputs, inputs))
     return found
 
 
 def forms_of(outputs: int, inputs: int, stored: bool) -> dict[str, WeightForm]:
     """One weight in every form."""
-    dtype = torch.bfloat16
+    dtype, arena = torch.bfloat16, Arena()
     forms: dict[str, WeightForm] = {
         "bf16 packed": OneDnnWeight(outputs, inputs, dtype),
-        "bf16 panels": PackedWeight(outputs, inputs, dtype),
-        "int8": QuantizedWeight(outputs, inputs, 8, dtype),
-        "int4": QuantizedWeight(outputs, inputs, 4, dtype),
+        "bf16 panels": PackedWeight(outputs, inputs, dtype, empty=arena.empty),
+        "int8": QuantizedWeight(outputs, inputs, 8, dtype, empty=arena.empty),
+        "int4": QuantizedWeight(outputs, inputs, 4, dtype, empty=arena.empty),
     }
     weight = (torch.randn(outputs, inputs) * 0.02).bfloat16()
     for form in forms.values():
         form.load(0, weight)
-    return forms | (stored_forms(outputs, inputs) if stored else {})
+    return forms | (stored_forms(outputs, inputs, arena) if stored else {})
 
 
 def make_layer(outputs: int, inputs: int, stored: bool) -> dict[str, Form]:

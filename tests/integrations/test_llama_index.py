@@ -89,8 +89,9 @@ async def test_raw_usage_and_logprobs(make: Make) -> None:
         assert response.logprobs is not None
         assert "".join(position[0].token for position in response.logprobs) == response.message.content
         assert all(len(position) == 3 for position in response.logprobs)
-    first = next(iter(llm.stream_chat(HELLO)))
-    assert "usage" not in first.raw  # type: ignore[operator]
+    for part in make(max_tokens=40).stream_chat(HELLO):  # as many parts as the reader is quick for, one at least
+        assert isinstance(part.raw, dict)
+        assert ("usage" in part.raw) == (part.raw.get("finish_reason") is not None)
 
 
 def test_a_repeated_long_prefix_is_read_from_the_cache(llm: AsyncEngineLLM) -> None:

@@ -43,7 +43,7 @@ from asyncengine.kernels.cpu.quantized_tiles import (
     make_spreader,
     streamed_rows,
 )
-from asyncengine.kernels.cpu.quantized_writer import TileWriter, make_tile
+from asyncengine.kernels.cpu.quantized_writer import make_tile
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of, reads_worth
 from asyncengine.kernels.cpu.vectors import LINE, bits_of, number_of, size_of
@@ -232,25 +232,15 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
     return scale, total
 
 
-def _tiles_of(form: PanelForm) -> tuple[type[TileWriter], int, Any, Any]:
-    """What writes the tiles; rows up to which they are `stream`, of one panel; that; and `tile`, for more rows."""
-    narrow = NARROW and narrow_fits(form)
-    writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
-    tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
-    tiles += [(writer, rows, True) for rows in (3, 4) if form.bits == 6 and SPREAD > 0]
-    return (
-        writer,
-        streamed,
-        make_tile(form, [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]),
-        make_tile(form, tiles),
-    )
-
-
 def _make_part(form: PanelForm) -> Any:
     """What computes the outputs of the pairs of panels of one of `pieces`, for all rows, compiled for one form."""
-    writer, streamed, stream, tile = _tiles_of(form)
+    narrow = NARROW and narrow_fits(form)
+    writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)
     spreads, spread = form.bits == 6 and SPREAD > 0, make_spreader(form, writer.panels_of(MOST))
+    tiles = [(writer, rows, False) for rows in range(2 if streamed else 1, MOST + 1)]
+    tiles += [(StreamWriter, rows, False) for rows in range(1, streamed + 1)]
+    tile = make_tile(form, tiles + [(writer, rows, True) for rows in (3, 4) if spreads])
     parts, chunk_bytes, sums_of_chunk = form.chunk // GROUP, form.chunk_bytes, form.chunk // form.summed
 
     def multiply_part(
@@ -289,16 +279,10 @@ def _make_part(form: PanelForm) -> Any:
                 target, across = out + (row * stride + begin) * size, stride * size
                 if not whole:
                     target, across = found.ctypes.data, at_once * PANEL * size
-                if rows <= streamed:
-                    stream(
-                        rows, numbers, scales, sums, own, step, chunks, turn, turns, numbers_at, by_output, added,
-                        target, across, kind,
-                    )  # fmt: skip
-                else:
-                    tile(
-                        end - row, numbers, scales, sums, own, step, chunks, turn, turns, numbers_at, by_output, added,
-                        target, across, kind,
-                    )  # fmt: skip
+                tile(
+                    end - row, at_once, numbers, scales, sums, own, step, chunks, turn, turns, numbers_at, by_output,
+                    added, target, across, kind,
+                )  # fmt: skip
                 for place in range(0 if whole else end - row):
                     results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
                     for lane in range(width):

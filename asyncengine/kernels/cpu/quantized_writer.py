@@ -236,27 +236,29 @@ class TileWriter:
 
 
 def make_tile(form: PanelForm, tiles: Iterable[tuple[type[TileWriter], int, bool]]) -> Any:
-    """tile(rows, x, x_scales, sums, panels, panel, chunks, turn, turns, bytes, by_output, added, out, across, kind)
-    inside kernels, of int64 but for the kind of the result: that one of `tiles`, (writer, rows, spread), which has so
-    many rows.
+    """tile(rows, at_once, x, x_scales, sums, panels, panel, chunks, turn, turns, bytes, by_output, added, out, across,
+    kind) inside kernels, of int64 but for the kind of the result: that one of `tiles`, (writer, rows, spread), which
+    has so many rows and `at_once` panels.
 
-    x int8 [rows, inputs], as `gemm_quantized` rounds it, with scales and sums; panels `panel` bytes apart, of which the
-    tile has `panels_of(rows)`; `turn` of `turns` tiles that read those, one after the other; `bytes`: where a spreader
-    put their numbers, for tiles that are spread, else 0; scales of outputs and a bias, float32 [panels * 16], or 0; out
-    [rows, panels * 16], rows `across` bytes apart."""
+    x int8 [rows, inputs], as `gemm_quantized` rounds it, with scales and sums; panels `panel` bytes apart; `turn` of
+    `turns` tiles that read those, one after the other; `bytes`: where a spreader put their numbers, for tiles that are
+    spread, else 0; scales of outputs and a bias, float32 [panels * 16], or 0; out [rows, panels * 16], rows `across`
+    bytes apart."""
     known = list(tiles)
 
-    def typed(_: Any, rows: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any, turn: Any,
-              turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any, kind: Any) -> Any:  # fmt: skip
+    def typed(_: Any, rows: Any, at_once: Any, x: Any, x_scales: Any, sums: Any, weights: Any, panel: Any, chunks: Any,
+              turn: Any, turns: Any, held: Any, by_output: Any, added: Any, out: Any, across: Any,
+              kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            wanted = builder.icmp_signed("!=", arguments[9], LONG(0))
+            wanted = builder.icmp_signed("!=", arguments[10], LONG(0))
             for writer, count, spread in known:
                 same = builder.icmp_signed("==", arguments[0], LONG(count))
                 alike = builder.icmp_signed("==", wanted, ir.IntType(1)(spread))
-                with builder.if_then(builder.and_(same, alike)):
-                    writer(builder, form, count, spread, kind, arguments[1:14]).write()
+                beside = builder.icmp_signed("==", arguments[1], LONG(writer.panels_of(count)))
+                with builder.if_then(builder.and_(beside, builder.and_(same, alike))):
+                    writer(builder, form, count, spread, kind, arguments[2:15]).write()
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 14, kind), generate
+        return numba.types.void(*[numba.types.int64] * 15, kind), generate
 
     return intrinsic(typed)

@@ -136,8 +136,13 @@ def test_a_call_that_a_stop_string_cuts_is_invalid(chat: ChatAsyncEngine) -> Non
 
 
 async def test_leaving_a_streamed_call_frees_its_pages(chat: ChatAsyncEngine, demo: EngineHandle) -> None:
+    class Write(BaseModel):
+        """Write a story."""
+
+        story: str = Field(min_length=1500)
+
     watch = Watch(demo.get().aengine)
-    model = chat.bind_tools([get_weather], tool_choice="any", max_tokens=900, min_tokens=600)
+    model = chat.bind_tools([Write], tool_choice="any", max_tokens=900)
     watch.hold()
     async for chunk in model.astream("Hello"):
         if chunk.tool_call_chunks:  # type: ignore[attr-defined]

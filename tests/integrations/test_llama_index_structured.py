@@ -245,14 +245,17 @@ async def test_leaving_a_stream_frees_its_pages(llm: AsyncEngineLLM, watch: Watc
         story: str = Field(min_length=1500)
 
     args = {"text": TEXT, "llm_kwargs": {"max_tokens": 3000}}
+    watch.hold()
     stream = await llm.astream_structured_predict(Long, PROMPT, **args)
     assert await anext(stream)
     await stream.aclose()
     await watch.assert_aborted(1)
+    watch.hold()
     async for part in await llm.as_structured_llm(Long).astream_chat([ChatMessage(TEXT)], max_tokens=3000):
         assert part.raw is not None
         break
     await watch.assert_aborted(2)
+    watch.hold()
     parts = llm.stream_structured_predict(Long, PROMPT, **args)
     next(parts)
     parts.close()

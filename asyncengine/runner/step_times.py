@@ -76,12 +76,13 @@ def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     known, smallest = None if kept is None else kept.read(), shortest(run, SIZES[0])
     if known is not None:
         telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
-        longer = run(SIZES[telling]) / smallest
+        longer = run(SIZES[telling])
         then = known[telling] / known[0]
-        if abs(longer / then - 1) <= _HOLDS:
+        if abs(longer / smallest / then - 1) > _HOLDS:  # one of the two may have been disturbed
+            smallest, longer = min(smallest, shortest(run, SIZES[0])), min(longer, shortest(run, SIZES[telling]))
+        if abs(longer / smallest / then - 1) <= _HOLDS:
             return tuple(smallest * value / known[0] for value in known)
-        longer = min(longer, shortest(run, SIZES[telling]) / smallest)
-        added = (longer - 1) / (then - 1) if then > 1 else 0.0
+        added = (longer / smallest - 1) / (then - 1) if then > 1 else 0.0
         if 1 / _ALIKE <= added <= _ALIKE:
             return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known)
     times = (smallest, *(shortest(run, count) for count in SIZES[1:]))

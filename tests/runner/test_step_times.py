@@ -101,15 +101,17 @@ def test_where_memory_is_faster_or_slower_tokens_add_more_or_less(factor: float)
     assert kept.times == (0.04, 0.05, 0.09, 0.2, 0.4)
 
 
-def test_one_disturbed_step_changes_nothing() -> None:
+@pytest.mark.parametrize(("count", "disturbed"), [(8, [0.5]), (1, [0.09, 0.09])])
+def test_disturbed_steps_change_nothing(count: int, disturbed: list[float]) -> None:
     kept: Any = Kept((0.04, 0.05, 0.09, 0.2, 0.4))
-    run = Steps(dict(zip(SIZES, kept.times, strict=True)))
-    disturbed = [0.5]
+    run, left = Steps(dict(zip(SIZES, kept.times, strict=True))), list(disturbed)
 
-    def one(count: int) -> float:
-        return disturbed.pop() if count == 8 and disturbed else run(count)
+    def one(size: int) -> float:
+        taken = run(size)
+        return left.pop() if size == count and left else taken
 
     assert measure_steps(one, kept) == pytest.approx(kept.times)
+    assert set(run.runs) == {1, 8}
 
 
 def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:

@@ -220,7 +220,7 @@ class Watch:
         loop ticks later, in which an engine that runs freely may write hundreds of tokens."""
         with suppress(TimeoutError):
             async with asyncio.timeout(60):
-                while self.ended("abort") < count:
+                while self.ended("abort") < count:  # noqa: ASYNC110 - counted by another thread
                     await asyncio.sleep(0.001)
         await self.assert_all_given_back()
         assert self.ended("abort") == count, self.engine.stats().finished

@@ -11,13 +11,13 @@ import string
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from support.fake_engine import until
 from support.peft_checkpoints import make_peft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -218,10 +218,10 @@ class Watch:
     async def assert_aborted(self, count: int = 1) -> None:
         """Where the engine is held it is so until their aborts have come: a generator that was dropped is closed some
         loop ticks later, in which an engine that runs freely may write hundreds of tokens."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(60):
-                while self.ended("abort") < count:  # noqa: ASYNC110 - counted by another thread
-                    await asyncio.sleep(0.001)
+        try:
+            await until(lambda: self.ended("abort") >= count, f"the end of {count} by an abort")
+        finally:
+            self.release()
         await self.assert_all_given_back()
         assert self.ended("abort") == count, self.engine.stats().finished
 

@@ -91,9 +91,11 @@ def make_backend(
     device: torch.device,
     max_model_len: int | None = None,
     num_window_pages: int = 0,
+    all_kernels: bool = True,
 ) -> AttentionBackend:
     """The backend `config.attention_backend` names; "auto": FlashInfer or compiled kernels where they run, else torch.
-    `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one.
+    `num_window_pages`: of a pool for the layers with windows alone, where `pool_sizes` has one. `all_kernels`: compile
+    what first steps do not call, too.
 
     No row is longer than `max_model_len` tokens, nor, unless every layer has a window, than the whole pool (None: than
     the pool). Raises `InvalidParameter` if a backend is asked for by name and cannot run, or if only FlashInfer could
@@ -120,7 +122,8 @@ def make_backend(
             from asyncengine.attention.cpu import CompiledBackend  # imports numba
 
             compiled = CompiledBackend(layers, num_pages, config.page_size, dtype, num_window_pages=num_window_pages)
-            compiled.warm_up()
+            if all_kernels:
+                compiled.warm_up()
             return compiled
         if config.attention_backend == "compiled":
             raise InvalidParameter("attention_backend", f"compiled cannot be used: {missing}", "compiled")

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(f"asyncengine.cli.{args.command}")
         code = int(command.run(args))
         sys.stdout.flush()
+        _finish_compiling()
         return code
     except KeyboardInterrupt:
         return _interrupted()
@@ -74,6 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, for one
         drop_output()
         return _fail(error, FAILED)
+
+
+def _finish_compiling() -> None:
+    """Of a first start: what its own answer did not call. Whoever builds an image by a command wants all of it."""
+    found = sys.modules.get("asyncengine.kernels.elsewhere")
+    for others in [] if found is None else list(found.elsewhere):
+        if sys.stderr.isatty():
+            print("compiling what other requests will call, once on this machine", file=sys.stderr)
+        others.wait()
 
 
 def _fail(error: Exception | str, code: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH, resolve_adapter
 from asyncengine.device.process import PROCESS, LoadAttempt
+from asyncengine.engine.adapter_wiring import allocate_adapters, make_adapters
 from asyncengine.engine.backpressure import QueueLimit
 from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
@@ -30,7 +31,7 @@ from asyncengine.engine.vector_wiring import (
     settings_of,
     tokenizer_folder,
 )
-from asyncengine.errors import AdapterError, InvalidParameter
+from asyncengine.errors import InvalidParameter
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
     from asyncengine.device.cores import Cores
     from asyncengine.kernels.compile_ahead import CompileAhead
-    from asyncengine.lora.layers.slots import LoraLayers
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.loaded import Loaded
@@ -132,17 +132,32 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
+    from asyncengine.kernels.compile_ahead import CompileAhead, may_be_cpu, usable_cpus
+
+    PROCESS.check_may_load()
+    path, trying = resolve_model(model), attempt or LoadAttempt()
+    ahead = CompileAhead(config.num_threads or usable_cpus())
+    if may_be_cpu(config.device) and config.attention_backend != "torch":
+        ahead.expect(first_time=True)  # before torch is imported below, which takes as long as they take to start
+    try:
+        return _load_on_own_thread(path, config, trying, ahead)
+    except BaseException:  # a Ctrl-C here does not stop the other thread
+        trying.give_up()
+        ahead.close()
+        raise
+
+
+def _load_on_own_thread(path: str, config: EngineConfig, trying: LoadAttempt, ahead: CompileAhead) -> Frontend:
     from asyncengine.device.transfer import on_device
     from asyncengine.models.loading import resolve_device
 
-    PROCESS.check_may_load()
-    path, trying, device = resolve_model(model), attempt or LoadAttempt(), resolve_device(config.device)
+    device = resolve_device(config.device)
 
     def load() -> Frontend:
         checkpoint = open_checkpoint(path, config, writes=config.task == "generate")
         drafting = open_draft(config, device)
         with PROCESS.turn(trying), on_device(device):  # each thread has a current one, and this thread is a new one
-            frontend = _load_frontend(path, checkpoint, config, device, trying, drafting)
+            frontend = _load_frontend(path, checkpoint, config, device, trying, drafting, ahead)
         if trying.given_up:
             frontend.discard()
             trying.check()
@@ -150,20 +165,15 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
     # OpenMP gives each thread that computes a team. Where teams outnumber the CPUs, libgomp lets them sleep after every
     # loop rather than wait for the next: a team that was left behind by loading made decode steps a third longer.
-    try:
-        return on_own_thread(load, "asyncengine-load")
-    except BaseException:  # a Ctrl-C here does not stop the other thread
-        trying.give_up()
-        raise
+    return on_own_thread(load, "asyncengine-load")
 
 
 def _load_frontend(
     path: str, checkpoint: CheckpointSource, config: EngineConfig, device: torch.device, attempt: LoadAttempt,
-    drafting: CheckpointSource | None,
+    drafting: CheckpointSource | None, ahead: CompileAhead,
 ) -> Frontend:  # fmt: skip
     from asyncengine.device.cores import Cores, threads_for
     from asyncengine.device.memory import in_words
-    from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.layers.slots import install_lora
     from asyncengine.models.loading import load_model
     from asyncengine.models.progress import LoadProgress
@@ -178,8 +188,8 @@ def _load_frontend(
         )
     config = settings_of(pooling, config)
     with ExitStack() as undo:
-        ahead = CompileAhead(threads_for(config.num_threads, device))
         undo.callback(ahead.close)
+        ahead.limit(threads_for(config.num_threads, device))
         ahead.expect()
         cores = Cores(config.num_threads, device)
         undo.callback(cores.close)
@@ -205,28 +215,18 @@ def _load_frontend(
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
-        _allocate_adapters(lora, adapters, device)
+        allocate_adapters(lora, adapters, device)
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
         runner = build_runner(
             loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
-            kept=ahead.kept,
+            kept=ahead.kept, left=ahead.left,
         )  # fmt: skip
         progress.say_compiled()
         frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
         undo.pop_all()
         return frontend
-
-
-def _allocate_adapters(lora: LoraLayers, adapters: AdapterRegistry, device: torch.device) -> None:
-    """Memory for those that are there, before the KV cache takes its share of what is free."""
-    from asyncengine.device.memory import in_words
-
-    ranks = [info.rank for info in adapters.list()]
-    if ranks:
-        take = partial(lora.allocate, lora.layer_linears(), max(ranks))
-        in_words(take, device, "the memory for adapters", "Lower max_loras, or leave out those of high rank.")
 
 
 def _load_encoder_frontend(
@@ -288,44 +288,6 @@ def _resolve_overlap(config: EngineConfig, device_type: str) -> EngineConfig:
     depth = config.max_steps_in_flight or (2 if device_type == "cuda" else 1)
     jump = depth == 1 if config.jump_forward is None else config.jump_forward
     return config.replace(max_steps_in_flight=depth, jump_forward=jump)
-
-
-def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:
-    """What holds the adapters of a model, with those of the configuration already read.
-
-    Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
-    """
-    from asyncengine.lora.adapter import BaseModule
-    from asyncengine.lora.checkpoint.files import discover
-    from asyncengine.lora.checkpoint.peft_loader import PeftLoader
-    from asyncengine.lora.registry import AdapterRegistry
-
-    base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}
-    loader = PeftLoader(base, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
-    registry = AdapterRegistry(
-        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=config.max_passes
-    )
-    try:
-        paths = {name: resolve_adapter(path, config.adapter_root) for name, path in dict(config.adapters).items()}
-        named = {name: registry.load(name, path) for name, path in paths.items()}
-        try:
-            seen = {} if loader.root is None else discover(loader.root)
-        except OSError as error:
-            reason = f"cannot be read ({type(error).__name__})"
-            raise InvalidParameter("adapter_root", reason, config.adapter_root) from error
-        found = {name: registry.load(name, path) for name, path in seen.items() if name not in named}
-        for name, loading in named.items():
-            try:
-                loading.result()
-            except AdapterError as error:
-                raise type(error)(error.field, f"{error.limit} (adapter {name!r})", error.value) from error
-        for name, loading in found.items():
-            if (broken := loading.exception()) is not None:
-                logger.warning("adapter %s in adapter_root is left out: %s", name, broken)
-    except BaseException:
-        registry.close()
-        raise
-    return registry
 
 
 def _assemble(

@@ -3,7 +3,9 @@
 numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
 What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
-known beforehand. All of this only saves time: whatever is not in the cache afterwards is compiled here.
+known beforehand. Those that a first answer needs come first, and a load waits for no others: whoever calls one of the
+others before it is there waits for that one (`wait_for`). All of this only saves time: whatever is not in the cache
+afterwards is compiled here.
 
 A process ends with the pipe that its names come by, so that none outlives the program, however that ends. The user's
 main module is not imported in them. Where no process can be started (frozen programs, sandboxes), none is.
@@ -23,6 +25,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncengine.kernels.cache_folder import is_first_time
+from asyncengine.kernels.elsewhere import elsewhere
+
 logger = logging.getLogger("asyncengine")
 
 MOST_PROCESSES = 4
@@ -37,6 +42,12 @@ _START = (
 """Without what the package itself imports, which is everything but kernels."""
 _PACKAGE = str(Path(__file__).parents[1])
 
+_BY_ALL = (
+    "asyncengine.kernels.cpu.calls:_run:void(int64, int64, int64, int64)",
+    f"asyncengine.kernels.cpu.sampling:_choose_at_once:({', '.join(['int64'] * 10)})",
+)
+"""What every model's kernels call, whatever its layers."""
+
 Told = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
 
@@ -48,44 +59,81 @@ class CompileAhead:
         self._most = min(most, MOST_PROCESSES)
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
-        self._rare: deque[str] = deque()
-        """What most programs never call: compiled last, and nobody waits for it."""
-        self._known: dict[str, None] = {}
+        self._later: deque[str] = deque()
+        """What a first answer does without: compiled last, and no load waits for it."""
+        self._known: dict[str, bool] = {}
+        """Each name, and whether somebody is done with it."""
+        self._needed = 0
         self._done: deque[str] = deque()
-        self._working = self._failed = self._alive = 0
-        self._named = self._closed = False
+        self._working = self._working_later = self._failed = self._alive = 0
+        self._named = self._closed = self._broken = False
         self._processes: list[subprocess.Popen[str]] = []
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
-        self._mark = ""
-        self.kept: Sequence[str] = ()
-        """The names of all kernels that Python calls, once all of them and those that they call are in the cache; else
-        none."""
         self._names: Sequence[str] = ()
+        self._others: Sequence[str] = ()
+        self.kept: Sequence[str] = ()
+        """The names of kernels that Python calls, once they and those that they call are in the cache: all of them, or
+        in a first load those that a first answer needs; else none."""
         self.patience = _PATIENCE
-        """Seconds without any progress after which `finish` waits no longer."""
+        """Seconds without any progress after which nobody waits any longer."""
 
-    def expect(self) -> None:
-        """Start the processes at once if nothing at all has been compiled on this machine: names will come, and a
-        process takes a second until it can compile."""
-        if self._can_start() and self._folder.is_new and self._folder.writable:
+    @property
+    def left(self) -> Sequence[str]:
+        """The names of `later` that nobody compiles or has compiled."""
+        with self._changed:
+            return [] if self._alive or set(self._others) <= set(self.kept) else self._others
+
+    def expect(self, *, first_time: bool = False) -> None:
+        """Start the processes at once if nothing has been compiled on this machine by this version: names will come,
+        and a process takes a second until it can compile. Meanwhile it compiles what any model needs. `first_time`: by
+        no version, which can be seen before torch and numba are imported."""
+        if first_time:
+            begin = self._most >= 2 and can_start() and is_first_time(os.environ, sys.platform)
+        else:
+            begin = self._can_start() and self._folder.is_new and self._folder.writable
+        if begin:
+            for name in reversed(_BY_ALL):
+                self._add(name)
             self._open_all()
 
-    def start(self, names: Sequence[str]) -> None:
-        """Have these compiled, "module:function:(types)" each, unless they all are in the cache. Returns at once."""
+    def limit(self, most: int) -> None:
+        """As many processes at most, or none, once that is known."""
+        self._most = min(most, MOST_PROCESSES)
+        if self._most < 2:
+            self.close()
+
+    def start(self, names: Sequence[str], later: Sequence[str] = ()) -> None:
+        """Have these compiled, "module:function:(types)" each, unless they all are in the cache; `later`: those that
+        are called after a first answer, if at all. Returns at once."""
+        self._names, self._others = names, later
         if not names or not self._can_start() or not self._folder.writable:
             return
-        self._mark = f"first_load-{hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:16]}"
-        if self._folder.find(self._mark) is not None:
-            self.kept = names
+        if self._folder.find(self._mark("first_load")) is not None:
+            self.kept = [*names, *later]
             return
-        self._names = names
-        for name in reversed(names):
-            self._add(name)
+        known = self._folder.find(self._mark("first_answer"))
+        if known is None:
+            for name in reversed(names):
+                self._add(name)
+        else:  # of a load whose program ended before the others were compiled
+            self.kept = names
+            later = json.loads(known)
+            self._most = 1  # nobody is kept waiting
+        for name in later:
+            self._add(name, later=True)
         with self._changed:
             self._named = True
             self._changed.notify_all()
         self._open_all()
+        with self._changed:
+            if self._alive and not self._closed:
+                elsewhere.append(self)
+
+    def _mark(self, what: str) -> str:
+        """The name of a file in the cache that says so of these kernels."""
+        names = repr((sorted(self._names), sorted(self._others)))
+        return f"{what}-{hashlib.sha256(names.encode()).hexdigest()[:16]}"
 
     def _can_start(self) -> bool:
         if self._most < 2 or not can_start():
@@ -96,14 +144,48 @@ class CompileAhead:
         return True
 
     def finish(self, told: Told) -> None:
-        """Wait until all are compiled, or nobody is left to do it, or gets on. What `told` raises ends the waiting."""
+        """Wait until all that a first answer needs are compiled, or nobody is left to do it, or gets on. The others are
+        compiled behind the program's back. What `told` raises ends the waiting."""
         if not self._named:
             self.close()
         while (name := self._next_done()) is not None:
-            told(name, len(self._known))
-        if self._named and not self._failed and self._alive:
-            self._folder.keep(self._mark, b"")
+            told(name, self._needed)
+        with self._changed:
+            whole = self._named and not (self._failed or self._waiting or self._working or self._closed)
+            known = list(self._known)
+        if whole and not self.kept:
             self.kept = self._names
+            if not self._keep_mark():
+                self._folder.keep(self._mark("first_answer"), json.dumps(known).encode())
+
+    def _keep_mark(self) -> bool:
+        """Once all are in the cache, later loads need not look for them."""
+        with self._changed:
+            left = self._waiting or self._later or self._working or self._working_later
+            whole = self._named and not (left or self._failed or self._broken or self._closed)
+        if whole:
+            self._folder.keep(self._mark("first_load"), b"")
+        return bool(whole)
+
+    def wait_for(self, module: str, types: str) -> bool:
+        """Wait while a function of this module, of arguments "(int64, uint16)", is compiled or about to be: it is next.
+        False: there is none, or nobody gets on."""
+        waited = False
+        with self._changed:
+            while wanted := [name for name, done in self._known.items() if not done and _is_of(name, module, types)]:
+                for name in wanted:
+                    if name in self._later:
+                        self._later.remove(name)
+                        self._later.appendleft(name)
+                if not self._alive or self._closed or not self._changed.wait(self.patience):
+                    return False
+                waited = True
+        return waited
+
+    def wait(self) -> None:
+        """Wait until the last of them is compiled, or nobody gets on."""
+        for thread in list(self._threads):
+            thread.join(self.patience)
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Idempotent."""
@@ -118,30 +200,38 @@ class CompileAhead:
 
     def _open_all(self) -> None:
         for index in range(len(self._threads), self._most):
-            self._alive += 1
+            with self._changed:
+                if self._closed:
+                    return
+                self._alive += 1
             thread = threading.Thread(target=self._serve, name=f"asyncengine-compile-{index}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _add(self, name: str, *, rare: bool = False) -> None:
+    def _add(self, name: str, *, later: bool = False) -> None:
         with self._changed:
             if name not in self._known:
-                self._known[name] = None
-                if rare:
-                    self._rare.append(name)
+                self._known[name] = False
+                if later:
+                    self._later.append(name)
                 else:  # what was found on the way takes longer than what is called from Python
+                    self._needed += 1
                     self._waiting.appendleft(name)
                 self._changed.notify_all()
 
     def _next(self) -> tuple[str, bool] | None:
-        """(a name that nobody has taken, whether it is rarely called); None: there will be none."""
+        """(a name that nobody has taken, whether it may come later); None: there will be none."""
         with self._changed:
             while not self._closed:
                 if self._waiting:
                     self._working += 1
                     return self._waiting.popleft(), False
                 if self._named and not self._working:  # else whoever is at work may find more
-                    return (self._rare.popleft(), True) if self._rare else None
+                    if self._later:
+                        self._working_later += 1
+                        return self._later.popleft(), True
+                    if not self._working_later:
+                        return None
                 self._changed.wait()
             return None
 
@@ -168,9 +258,17 @@ class CompileAhead:
             if process is not None:
                 process.kill()
                 process.communicate()
-            with self._changed:
-                self._alive -= 1
-                self._changed.notify_all()
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._alive -= 1
+            last = not self._alive
+            if last and self in elsewhere:
+                elsewhere.remove(self)
+            self._changed.notify_all()
+        if last:
+            self._keep_mark()
 
     def _open(self) -> subprocess.Popen[str] | None:
         with self._changed:
@@ -178,7 +276,7 @@ class CompileAhead:
                 return None
             paths = [os.path.abspath(path) for path in sys.path]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps(paths), _PACKAGE],
+                [sys.executable, "-P", "-c", _START, json.dumps(paths), _PACKAGE, *(["later"] if self.kept else [])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -194,16 +292,20 @@ class CompileAhead:
         if process.stdout.readline().strip() != "ready":
             return
         while (found := self._next()) is not None:
-            name, rare = found
+            name, later = found
             answer = ""
             try:
-                process.stdin.write(f"{name}\n")
+                process.stdin.write(f"{'?' if later else ''}{name}\n")
                 process.stdin.flush()
                 while (answer := process.stdout.readline().strip())[:1] in ("+", "?"):
-                    self._add(answer[1:], rare=rare or answer[0] == "?")
+                    self._add(answer[1:], later=later or answer[0] == "?")
             finally:
                 with self._changed:
-                    if not rare:
+                    self._known[name] = True
+                    if later:
+                        self._working_later -= 1
+                        self._broken |= not answer
+                    else:
                         self._working -= 1
                         self._failed += answer != "="
                         self._done.append(name)
@@ -212,7 +314,27 @@ class CompileAhead:
                 return
 
 
+def _is_of(name: str, module: str, types: str) -> bool:
+    where, _, signature = name.split(":")
+    return where == module and signature.removeprefix("void") == types
+
+
 def can_start() -> bool:
     """Is the program that runs here Python as such, which can be asked to run a module? No frozen program is, and
     nothing that only has Python inside."""
     return not getattr(sys, "frozen", False) and Path(sys.executable or "").stem.lower().startswith("python")
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on, or what the program's environment allows of them."""
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(here, int(allowed)) if allowed.isdecimal() else here
+
+
+def may_be_cpu(device: str) -> bool:
+    """Whether `EngineConfig.device` may turn out to be a CPU, as far as can be seen without torch."""
+    if device != "auto":
+        return device == "cpu"
+    gpus = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+    return sys.platform != "win32" and not any(map(os.path.exists, gpus))

@@ -1,8 +1,9 @@
 """The process that compiles kernels for another one (`compile_ahead`): names come in by line, code goes to the cache.
 
 It says "ready", then of each name it is given: "+other" for each function that the kernel calls by address, which is
-left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". It ends with its
-input, and on Linux with the thread that started it: at once, whatever it is doing.
+left to whoever asks ("?other": one that it rarely calls), and last "=" once the code is kept, or "-". What comes as
+"?name" nobody waits for: from then on it gives way to all other programs. It ends with its input, and on Linux with the
+thread that started it: at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main() -> None:
     gc.disable()  # what a compiler leaves behind is looked through again and again: a tenth of the time
     os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"  # of errors that only tell it what else to try
     sys.modules["torch"] = _Absent("torch")
+    if sys.argv[3:] == ["later"]:
+        _give_way()
     serve(_lines(sys.stdin), answers)
     os._exit(0)
 
@@ -53,6 +56,12 @@ def _die_with_parent() -> None:
     """The compiler holds the interpreter's lock for seconds, in which nobody here hears of the input's end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _give_way() -> None:
+    """To all other programs, and the one that started it, for good."""
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
 def _lines(source: TextIO) -> Iterator[str]:
@@ -82,8 +91,10 @@ def serve(names: Iterable[str], answers: TextIO) -> None:
     try:
         say("ready")
         for line in names:
+            if line[:1] == "?":
+                _give_way()
             try:
-                compile_named(line.strip())
+                compile_named(line.strip().removeprefix("?"))
             except Exception:  # whoever calls the kernel compiles it again, and says what is wrong
                 say("-")
             else:

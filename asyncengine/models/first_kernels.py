@@ -1,13 +1,14 @@
 """Which compiled kernels a decoder or an encoder calls, by name, known before its weights are read.
 
-For `kernels.compile_ahead`: what Python calls while a model is loaded and run; the kernels that these call by address
-need no mention. A kernel that is missing here is compiled when it is first called, which `tests/models` would find.
+For `kernels.compile_ahead`: what Python calls while a model is loaded and run. Of the kernels that these call by
+address, those need mention that most models never call (`calls.call_rare`). A kernel that is missing here is compiled
+when it is first called, which `tests/models` would find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,10 +23,19 @@ from asyncengine.models.encoder import Encoder
 _PACKAGE = "asyncengine.kernels.cpu."
 
 
-def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
-    """Names as `calls.compile_named` takes them, those that take longest first; [] where nothing is compiled."""
+class FirstKernels(NamedTuple):
+    """Names as `calls.compile_named` takes them, those that take longest first. None where nothing is compiled."""
+
+    needed: Sequence[str] = ()
+    """Of a first answer to a short prompt."""
+    later: Sequence[str] = ()
+    """Of long prompts and contexts, and of requests that sample in another way than the model's own defaults."""
+
+
+def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
+    """`defaults`: the model's own sampling parameters, by name."""
     if decoder.options.kernels.name != "compiled":
-        return []
+        return FirstKernels()
     from asyncengine.attention.cpu import tile_types
     from asyncengine.kernels.cpu.jit import kind_of
 
@@ -33,19 +43,57 @@ def kernels_of(decoder: Decoder, page_size: int) -> list[str]:
     tiles = [_type(each) for each in tile_types(page_size, decoder.dtype)]
     weights = [leaf for layer in decoder.layers for linear in layer.linears() for leaf in _leaves(linear.weight)]
     head = decoder.head.weight
-    names = [_named("sampling:_choose_at_once", 10)]
+    table = head if decoder.config.tied else decoder.embedding.stored
+    rows = [] if table is None else _rows(table, kind)
+    needed, later = _sampling(defaults)
+    needed += [_named("gather:_copy_few_rows", 5), _named("attention_fields:scratch_places", 3)]
     if decoder.fused is not None:
         forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
-        names.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
-    names += _mixtures(decoder, kind) + _attention(decoder.layers, kind, tiles) + _states(decoder, kind)
-    names += [name for weight in weights for name in _products(weight, kind, kind)]
-    names += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
-    table = head if decoder.config.tied else decoder.embedding.stored
-    names += [] if table is None else _rows(table, kind)
-    names += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
-    names += _activations(decoder.layers, kind)
-    names += [_named("sampling:_choose", 10), _named("gather:_copy_few_rows", 5)]
-    return list(dict.fromkeys(names))
+        needed.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
+        needed += _between_products(decoder.layers, kind) + rows[:1]
+        needed += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
+        # called by address: by the fused layers themselves, or by what is named above
+        needed += [name for weight in weights if isinstance(weight, PanelWeight) for name in weight.kernels(kind)]
+        mixed, states = _mixtures(decoder, kind), _states(decoder, kind)
+        needed += [name for name in mixed + states if not name.rpartition(":")[2].startswith("(")]
+        later.append(_called("attention:join", 3, kind, 2))
+    alone = _mixtures(decoder, kind) + _attention(decoder.layers, kind, tiles) + _states(decoder, kind)
+    alone += [name for weight in weights for name in _products(weight, kind, kind)]
+    alone += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
+    alone += rows
+    alone += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
+    alone += _activations(decoder.layers, kind)
+    (needed if decoder.fused is None else later).extend(alone)
+    known = dict.fromkeys(needed)
+    return FirstKernels(list(known), [name for name in dict.fromkeys(later) if name not in known])
+
+
+def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(what requests need that say nothing, what others do)"""
+    needed, others = [_named("sampling:_choose_at_once", 10)], [_named("sampling:_choose", 10)]
+    draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
+    top_k = draws and defaults.get("top_k", 0) > 0
+    top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
+    for wanted, name in (
+        (top_p, _called("truncation:top_p_threshold", 5, "float32", "float32")),
+        (draws, _called("sampling:_draw", 4, "float32", "float32", 3)),
+        (top_k, _called("truncation:top_k_threshold", 5, "float32", 1, "float32")),
+    ):
+        (needed if wanted else others).append(name)
+    return needed, others
+
+
+def sampling_kernels() -> list[str]:
+    """Of models that have no names here (`fallback`): what their first steps do not call."""
+    needed, others = _sampling({"temperature": 0.0})
+    return [name for name in needed + others if ":void(" in name]
+
+
+def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
+    """What fused layers call between a feed-forward part's products."""
+    parts = [part for part in map(_dense_part, layers) if part is not None]
+    names = [_called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
+    return names + ([] if all(part.config.gated for part in parts) else [_called("activation:activate", 4, kind, 1)])
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
@@ -169,6 +217,11 @@ def _named(function: str, *types: str | int) -> str:
     """A number stands for so many int64."""
     written = [name for each in types for name in (["int64"] * each if isinstance(each, int) else [each])]
     return f"{_PACKAGE}{function}:({', '.join(written)})"
+
+
+def _called(function: str, *types: str | int) -> str:
+    """The same of what kernels call by address."""
+    return _named(function, *types).replace(":(", ":void(")
 
 
 def _type(kind: Any) -> str:

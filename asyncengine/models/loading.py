@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +94,7 @@ def load_model(
         if described is not None:
             with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
-                    described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead
+                    described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead, defaults
                 )
         else:
             model, fused, nbytes = _load_module(checkpoint, hf_config, config, dtype, device, bits, max_model_len, bar)
@@ -172,6 +172,7 @@ def read_config(
 def _load_decoder(
     described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
     device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress, ahead: CompileAhead | None,
+    defaults: Mapping[str, Any],
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline = outline_of(described, checkpoint, config, dtype, device, bits)
@@ -181,7 +182,7 @@ def _load_decoder(
     options = LayerOptions(dtype, device, kernels, bits, checkpoint.release, forms=weights.forms)
     decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
-        ahead.start(kernels_of(decoder, config.page_size))
+        ahead.start(*kernels_of(decoder, config.page_size, defaults))
     find_room(options, config, bar)
     if config.load_format == "dummy":
         bar.stage("making up weights")

@@ -22,6 +22,7 @@ from asyncengine.device.transfer import on_device
 from asyncengine.errors import InvalidParameter
 from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.lora.layers.slots import LoraLayers
+from asyncengine.models.first_kernels import sampling_kernels
 from asyncengine.models.loading import LoadedModel
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
@@ -58,6 +59,7 @@ def build_runner(
     draft: LoadedModel | None = None,
     two_pools: bool = False,
     kept: Sequence[str] = (),
+    left: Sequence[str] = (),
 ) -> ModelRunner:
     """Size the KV pool and make the runner. `progress` is told of what takes long.
 
@@ -67,18 +69,20 @@ def build_runner(
 
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
-    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all are in the cache.
+    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if
+    all that a first answer needs are in the cache; `left`: those that first steps do not call and nobody else compiles.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
         cores = cores or Cores(config.num_threads, model.device)
-        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept)
+        work = partial(_build, model, config, lora, cores, bar, pooler, draft, two_pools, kept, left)
         return in_words(work, model.device, "what a step takes beside the weights", _HELPS)
 
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
     pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str],
+    left: Sequence[str],
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken
@@ -92,8 +96,9 @@ def _build(
         others=() if draft is None else draft.layers, states=bool(num_states), divide=two_pools,
     )  # fmt: skip
     backend = make_backend(
-        config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages
-    )
+        config, model.layers, pages, model.dtype, device, model.max_model_len, num_window_pages=window_pages,
+        all_kernels=not kept,
+    )  # fmt: skip
     runner = ModelRunner(
         model,
         backend,
@@ -113,6 +118,7 @@ def _build(
     if backend.name == "compiled":
         most = min(model.max_model_len, (pages - 1) * config.page_size) - 1
         _compile_kernels(runner, config, most, progress, model.weights_bytes, kept)
+        read_kept(left if left or kept else sampling_kernels())
         release_cached(device)
     if runner.no_speculation is None:
         runner.step_costs = config.speculation_costs or _measure_steps(runner, model, config)

@@ -15,6 +15,7 @@ from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
+from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
@@ -126,8 +127,8 @@ class ModelRunner:
     def is_brief(self, batch: Batch) -> bool:
         """True: the step is over in milliseconds, computed by one thread that waits for no other: that of the event
         loop may be the one."""
-        if not self._may_be_brief or self.draft_model is not None or batch.swaps:
-            return False
+        if not self._may_be_brief or self.draft_model is not None or batch.swaps or elsewhere:
+            return False  # while kernels are compiled by other processes, a step may wait for one
         pairs = 0
         for row in batch.rows:
             pairs += row.num_scheduled * (row.start + row.num_scheduled)

@@ -98,7 +98,7 @@ def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypa
 
     def make(
         config: EngineConfig, layers: Sequence[LayerSpec], num_pages: int, dtype: torch.dtype, device: torch.device,
-        max_model_len: int | None = None, num_window_pages: int = 0,
+        max_model_len: int | None = None, **_: object,
     ) -> FlashInferBackend:  # fmt: skip
         backend: FlashInferBackend = kind(
             layers, num_pages, config.page_size, dtype, device, max_rows=64, max_pages_per_row=256 // config.page_size,

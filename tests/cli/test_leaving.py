@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from asyncengine.cli.main import main
 
 _END = """
 import atexit, sys, threading
@@ -51,3 +56,15 @@ def test_errors_of_usage_end_it_as_ever() -> None:
     )
     assert found.returncode == 2
     assert "invalid choice" in found.stderr
+
+
+def test_a_command_stays_until_all_kernels_of_a_first_start_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited = []
+    monkeypatch.setattr("asyncengine.kernels.elsewhere.elsewhere", [SimpleNamespace(wait=lambda: waited.append(True))])
+    assert main(["fit", "demo"]) == 0
+    assert waited == [True]
+    assert "compiling" not in capsys.readouterr().err  # it is no terminal
+    assert main(["fit", "/no/such/model"]) == 2
+    assert waited == [True]

@@ -7,18 +7,24 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncengine.kernels.compile_ahead import CompileAhead, can_start
+from asyncengine.kernels import compile_ahead
+from asyncengine.kernels.compile_ahead import CompileAhead, can_start, may_be_cpu, usable_cpus
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
 
-from asyncengine.kernels.cpu import cache
-from asyncengine.kernels.cpu.cache import VARIABLE, KernelFolder, folder_here, kernel_folder
+from asyncengine.kernels.cache_folder import VARIABLE, is_first_time
+from asyncengine.kernels.cpu import cache, norm
+from asyncengine.kernels.cpu.cache import KernelFolder, folder_here, kernel_folder
+from asyncengine.kernels.cpu.compile_watcher import watcher
+from asyncengine.kernels.cpu.jit import compiled_for
+from asyncengine.kernels.elsewhere import elsewhere
 
 _CPU = "asyncengine.kernels.cpu."
 SMALL = f"{_CPU}gather:_copy_few_rows:(int64, int64, int64, int64, int64)"
@@ -40,7 +46,10 @@ def kept(folder: Path) -> list[str]:
     return sorted(file.name.rsplit("-", 1)[0] for file in folder.glob("kernels/*/*") if not file.name.startswith("."))
 
 
-def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(folder: Path) -> None:
+def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "_BY_ALL", (SMALL,))
     ahead = CompileAhead(2)
     ahead.expect()
     ahead.start([SMALL, CALLS_OTHERS])
@@ -60,6 +69,135 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(fold
     assert again._processes == again._threads == []
     assert again.kept == [CALLS_OTHERS, SMALL]
     again.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
+
+
+def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_kernel_for_that(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.start([SMALL], [CALLS_OTHERS])
+    assert ahead.left == []
+    told = []
+    ahead.finish(lambda name, most: told.append((name, most)))
+    assert told == [(SMALL, 1)]
+    assert ahead.kept == [SMALL]
+    module, function, types = CALLS_OTHERS.split(":")
+    assert elsewhere == [ahead]
+    assert not ahead.wait_for(module, "(int64)")
+    assert not ahead.wait_for(f"{module}s", types)
+    assert ahead.wait_for(module, types)
+    assert f"norm.{function}" in kept(folder)
+    assert not ahead.wait_for(module, types)  # it is there
+    ahead.wait()
+    assert elsewhere == []
+    assert {"norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
+    again = CompileAhead(2)
+    again.start([SMALL], [CALLS_OTHERS])
+    assert again._threads == []
+    assert again.kept == [SMALL, CALLS_OTHERS]
+    assert again.left == []
+
+
+def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead.start([SMALL], [CALLS_OTHERS])
+    ahead.finish(lambda name, most: None)
+    ahead.close()
+    assert elsewhere == []
+    assert "first_load" not in kept(folder)
+    again = CompileAhead(2)
+    again.start([SMALL], [CALLS_OTHERS])
+    assert again.kept == [SMALL]
+    again.finish(lambda name, most: pytest.fail("all that a first answer needs is there"))
+    again.wait()
+    assert "later" in again._processes[0].args
+    assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
+
+
+def test_nobody_waits_for_processes_that_are_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **rest: start(["sh", "-c", "echo ready; read line; exit 3"], **rest)
+    )
+    ahead = CompileAhead(2)
+    ahead.start([SMALL], [CALLS_OTHERS])
+    module, _, types = CALLS_OTHERS.split(":")
+    ahead.wait_for(module, types)  # until they are
+    ahead.wait()
+    assert not ahead.wait_for(module, types)
+    assert elsewhere == []
+    assert ahead.left == [CALLS_OTHERS]
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_nobody_compiles_is_left_to_the_load(most: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    ahead = CompileAhead(most)
+    ahead.start([SMALL], [CALLS_OTHERS])
+    ahead.finish(lambda name, most: pytest.fail("nobody compiled"))
+    assert (ahead.kept, ahead.left) == ((), [CALLS_OTHERS])
+
+
+def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step of a request that calls it: it is asked for by its module and types, and found in the cache."""
+    asked = []
+
+    def wait_for(module: str, types: str) -> bool:
+        asked.append((module, types))
+        ahead = CompileAhead(2)
+        ahead.start([CALLS_OTHERS])
+        ahead.finish(lambda name, most: None)
+        ahead.close()
+        return ahead.kept == [CALLS_OTHERS]
+
+    monkeypatch.setattr("asyncengine.kernels.cpu.cache.elsewhere", [SimpleNamespace(wait_for=wait_for)])
+    heard: list[str] = []
+    token = watcher.set(lambda name, most: heard.append(name))
+    try:
+        compiled_for(norm._norm_part, f"void({', '.join(['int64'] * 8)}, float32, float32)")
+    finally:
+        watcher.reset(token)
+    assert asked == [(f"{_CPU}norm", f"({', '.join(['int64'] * 8)}, float32, float32)")]
+    assert heard == []
+
+
+def test_what_comes_later_gives_way(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from asyncengine.kernels.compile_worker import main; main()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        for line, priority in ((SMALL, os.getpriority(os.PRIO_PROCESS, 0)), (f"?{SMALL}", 19)):
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "=\n"
+            assert os.getpriority(os.PRIO_PROCESS, process.pid) == priority
+
+
+def test_a_machine_that_has_never_compiled_anything(tmp_path: Path) -> None:
+    home = {VARIABLE: str(tmp_path / "cache")}
+    assert is_first_time(home, sys.platform)
+    (tmp_path / "cache" / "kernels").mkdir(parents=True)
+    assert not is_first_time(home, sys.platform)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "expected"),
+    [("cpu", True, True), ("auto", False, True), ("auto", True, False), ("cuda", True, False)],
+)
+def test_where_a_model_may_run(device: str, gpu: bool, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda path: gpu and path == "/dev/nvidiactl")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert may_be_cpu(device) == expected
+
+
+def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert usable_cpus() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:

@@ -90,7 +90,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def current(wanted: torch.device) -> Iterator[None]:
         yield
 
-    def make_backend(config: Any, layers: Any, pages: int, *_: Any, num_window_pages: int = 0) -> Any:
+    def make_backend(config: Any, layers: Any, pages: int, *_: Any, **__: Any) -> Any:
         kv_bytes = TRIAL_POOL if pages != 77 else 5 * MIB
         made.take(kv_bytes + WORKSPACE + GRAPHS)  # kernels are tried; what that took stays in torch's cache
         made.give(GRAPHS)

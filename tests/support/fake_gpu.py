@@ -39,10 +39,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
 
     def make_backend(
         config: Any, layers: Any, pages: int, dtype: torch.dtype, device: torch.device,
-        max_model_len: int | None = None, num_window_pages: int = 0,
+        max_model_len: int | None = None, **more: Any,
     ) -> AttentionBackend:  # fmt: skip
         if config.attention_backend == "torch" or why_not(layers, dtype, config.page_size):
-            return make(config, layers, pages, dtype, device, max_model_len, num_window_pages)
+            return make(config, layers, pages, dtype, device, max_model_len, **more)
         calls["flashinfer"] += 1
         memory = FakeMemory()
         longest = min(pages, -(-(max_model_len or pages) // config.page_size))

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from asyncengine.kernels.cpu.calls import parallel_for
+from asyncengine.kernels.cpu.calls import call_rare, parallel_for
 from asyncengine.kernels.cpu.gelu import gelu_row
 from asyncengine.kernels.cpu.jit import (
     array,
@@ -183,12 +183,13 @@ def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, t
 @serial_in_order
 def apply(both: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> int:
     """What is between a feed-forward part's products, of what the first gives: where the result [rows, width] lies,
-    behind the halves [rows, 2 * width] of a gated one, or in the place of numbers that are not gated."""
+    behind the halves [rows, 2 * width] of a gated one, or in the place of numbers that are not gated. A model has one
+    of the two, and the other is not compiled for it (`models.first_kernels`)."""
     if activation >= UNGATED:
-        activate(both, rows, width, activation - UNGATED, kind, team)
+        call_rare(activate, (both, rows, width, activation - UNGATED, kind, team))
         return both
     inner: int = both + rows * 2 * width * size_of(kind)
-    gate(both, inner, rows, width, activation, kind, team)
+    call_rare(gate, (both, inner, rows, width, activation, kind, team))
     return inner
 
 

@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,12 @@ from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 
+from asyncengine.kernels.cache_folder import VARIABLE, kernels_root
 from asyncengine.kernels.cpu.compile_watcher import watcher
+from asyncengine.kernels.elsewhere import elsewhere
 
 logger = logging.getLogger("asyncengine")
 
-VARIABLE = "ASYNCENGINE_CACHE"
 _UNUSED_SECONDS = 90 * 86400.0
 """After which a folder of another key goes: of an older release, a virtual environment or a machine that is no more."""
 _MOST_BYTES = 256 << 20
@@ -57,19 +58,6 @@ def stamp_of(folder: Path) -> str:
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-def cache_root(environment: Mapping[str, str], system: str) -> Path:
-    """The folder for what can be made again. `system` as in `sys.platform`. Raises `RuntimeError` without a home."""
-    if environment.get(VARIABLE):
-        return Path(os.path.abspath(Path(environment[VARIABLE]).expanduser()))
-    if os.path.isabs(environment.get("XDG_CACHE_HOME", "")):
-        return Path(environment["XDG_CACHE_HOME"], "asyncengine")
-    if system == "darwin":
-        return Path.home() / "Library" / "Caches" / "asyncengine"
-    if system == "win32" and environment.get("LOCALAPPDATA"):
-        return Path(environment["LOCALAPPDATA"], "asyncengine", "Cache")
-    return Path.home() / ".cache" / "asyncengine"
 
 
 class KernelFolder:
@@ -186,10 +174,10 @@ def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
     python = (platform.python_implementation(), *sys.version_info[:2], getattr(sys, "abiflags", ""))
     parts = (stamp_of(Path(__file__).parent), machine, numba.__version__, llvmlite.__version__, python)
     try:
-        root = cache_root(os.environ, sys.platform)
+        root = kernels_root(os.environ, sys.platform)
     except RuntimeError as error:
         return KernelFolder(None, str(error))
-    return KernelFolder(root / "kernels" / _DIGEST(repr(parts).encode()).hexdigest()[:16])
+    return KernelFolder(root / _DIGEST(repr(parts).encode()).hexdigest()[:16])
 
 
 class KernelCache:
@@ -212,6 +200,8 @@ class KernelCache:
         rtsys.initialize(target)  # what kept code calls. Compiling needs more, and finds that for itself
         folder = kernel_folder(target.codegen().magic_tuple())
         data = folder.find(self._name(signature))
+        if data is None and _was_awaited(self._function.__module__, signature):
+            data = folder.find(self._name(signature))
         if data is not None:
             try:
                 return CompileResult._rebuild(target, *pickle.loads(data))
@@ -257,6 +247,14 @@ class PartCache:
 
     def flush(self) -> None:
         pass
+
+
+def _was_awaited(module: str, signature: Any) -> bool:
+    """Whether other processes were compiling a function of these arguments, and were waited for."""
+    if not elsewhere:
+        return False
+    types = f"({', '.join(map(str, getattr(signature, 'args', signature)))})"
+    return any(others.wait_for(module, types) for others in tuple(elsewhere))
 
 
 def _tell(function: Callable[..., Any]) -> None:

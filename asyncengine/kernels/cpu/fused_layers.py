@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from asyncengine.kernels.cpu import packed
 from asyncengine.kernels.cpu.attention import attend, join
 from asyncengine.kernels.cpu.attention_write import prepare_and_write
-from asyncengine.kernels.cpu.calls import address_of, call
+from asyncengine.kernels.cpu.calls import address_of, call, call_rare
 from asyncengine.kernels.cpu.fused_layer import LINEARS, FusedLayerKernel, run_fused_layer
 from asyncengine.kernels.cpu.head_gate import multiply_gates, split
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
@@ -258,6 +258,6 @@ def _attend(
     )  # fmt: skip
     attend(query, heads * head, head, attended, spec[POOL], spec[STEP], kind, lanes, operand, team)
     if spec[JOINS] > 0:
-        join(attended, spec[POOL], spec[STEP], kind, spec[JOINS], team)
+        call_rare(join, (attended, spec[POOL], spec[STEP], kind, spec[JOINS], team))
     if gated is not None and spec[GATED] != 0:
         multiply_gates(attended, x, attended, rows, spec[COLUMNS], heads, head // size, kind, team)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.kernels.cpu.activation import exponential
-from asyncengine.kernels.cpu.calls import call, parallel_for
+from asyncengine.kernels.cpu.calls import call, call_rare, parallel_for
 from asyncengine.kernels.cpu.jit import array, inline, pointer, room, serial, with_gil
 from asyncengine.kernels.cpu.team import team_threads, use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -115,7 +115,8 @@ def _choose_part(
 
 @serial
 def _choose_row(logits: int, params: int, keys: int, scratch: int, token: int, best: int, vocab: int) -> None:
-    """All by address; the parts that take a compiler long are called that way too, so that several may compile them."""
+    """All by address; the parts that take a compiler long are called that way too, so that several may compile them,
+    and those last that no request calls that takes the largest (`models.first_kernels` knows which models' do)."""
     blocks = (vocab + BLOCK - 1) // BLOCK
     found, maxima = scratch, scratch + 4
     scaled = maxima + blocks * 4
@@ -141,12 +142,12 @@ def _choose_row(logits: int, params: int, keys: int, scratch: int, token: int, b
     maximum = largest / temperature
     least = max(maximum + np.log(min_p), maximum - np.float32(FAINT))
     if wanted[0] > 0:
-        call(top_k_threshold, (scaled, maxima, kept, found, vocab, maximum, wanted[0], top_p))
+        call_rare(top_k_threshold, (scaled, maxima, kept, found, vocab, maximum, wanted[0], top_p))
         least = max(least, cut[0])
     elif top_p < 1:
-        call(top_p_threshold, (scaled, maxima, kept, found, vocab, maximum, top_p))
+        call_rare(top_p_threshold, (scaled, maxima, kept, found, vocab, maximum, top_p))
         least = max(least, cut[0])
-    call(_draw, (scaled, maxima, token, vocab, maximum, least, wanted[1], wanted[2], wanted[3]))
+    call_rare(_draw, (scaled, maxima, token, vocab, maximum, least, wanted[1], wanted[2], wanted[3]))
 
 
 @serial

@@ -25,8 +25,9 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from numba.core.registry import CPUDispatcher
 
+from asyncengine.kernels.cache_folder import VARIABLE, cache_root
 from asyncengine.kernels.cpu import cache
-from asyncengine.kernels.cpu.cache import VARIABLE, KernelFolder, cache_root, kernel_count, kernel_folder, stamp_of
+from asyncengine.kernels.cpu.cache import KernelFolder, kernel_count, kernel_folder, stamp_of
 from asyncengine.kernels.cpu.jit import serial
 from asyncengine.models.progress import LoadProgress
 
@@ -134,7 +135,7 @@ def test_without_a_home(place: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     def nobody(*_: object) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(cache, "cache_root", nobody)
+    monkeypatch.setattr(cache, "kernels_root", nobody)
     assert compiled(1) == (4, ["three more"])
     assert "home directory" in caplog.text
 

@@ -17,8 +17,9 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 
 from numba.core.errors import TypingError
 
+from asyncengine.kernels.cache_folder import VARIABLE
 from asyncengine.kernels.cpu import cache
-from asyncengine.kernels.cpu.cache import VARIABLE, kernel_folder
+from asyncengine.kernels.cpu.cache import kernel_folder
 from asyncengine.kernels.cpu.jit import allocates, array, pointer, room, serial
 
 _WHOLE = np.int64(0)

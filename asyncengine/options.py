@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict
 
 from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, check_known
 from asyncengine.errors import InvalidParameter
@@ -30,7 +30,7 @@ class RequestKeywords(TypedDict, total=False):
     timeout: float | None
     cache_salt: str | None
     prediction: Prompt | Mapping[str, Any] | None
-    speculation: bool | None
+    speculation: bool | Literal["auto", "off"] | None
 
 
 class VectorKeywords(TypedDict, total=False):
@@ -69,8 +69,8 @@ class RequestOptions:
     prediction: Prompt | Mapping[str, Any] | None = None
     """The output that is expected, as text, token ids or {"type": "content", "content": ...}: what of it comes true is
     computed many tokens at a time. It changes nothing but time."""
-    speculation: bool | None = None
-    """False: nothing is drafted for this request. None: as the engine's `speculation` says."""
+    speculation: bool | Literal["auto", "off"] | None = None
+    """False or "off": nothing is drafted for this request. None, True or "auto": as the engine's `speculation` says."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
@@ -94,10 +94,14 @@ class RequestOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidParameter(name, "must be a str or None", value)
-        if self.speculation is not None and not isinstance(self.speculation, bool):
-            raise InvalidParameter("speculation", "must be True, False or None", self.speculation)
+        speculation = self.speculation
+        if isinstance(speculation, str) and speculation in ("auto", "off"):  # as the engine's setting is written
+            speculation = None if speculation == "auto" else False
+        if speculation is not None and not isinstance(speculation, bool):
+            raise InvalidParameter("speculation", 'must be True, False, None, "auto" or "off"', speculation)
         return replace(
             self,
+            speculation=speculation,
             priority=as_integer("priority", self.priority, MIN_INT64, MAX_INT64),
             timeout=None if self.timeout is None else as_seconds("timeout", self.timeout),
         )

@@ -19,6 +19,7 @@ from asyncengine.errors import BudgetTooSmall, ContextLengthExceeded, InvalidPar
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
+from asyncengine.options import RequestOptions
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.lookup import NOTHING, Draft
 
@@ -317,7 +318,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prediction": "a\ud800"}, "prediction: is not valid Unicode"),
     ({"prediction": "a", "params": SamplingParams(n=2)}, "n is 2"),
     ({"speculation": "yes"}, "speculation"),
+    ({"speculation": "lookup"}, 'speculation: must be .* "auto" or "off"'),
 ]
+
+
+def test_words_of_the_engines_setting_are_a_requests_too() -> None:
+    for given, expected in ((None, None), ("auto", None), (True, True), ("off", False), (False, False)):
+        assert RequestOptions(speculation=given).checked().speculation is expected
 
 
 def test_bad_input() -> None:

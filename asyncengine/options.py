@@ -94,9 +94,9 @@ class RequestOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidParameter(name, "must be a str or None", value)
-        speculation = self.speculation
-        if isinstance(speculation, str) and speculation in ("auto", "off"):  # as the engine's setting is written
-            speculation = None if speculation == "auto" else False
+        speculation: Any = self.speculation
+        if isinstance(speculation, str):  # as the engine's setting is written
+            speculation = {"auto": None, "off": False}.get(speculation, speculation)
         if speculation is not None and not isinstance(speculation, bool):
             raise InvalidParameter("speculation", 'must be True, False, None, "auto" or "off"', speculation)
         return replace(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from asyncengine.config import default_threads
 from asyncengine.gpucheck.report import CheckFailed
 from asyncengine.gpucheck.session import Session, flashinfer_missing
 
@@ -61,7 +62,7 @@ def facts(session: Session) -> dict[str, Any]:
         "device": str(session.device),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": default_threads(),
         "cuda": torch.version.cuda or "none",
         "driver": driver_version(),
     }

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncengine.config import default_threads
 from asyncengine.kernels.cache_folder import is_first_time
 from asyncengine.kernels.elsewhere import elsewhere
 
@@ -327,8 +328,7 @@ def can_start() -> bool:
 
 def usable_cpus() -> int:
     """CPUs that this process may run on, or what the program's environment allows of them."""
-    allowed = os.environ.get("OMP_NUM_THREADS", "")
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here, allowed = default_threads(), os.environ.get("OMP_NUM_THREADS", "")
     return min(here, int(allowed)) if allowed.isdecimal() else here
 
 

@@ -45,22 +45,21 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     head = decoder.head.weight
     table = head if decoder.config.tied else decoder.embedding.stored
     rows = [] if table is None else _rows(table, kind)
+    logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
+    others = _mixtures(decoder, kind) + _states(decoder, kind)
     needed, later = _sampling(defaults)
     needed += [_named("gather:_copy_few_rows", 5), _named("attention_fields:scratch_places", 3)]
     if decoder.fused is not None:
         forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
         needed.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
         needed += _between_products(decoder.layers, kind) + rows[:1]
-        needed += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
+        needed += logits
         # called by address: by the fused layers themselves, or by what is named above
         needed += [name for weight in weights if isinstance(weight, PanelWeight) for name in weight.kernels(kind)]
-        mixed, states = _mixtures(decoder, kind), _states(decoder, kind)
-        needed += [name for name in mixed + states if not name.rpartition(":")[2].startswith("(")]
+        needed += [name for name in others if not name.rpartition(":")[2].startswith("(")]
         later.append(_called("attention:join", 3, kind, 2))
-    alone = _mixtures(decoder, kind) + _attention(decoder.layers, kind, tiles) + _states(decoder, kind)
-    alone += [name for weight in weights for name in _products(weight, kind, kind)]
-    alone += [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
-    alone += rows
+    alone = others + _attention(decoder.layers, kind, tiles)
+    alone += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
     alone += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
     alone += _activations(decoder.layers, kind)
     (needed if decoder.fused is None else later).extend(alone)

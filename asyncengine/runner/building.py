@@ -69,8 +69,8 @@ def build_runner(
 
     `cores`: the threads of the engine; None: as `config` says. `pooler`: of a model that is asked for vectors. `draft`:
     a smaller model that guesses; it raises `InvalidParameter` where nothing can be guessed. `two_pools`: rows will name
-    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if
-    all that a first answer needs are in the cache; `left`: those that first steps do not call and nobody else compiles.
+    window pages, where there are any (`Row.window`). `kept`: the kernels that Python calls, if all that a first answer
+    needs are in the cache; `left`: those that first steps do not call and nobody else compiles.
     """
     with on_device(model.device), progress or LoadProgress(config.show_progress) as bar:
         bar.stage("making room for keys and values")
@@ -81,8 +81,7 @@ def build_runner(
 
 def _build(
     model: LoadedModel, config: EngineConfig, lora: LoraLayers | None, cores: Cores, progress: LoadProgress,
-    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str],
-    left: Sequence[str],
+    pooler: Pooler | None, draft: LoadedModel | None, two_pools: bool, kept: Sequence[str], left: Sequence[str],
 ) -> ModelRunner:  # fmt: skip
     device = model.device
     release_cached(device)  # what loading left in torch's cache counts as taken

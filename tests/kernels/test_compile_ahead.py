@@ -46,6 +46,18 @@ def kept(folder: Path) -> list[str]:
     return sorted(file.name.rsplit("-", 1)[0] for file in folder.glob("kernels/*/*") if not file.name.startswith("."))
 
 
+def compiling_process() -> subprocess.Popen[str]:
+    """One that waits for names."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from asyncengine.kernels.compile_worker import main; main()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
 def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,14 +173,7 @@ def test_a_kernel_is_not_compiled_here_while_others_are_at_it(folder: Path, monk
 
 
 def test_what_comes_later_gives_way(folder: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from asyncengine.kernels.compile_worker import main; main()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
-        assert process.stdout.readline() == "ready\n"
+    with compiling_process() as process:
         for line, priority in ((SMALL, os.getpriority(os.PRIO_PROCESS, 0)), (f"?{SMALL}", 19)):
             process.stdin.write(f"{line}\n")
             process.stdin.flush()
@@ -306,13 +311,7 @@ def test_a_cache_that_keeps_nothing_starts_no_process(monkeypatch: pytest.Monkey
 
 def test_the_process_ends_with_the_program_that_started_it() -> None:
     """Whatever it is doing: here, waiting for names, with its input closed as a dead program's is."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from asyncengine.kernels.compile_worker import main; main()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == "ready\n"
+    process = compiling_process()
     process.stdin.close()
     assert process.wait(timeout=120) == 0
     assert process.stdout.read() == ""

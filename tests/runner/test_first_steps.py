@@ -28,7 +28,7 @@ if compiler_missing(torch.float32, torch.device("cpu")) is not None:
 CONFIG = EngineConfig(kv_cache_memory="8MiB", speculation="off", show_progress=False)
 UNKNOWN = "asyncengine.kernels.cpu.gather:nothing_of_the_kind:(int64)"
 _AFTER_LOADING = """
-import json, sys, time
+import json, sys
 from numba.core.dispatcher import Dispatcher
 from asyncengine import Engine, SamplingParams
 from asyncengine.kernels.elsewhere import elsewhere
@@ -47,8 +47,8 @@ with Engine.from_pretrained(sys.argv[1], kv_cache_memory="32MiB", num_threads=2,
     while_loading = len(added)
     for count in (3, 100, 600):
         engine.generate(list(range(1, 1 + count)), SamplingParams(max_tokens=3, temperature=0.7, top_k=20))
-    while elsewhere:  # what a first load leaves to others; they end by themselves
-        time.sleep(0.05)
+    for others in list(elsewhere):  # a first load leaves kernels to them
+        others.wait()
 print(json.dumps([len(kept), while_loading, added[while_loading:]]))
 """
 

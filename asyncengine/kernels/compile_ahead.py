@@ -211,6 +211,9 @@ class CompileAhead:
 
     def _add(self, name: str, *, later: bool = False) -> None:
         with self._changed:
+            if not later and name in self._later:  # a kernel that rarely calls it was compiled before it was asked for
+                self._later.remove(name)
+                del self._known[name]
             if name not in self._known:
                 self._known[name] = False
                 if later:

@@ -108,6 +108,18 @@ def test_a_load_waits_for_what_a_first_answer_needs_and_whoever_calls_another_ke
     assert again.left == []
 
 
+def test_what_a_kernel_rarely_calls_is_waited_for_where_a_first_answer_does(folder: Path) -> None:
+    """A process may have met it before the model's names are known."""
+    ahead = CompileAhead(2)
+    ahead._add(CALLS_OTHERS, later=True)
+    ahead.start([SMALL, CALLS_OTHERS])
+    told = []
+    ahead.finish(lambda name, most: told.append(name))
+    ahead.close()
+    assert CALLS_OTHERS in told
+    assert ahead.kept == [SMALL, CALLS_OTHERS]
+
+
 def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: Path) -> None:
     ahead = CompileAhead(2)
     ahead.start([SMALL], [CALLS_OTHERS])

@@ -27,9 +27,10 @@ def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
     """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
     _check_paths(model, config)
     with _no_collections():
-        _import_torch()
         handle = shared_engine(model, config=config)
-        engine = handle.get()
+        loading = on_thread(handle.get)  # a first load begins before torch is there
+        _import_torch()
+        engine = loading.result()
     try:
         yield engine
     finally:
@@ -100,10 +101,9 @@ def _no_collections() -> Iterator[None]:
 
 def _import_torch() -> None:
     """Seconds of work before the loader's progress bar appears; say so where somebody watches."""
-    done = on_thread(lambda: importlib.import_module("torch"))
     if not sys.stderr.isatty():
-        done.result()
         return
+    done = on_thread(lambda: importlib.import_module("torch"))
     from rich.console import Console
 
     with Console(stderr=True).status("importing torch"):

@@ -21,7 +21,7 @@ from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.stats import ThreadStats
 
 if TYPE_CHECKING:
-    from asyncengine.kernels.cpu.team import Account
+    from asyncengine.kernels.cpu.team import Account, Team
 
 _WINDOW = 0.05
 """Seconds of steps from which a judgement is made."""
@@ -91,11 +91,9 @@ class Cores:
         self._sharing = sharing
         self._company = Company(self.most)
         self._used = self.most
-        self._team = None
-        if compiler_missing(torch.float32, device) is None:
-            from asyncengine.kernels.cpu.team import Team
-
-            self._team = Team(self.most)
+        self._compiled = compiler_missing(torch.float32, device) is None
+        self._team: Team | None = None
+        """Made when it is first joined: a first load has its kernels compiled until then."""
 
     @contextmanager
     def step(self, *, torch_alone: bool = False, small: bool = False) -> Iterator[None]:
@@ -128,7 +126,13 @@ class Cores:
             yield
 
     def _joined(self, threads: int | None) -> AbstractContextManager[None]:
-        return nullcontext() if self._team is None else self._team.joined(threads)
+        if not self._compiled:
+            return nullcontext()
+        if self._team is None:
+            from asyncengine.kernels.cpu.team import Team
+
+            self._team = Team(self.most)
+        return self._team.joined(threads)
 
     @contextmanager
     def _measured(self, threads: int, for_torch: int) -> Iterator[None]:

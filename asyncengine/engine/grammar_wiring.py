@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncengine.config import EngineConfig
-from asyncengine.info import ModelInfo
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.grammar.service import GrammarService
 
 
-def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: EngineConfig) -> GrammarService | None:
-    """What compiles grammars for this model, or None where there is no text to constrain.
+def make_grammars(
+    tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int, config: EngineConfig
+) -> GrammarService | None:
+    """What compiles grammars for a model of so many tokens, or None where there is no text to constrain. `ends`: tokens
+    that end an answer (empty: those that the tokenizer names).
 
     Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
     """
@@ -24,8 +27,7 @@ def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: Engi
 
     if tokenizer is None or config.grammar_backend == "none":
         return None
-    # a checkpoint may name its end of sequence in the tokenizer only
-    ends = info.eos_token_ids or tokenizer.end_token_ids
+    ends = ends or tokenizer.end_token_ids
     if not ends:
         return None
     table = tokenizer.table
@@ -33,7 +35,7 @@ def make_grammars(tokenizer: TextTokenizer | None, info: ModelInfo, config: Engi
         [table.token_bytes(token) for token in range(table.size)],
         ends,
         table.special_ids,
-        info.vocab_size,
+        vocab_size,
         lambda text: tokenizer.encode(text, add_special_tokens=False),
     )
     vocabulary.warm_up()

@@ -138,7 +138,8 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     path, trying = resolve_model(model), attempt or LoadAttempt()
     ahead = CompileAhead(config.num_threads or usable_cpus())
     if may_be_cpu(config.device) and config.attention_backend != "torch":
-        ahead.expect(first_time=True)  # before torch is imported below, which takes as long as they take to start
+        # before torch is imported below, which takes as long as they take to start
+        ahead.expect(first_time=True, float32=config.dtype == "float32")
     try:
         return _load_on_own_thread(path, config, trying, ahead)
     except BaseException:  # a Ctrl-C here does not stop the other thread
@@ -197,9 +198,8 @@ def _load_frontend(
             frontend = _load_encoder_frontend(path, checkpoint, config, device, pooling, progress, ahead, cores)
             undo.pop_all()
             return frontend
-        load = partial(load_model, path, config, progress, checkpoint, ahead, is_headless(pooling))
-        with cores.loading():
-            loaded = in_words(load, device, "the model", _SMALLER)
+        load = partial(load_model, path, config, progress, checkpoint, ahead, is_headless(pooling), cores.loading)
+        loaded = in_words(load, device, "the model", _SMALLER)
         attempt.check()
         config = _resolve_overlap(config, loaded.device.type)
         tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
@@ -216,6 +216,7 @@ def _load_frontend(
         adapters = make_adapters(lora, loaded.dtype, config)
         undo.callback(adapters.close)
         allocate_adapters(lora, adapters, device)
+        grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)  # beside compilers
         with progress:
             progress.stage("compiling kernels")
             ahead.finish(progress.compiled)
@@ -224,7 +225,7 @@ def _load_frontend(
             kept=ahead.kept, left=ahead.left,
         )  # fmt: skip
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, config, vectors)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, config, vectors)
         undo.pop_all()
         return frontend
 
@@ -238,18 +239,18 @@ def _load_encoder_frontend(
     from asyncengine.models.encoder_loading import load_encoder
     from asyncengine.runner.encoder_runner import build_encoder_runner
 
-    with cores.loading():
-        load = partial(load_encoder, path, config, progress, checkpoint, ahead)
-        loaded = in_words(load, device, "the model", _SMALLER)
+    load = partial(load_encoder, path, config, progress, checkpoint, ahead, cores.loading)
+    loaded = in_words(load, device, "the model", _SMALLER)
     config = _resolve_overlap(config, loaded.device.type)
     tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
     pooler, vectors = encoder_pooler(loaded, pooling, config)
+    grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)
     with progress:
         progress.stage("compiling kernels")
         ahead.finish(progress.compiled)
     runner = build_encoder_runner(loaded, config, pooler, cores, progress)
     progress.say_compiled()
-    return _assemble(path, loaded, tokenizer, runner, None, config, vectors)
+    return _assemble(path, loaded, tokenizer, runner, None, grammars, config, vectors)
 
 
 def _load_tokenizer(
@@ -296,6 +297,7 @@ def _assemble(
     tokenizer: TextTokenizer | None,
     runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None,
+    grammars: GrammarCompiler | None,
     config: EngineConfig,
     vectors: VectorModel | None = None,
 ) -> Frontend:
@@ -329,7 +331,6 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
-    grammars = make_grammars(tokenizer, info, config)
     return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
 
 

@@ -43,11 +43,28 @@ _START = (
 """Without what the package itself imports, which is everything but kernels."""
 _PACKAGE = str(Path(__file__).parents[1])
 
+
+def _whole(count: int) -> str:
+    """The types of so many int64."""
+    return ", ".join(["int64"] * count)
+
+
+_CPU = "asyncengine.kernels.cpu."
 _BY_ALL = (
-    "asyncengine.kernels.cpu.calls:_run:void(int64, int64, int64, int64)",
-    f"asyncengine.kernels.cpu.sampling:_choose_at_once:({', '.join(['int64'] * 10)})",
+    f"{_CPU}calls:_run:void({_whole(4)})",
+    f"{_CPU}sampling:_choose_at_once:({_whole(10)})",
+    f"{_CPU}team_loops:help_along:({_whole(2)})",
+    f"{_CPU}team_loops:change:({_whole(4)})",
+    f"{_CPU}team_loops:make:({_whole(2)})",
 )
-"""What every model's kernels call, whatever its layers."""
+"""What every model's kernels call, whatever its layers, and what makes a team of threads."""
+_BY_MOST = (
+    f"{_CPU}activation:_gate_part:void({_whole(8)}, uint16)",
+    f"{_CPU}attention_write:_prepare_units:void({_whole(7)}, float32, {_whole(5)}, uint16)",
+    f"{_CPU}attention_fields:scratch_places:({_whole(3)})",
+    f"{_CPU}gather:_copy_few_rows:({_whole(5)})",
+)
+"""What most models call, in bfloat16, that takes about as long as nobody knows more: until torch is imported."""
 
 Told = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -85,16 +102,17 @@ class CompileAhead:
         with self._changed:
             return [] if self._alive or set(self._others) <= set(self.kept) else self._others
 
-    def expect(self, *, first_time: bool = False) -> None:
+    def expect(self, *, first_time: bool = False, float32: bool = False) -> None:
         """Start the processes at once if nothing has been compiled on this machine by this version: names will come,
         and a process takes a second until it can compile. Meanwhile it compiles what any model needs. `first_time`: by
-        no version, which can be seen before torch and numba are imported."""
+        no version, which can be seen before torch and numba are imported; then also what most models need, whose
+        numbers are bfloat16 unless `float32` says otherwise."""
         if first_time:
             begin = self._most >= 2 and can_start() and is_first_time(os.environ, sys.platform)
         else:
             begin = self._can_start() and self._folder.is_new and self._folder.writable
         if begin:
-            for name in reversed(_BY_ALL):
+            for name in reversed(first_time_names(float32=float32) if first_time else _BY_ALL):
                 self._add(name)
             self._open_all()
 
@@ -316,6 +334,11 @@ class CompileAhead:
                     self._changed.notify_all()
             if not answer:
                 return
+
+
+def first_time_names(*, float32: bool) -> list[str]:
+    """What is compiled before anybody knows the model."""
+    return [*_BY_ALL, *(name.replace("uint16", "float32") if float32 else name for name in _BY_MOST)]
 
 
 def _is_of(name: str, module: str, types: str) -> bool:

@@ -36,6 +36,7 @@ def main() -> None:
     gc.disable()  # what a compiler leaves behind is looked through again and again: a tenth of the time
     os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"  # of errors that only tell it what else to try
     sys.modules["torch"] = _Absent("torch")
+    sys.modules["scipy"] = None  # type: ignore[assignment]  # numba looks for its BLAS, which no kernel uses
     if sys.argv[3:] == ["later"]:
         _give_way()
     serve(_lines(sys.stdin), answers)
@@ -82,6 +83,9 @@ def serve(names: Iterable[str], answers: TextIO) -> None:
     """Compile what `names` say, and answer."""
     from asyncengine.kernels.cpu.calls import compile_named
     from asyncengine.kernels.cpu.compile_watcher import called_apart
+    from asyncengine.kernels.cpu.remembering import remember
+
+    remember()
 
     def say(text: str) -> None:
         answers.write(f"{text}\n")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,9 +53,11 @@ def load_encoder(
     progress: LoadProgress | None = None,
     checkpoint: CheckpointSource | None = None,
     ahead: CompileAhead | None = None,
+    threads: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LoadedEncoder:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
-    kernels that the model needs (None: they are compiled when they are called).
+    kernels that the model needs (None: they are compiled when they are called). `threads()`: weights are prepared
+    within, once the names of kernels are known.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -69,7 +73,7 @@ def load_encoder(
         if device.type == "cpu":
             bound_kernel_caches()
         with typed(checkpoint.folder):
-            model = _load(described, hf_config.model_type, checkpoint, config, dtype, device, bits, bar, ahead)
+            model = _load(described, hf_config.model_type, checkpoint, config, dtype, device, bits, bar, ahead, threads)
     return LoadedEncoder(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
         folder=checkpoint.folder,
@@ -123,6 +127,7 @@ def outline_of_encoder(
 def _load(
     described: EncoderConfig, family: str, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
     device: torch.device, bits: int | None, bar: LoadProgress, ahead: CompileAhead | None,
+    threads: Callable[[], AbstractContextManager[object]],
 ) -> Encoder:  # fmt: skip
     """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     weights = outline_of_encoder(described, family, checkpoint, config, dtype, device, bits).weights
@@ -132,11 +137,12 @@ def _load(
     model = Encoder(described, options)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(encoder_kernels_of(model))
-    find_room(options, config, bar)
-    if config.load_format == "dummy":
-        bar.stage("making up weights")
-        fill_randomly(model.slots(), dtype, device)
-    else:
-        slots = by_stored_name(model.slots(), checkpoint.tensors, spelling_of(family))
-        load_weights(checkpoint, slots, weights.names, bar)
+    with threads():
+        find_room(options, config, bar)
+        if config.load_format == "dummy":
+            bar.stage("making up weights")
+            fill_randomly(model.slots(), dtype, device)
+        else:
+            slots = by_stored_name(model.slots(), checkpoint.tensors, spelling_of(family))
+            load_weights(checkpoint, slots, weights.names, bar)
     return model

@@ -15,6 +15,7 @@ import numpy as np
 from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
+from asyncengine.layers.states import FusableState
 from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer
@@ -47,29 +48,31 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     rows = [] if table is None else _rows(table, kind)
     logits = [name for leaf in _leaves(head) for name in _products(leaf, kind, "float32")]
     others = _mixtures(decoder, kind) + _states(decoder, kind)
-    needed, later = _sampling(defaults)
-    needed += [_named("gather:_copy_few_rows", 5), _named("attention_fields:scratch_places", 3)]
+    needed: list[str] = []
+    sampled, later = _sampling(defaults)
     if decoder.fused is not None:
         forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
         needed.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
-        needed += _between_products(decoder.layers, kind) + rows[:1]
-        needed += logits
+        needed += logits + _between_products(decoder.layers, kind) + rows[:1]
         # called by address: by the fused layers themselves, or by what is named above
         needed += [name for weight in weights if isinstance(weight, PanelWeight) for name in weight.kernels(kind)]
         needed += [name for name in others if not name.rpartition(":")[2].startswith("(")]
+        needed += _scalings(decoder.layers, kind)
         later.append(_called("attention:join", 3, kind, 2))
     alone = others + _attention(decoder.layers, kind, tiles)
     alone += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
     alone += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
     alone += _activations(decoder.layers, kind)
     (needed if decoder.fused is None else later).extend(alone)
+    needed += [_named("gather:_copy_few_rows", 5), _named("attention_fields:scratch_places", 3), *sampled]
     known = dict.fromkeys(needed)
     return FirstKernels(list(known), [name for name in dict.fromkeys(later) if name not in known])
 
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what requests need that say nothing, what others do)"""
-    needed, others = [_named("sampling:_choose_at_once", 10)], [_named("sampling:_choose", 10)]
+    needed: list[str] = [_named("sampling:_choose_at_once", 10), _named("sampling:_choose", 10)]
+    others: list[str] = []
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
     top_k = draws and defaults.get("top_k", 0) > 0
     top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
@@ -92,7 +95,8 @@ def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     """What fused layers call between a feed-forward part's products."""
     parts = [part for part in map(_dense_part, layers) if part is not None]
     names = [_called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
-    return names + ([] if all(part.config.gated for part in parts) else [_called("activation:activate", 4, kind, 1)])
+    names += [] if all(part.config.gated for part in parts) else [_called("activation:activate", 4, kind, 1)]
+    return names + _gates(parts, kind)
 
 
 def encoder_kernels_of(encoder: Encoder) -> list[str]:
@@ -130,7 +134,15 @@ def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     names = [_named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
     if any(part.in_place for part in parts):
         names.append(_named("activation:activate", 4, kind, 1))
-    return names
+    return names + _gates(parts, kind)
+
+
+def _gates(parts: Sequence[MLP], kind: str) -> list[str]:
+    """What gated parts call for their activation."""
+    from asyncengine.kernels.cpu.activation import gated_by
+
+    names = dict.fromkeys(gated_by(part.gated) for part in parts)
+    return [_called(f"activation:{name}", 5, kind) for name in names if name is not None]
 
 
 def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> list[str]:
@@ -155,6 +167,20 @@ def _states(decoder: Decoder, kind: str) -> list[str]:
         names += [code.replace(":void(", ":("), *([] if decoder.fused is None else [code])]
     if any(layer.attention is not None and layer.attention.gate is not None for layer in decoder.layers):
         names += [_named("head_gate:split", 6, kind, 1), _named("head_gate:multiply_gates", 7, kind, 1)]
+    return names
+
+
+def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
+    """Of fused layers that multiply numbers on the way, or add attention to a state."""
+    names = []
+    if any(part.config.scales != (1.0, 1.0) for part in map(_dense_part, layers) if part is not None):
+        names.append(_called("scaling:scale", 1, "float32", 3, kind, 1))
+    states: list[Any] = [layer.state for layer in layers]
+    mixers = [state.fused() for state in states if isinstance(state, FusableState)]
+    if any(mixer is not None and mixer.factors is not None for mixer in mixers):
+        names.append(_called("scaling:scale_columns", 5, kind, 1))
+    if any(layer.attention is not None and layer.state is not None for layer in layers):
+        names.append(_called("scaling:add_beside", 1, "float32", 3, kind, 1))
     return names
 
 
@@ -196,7 +222,7 @@ def _leaves(weight: WeightForm) -> Sequence[WeightForm]:
 
 def _products(weight: WeightForm, kind: str, out: str) -> list[str]:
     if isinstance(weight, PackedWeight):
-        return [_named("packed:multiply", 11, kind, out, 2), _named("packed:panels_at_once", 2)]
+        return [_named("packed:multiply", 11, kind, 2)]
     if isinstance(weight, RowMajorWeight):
         return [_named("gemm_rowmajor:_product", 6, kind, 1)]
     if isinstance(weight, PanelWeight):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,11 @@ def load_model(
     checkpoint: CheckpointSource | None = None,
     ahead: CompileAhead | None = None,
     headless: bool = False,
+    threads: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> LoadedModel:
     """Load a folder or hub id, of which `checkpoint` was opened already (None: not yet). `ahead` begins to compile the
     kernels that the model needs (None: they are compiled when they are called). `headless`: no logits are wanted.
+    `threads()`: weights are prepared within, once the names of kernels are known.
 
     Raises `ModelNotFound` (no such model, or files missing or broken), `UnsupportedModel` (a family or option that
     cannot run here), `OutOfMemory` (weights larger than what is free), `InvalidParameter` (max_model_len, device).
@@ -94,10 +96,13 @@ def load_model(
         if described is not None:
             with typed(checkpoint.folder):
                 model, fused, nbytes = _load_decoder(
-                    described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead, defaults
+                    described, checkpoint, config, dtype, device, bits, max_model_len, bar, ahead, defaults, threads
                 )
         else:
-            model, fused, nbytes = _load_module(checkpoint, hf_config, config, dtype, device, bits, max_model_len, bar)
+            with threads():
+                model, fused, nbytes = _load_module(
+                    checkpoint, hf_config, config, dtype, device, bits, max_model_len, bar
+                )
     text_config = hf_config.get_text_config()
     return LoadedModel(
         name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
@@ -172,7 +177,7 @@ def read_config(
 def _load_decoder(
     described: DecoderConfig, checkpoint: CheckpointSource, config: EngineConfig, dtype: torch.dtype,
     device: torch.device, bits: int | None, max_model_len: int, bar: LoadProgress, ahead: CompileAhead | None,
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, Any], threads: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline = outline_of(described, checkpoint, config, dtype, device, bits)
@@ -183,12 +188,13 @@ def _load_decoder(
     decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
-    find_room(options, config, bar)
-    if config.load_format == "dummy":
-        bar.stage("making up weights")
-        fill_randomly(decoder.slots(), dtype, device)
-    else:
-        load_weights(checkpoint, slots_of(decoder, checkpoint), weights.names, bar)
+    with threads():
+        find_room(options, config, bar)
+        if config.load_format == "dummy":
+            bar.stage("making up weights")
+            fill_randomly(decoder.slots(), dtype, device)
+        else:
+            load_weights(checkpoint, slots_of(decoder, checkpoint), weights.names, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 

@@ -48,7 +48,7 @@ class Desk:
         self.reference = Reference(path)
         self.tokenizer: Any = load_tokenizer(str(path), EngineConfig())
         info = ModelInfo("worded", VOCAB, 512, (2, 0), "float32", "cpu", 2, 16)
-        service = make_grammars(self.tokenizer, info, EngineConfig())
+        service = make_grammars(self.tokenizer, info.eos_token_ids, info.vocab_size, EngineConfig())
         assert service is not None
         self.backend: Any = service._make["llguidance"]()
         assert isinstance(self.backend, LlguidanceBackend)

@@ -1,15 +1,19 @@
 """What a load needs is known: no kernel is compiled that was not expected, and nothing slow is imported."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import FAMILIES
 
 from asyncengine.demo import MODEL_PATH
+from asyncengine.kernels import cpu
+from asyncengine.kernels.compile_ahead import first_time_names
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -22,6 +26,9 @@ _SLOW = (
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.configuration_qwen3", "outlines",
     "langchain_core", "llama_index", "jinja2.ext.debug", "rich.progress", "peft",
 )  # fmt: skip
+_SOURCE = "".join(file.read_text(encoding="utf-8") for file in Path(cpu.__file__).parent.glob("*.py"))
+_RARE = sorted(set(re.findall(r"call_rare\(\s*(\w+),", _SOURCE)))
+"""What kernels call by address and compile with nobody: who needs it must say so."""
 _LOAD = f"""
 import json, sys
 from numba.core.dispatcher import Dispatcher
@@ -33,6 +40,12 @@ def noted(self, *args, **kwargs):
     return found
 Dispatcher._compile_for_args = noted
 import asyncengine.kernels.compile_ahead as compile_ahead
+import asyncengine.kernels.cpu.calls as calls
+by_address, code_of = set(), calls._code_of
+def asked(name):
+    by_address.add(name)
+    return code_of(name)
+calls._code_of = asked
 expected = []
 def start(self, names, later=()):
     expected.extend(names)
@@ -50,6 +63,7 @@ for function, added in called:
     module = sys.modules[function.py_func.__module__]
     name = next(name for name, value in vars(module).items() if value is function)
     found += [f"{{module.__name__}}:{{name}}:({{', '.join(map(str, types))}})" for types in added]
+found += sorted(by_address)
 print(json.dumps([found, expected, loaded]))
 """
 _SHAPE = {
@@ -96,8 +110,11 @@ def run_in_process(
 
 
 def unexpected(called: list[str], expected: list[str]) -> list[str]:
-    """What was compiled on the way. The team's loops and the rounding of weights are needed before anything else."""
-    return sorted(name for name in set(called) - set(expected) if not name.startswith((_TEAM, *_ROUNDING)))
+    """What was compiled on the way. The team's loops and the rounding of weights are needed before anything else; what
+    is called by address, unless rarely, is compiled with its callers."""
+    others = set(called) - set(expected)
+    with_callers = {name for name in others if ":void(" in name and name.split(":")[1] not in _RARE}
+    return sorted(name for name in others - with_callers if not name.startswith((_TEAM, *_ROUNDING)))
 
 
 def test_a_native_model_imports_nothing_slow_and_compiles_nothing_unexpected() -> None:
@@ -111,16 +128,35 @@ def test_a_native_model_imports_nothing_slow_and_compiles_nothing_unexpected() -
 def test_a_first_answer_needs_no_more_than_a_load_waits_for(dtype: str) -> None:
     called, needed, _ = load(str(MODEL_PATH), "only what is needed", dtype=dtype)
     assert unexpected(called, needed) == []
+    before = [name for name in first_time_names(float32=dtype == "float32") if not name.startswith(_TEAM)]
+    assert set(before) <= {*called, *needed}  # what is compiled before the model is known is what it calls
     _, everything, _ = load(str(MODEL_PATH), dtype=dtype)
     assert len(everything) >= len(needed) + 10
     assert not any("top_p" in name or "activate" in name for name in needed)  # it takes the largest, and is gated
 
 
+def test_what_is_rarely_called_is_known() -> None:
+    assert {"join", "activate", "gate_by_gelu", "scale_columns", "top_p_threshold"} <= set(_RARE)
+
+
 def test_kernels_of_recurrent_layers(tmp_path: Path) -> None:
     FAMILIES["falcon-h1"]().save_pretrained(tmp_path)
-    called, expected, _ = load(str(tmp_path), load_format="dummy", max_model_len=256, dtype="bfloat16")
+    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "dtype": "bfloat16"}
+    called, expected, _ = load(str(tmp_path), **settings)
     assert unexpected(called, expected) == []
     assert any(":run_mamba2:" in name for name in called)
+    called, needed, _ = load(str(tmp_path), "only what is needed", **settings)
+    assert {"scale", "scale_columns", "add_beside"} <= {name.split(":")[1] for name in called}
+    assert unexpected(called, needed) == []
+
+
+def test_kernels_of_an_activation_that_few_models_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SHAPE | {"hidden_act": "gelu_pytorch_tanh"}))
+    called, needed, _ = load(
+        str(tmp_path), "only what is needed", load_format="dummy", max_model_len=256, dtype="bfloat16"
+    )
+    assert any(":gate_by_gelu_tanh:" in name for name in called)
+    assert unexpected(called, needed) == []
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)

@@ -186,7 +186,15 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     def told(name: str) -> Callable[..., Any]:
         def work(*_: Any, **__: Any) -> Any:
             seen.append((name, list(current)))
-            return SimpleNamespace(device=CUDA, dtype=torch.float32, model=None, hf_config=None, folder=None)
+            return SimpleNamespace(
+                device=CUDA,
+                dtype=torch.float32,
+                model=None,
+                hf_config=None,
+                folder=None,
+                eos_token_ids=[],
+                vocab_size=8,
+            )
 
         return work
 

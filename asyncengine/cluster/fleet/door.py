@@ -163,7 +163,7 @@ def _wire(crew: Crew, loaded: list[Loaded], config: EngineConfig, settings: Flee
     adapters = FleetAdapters(first.adapters)
     crew.adapters = adapters
     crew.first_adapters = {adapter.name: adapter.digest for adapter in first.adapters}
-    grammars = make_grammars(first.tokenizer, info, config)
+    grammars = make_grammars(first.tokenizer, info.eos_token_ids, info.vocab_size, config)
     planner = None
     if first.tokenizer is not None and first.tokenizer.has_chat_template and grammars is not None:
         from asyncengine.chat import ChatPlanner

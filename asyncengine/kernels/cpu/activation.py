@@ -65,6 +65,12 @@ def _activated(activation: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def gated_by(between: object) -> str | None:
+    """The name of the function above that `gate` calls for one of these; None: it calls none."""
+    names = {_GELU_TANH: "gate_by_gelu_tanh", _GELU: "gate_by_gelu"}
+    return names.get(-1 if (number := activation_id(between)) is None else number)
+
+
 def activation_id(between: object) -> int | None:
     """The number by which `apply` knows one of these; None: it is none of them."""
     if not isinstance(between, partial):
@@ -123,21 +129,39 @@ def _gate_part(
     both: int, out: int, rows: int, width: int, activation: int, kind: np.generic,
 ) -> None:  # fmt: skip
     first, last = rows * piece // pieces, rows * (piece + 1) // pieces
-    halves = array(pointer(both, kind), (last, 2, width))
-    results = array(pointer(out, kind), (last, width))
-    for row in range(first, last):
-        if activation == _SILU:
+    if activation == _GELU_TANH:
+        call_rare(gate_by_gelu_tanh, (first, last, both, out, width, kind))
+    elif activation == _GELU:
+        call_rare(gate_by_gelu, (first, last, both, out, width, kind))
+    else:
+        halves = array(pointer(both, kind), (last, 2, width))
+        results = array(pointer(out, kind), (last, width))
+        for row in range(first, last):
             for index in range(width):
                 gate = widen(narrow(_silu(widen(halves[row, 0, index])), kind))
                 results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
-        elif activation == _GELU_TANH:
-            for index in range(width):
-                gate = widen(narrow(_gelu_tanh(widen(halves[row, 0, index])), kind))
-                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
-        else:
-            for index in range(width):
-                gate = widen(narrow(_gelu(widen(halves[row, 0, index])), kind))
-                results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+
+
+@serial_in_order
+def gate_by_gelu_tanh(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
+    """Rows `first` to `last`, by address, as few models need it."""
+    halves = array(pointer(both, kind), (last, 2, width))
+    results = array(pointer(out, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            gate = widen(narrow(_gelu_tanh(widen(halves[row, 0, index])), kind))
+            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
+
+
+@serial_in_order
+def gate_by_gelu(first: int, last: int, both: int, out: int, width: int, kind: np.generic) -> None:
+    """The same with GELU by the error function."""
+    halves = array(pointer(both, kind), (last, 2, width))
+    results = array(pointer(out, kind), (last, width))
+    for row in range(first, last):
+        for index in range(width):
+            gate = widen(narrow(_gelu(widen(halves[row, 0, index])), kind))
+            results[row, index] = narrow(gate * widen(halves[row, 1, index]), kind)
 
 
 @serial_in_order

@@ -274,7 +274,7 @@ def _packed_part(
     arguments = (
         piece % chunks, chunks, worker, x + begin * step, weights + expert * panels * WIDTH * row_size, added,
         out + begin * panels * WIDTH * size, panels * WIDTH * size, rows, row_size, panels, tile, tiles,
-        panels_at_once(rows, row_size), kind, kind, size,
+        panels_at_once(rows, row_size), kind, size,
     )  # fmt: skip
     call(multiply_part, arguments)
 

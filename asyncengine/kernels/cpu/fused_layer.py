@@ -16,6 +16,7 @@ import torch
 
 from asyncengine.kernels.cpu import gemm_quantized, packed
 from asyncengine.kernels.cpu.activation import apply
+from asyncengine.kernels.cpu.calls import call_rare
 from asyncengine.kernels.cpu.jit import array, kind_of, pointer, serial_in_order
 from asyncengine.kernels.cpu.linears import (
     INPUTS,
@@ -168,17 +169,17 @@ def run_fused_layer(
         if place == OUT_BESIDE:
             if linears[OUT_BESIDE, OUTPUTS] != 0:
                 by = factors[_BESIDE] if others[FACTORS] != 0 else np.float32(1)
-                add_beside(branch, by, beside, rows, width, kind, team)
+                call_rare(add_beside, (branch, by, beside, rows, width, kind, team))
             weight, epsilon, target = others[MLP_NORM], first_epsilon, normed
             if alone:
                 weight, epsilon, target = others[NEXT_NORM], second_epsilon, after
             add_norm(residual, branch, weight, residual, target, rows, width, factor, epsilon, kind, team)
         elif place == GATE_UP and inner_width != 0:
             if others[FACTORS] != 0 and factors[_GATE] != np.float32(1):
-                scale(gate_up, factors[_GATE], rows, linears[GATE_UP, OUTPUTS], inner_width, kind, team)
+                call_rare(scale, (gate_up, factors[_GATE], rows, linears[GATE_UP, OUTPUTS], inner_width, kind, team))
             inner = apply(gate_up, rows, inner_width, activation, kind, team)
             if others[FACTORS] != 0 and factors[_INNER] != np.float32(1):
-                scale(inner, factors[_INNER], rows, inner_width, inner_width, kind, team)
+                call_rare(scale, (inner, factors[_INNER], rows, inner_width, inner_width, kind, team))
         elif place == DOWN and not alone:
             if mixed is not None and others[MIXTURE] != 0:
                 run_mixture(

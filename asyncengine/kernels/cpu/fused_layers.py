@@ -224,7 +224,7 @@ def _run_layers(
             if spec[HEADS] != 0:
                 given, made = x + rows * spec[COLUMNS] * size, attended + rows * spec[VALUES] * size
             if spec[SCALED] != 0:
-                scale_columns(given, spec[FACTORS], rows, spec[WIDE], spec[SCALED], kind, team)
+                call_rare(scale_columns, (given, spec[FACTORS], rows, spec[WIDE], spec[SCALED], kind, team))
             call(
                 spec[CODE],
                 (spec[MIX], spec[STATES], spec[WINDOWS], given, made, part[0], part[1], part[2], part[3], part[4],

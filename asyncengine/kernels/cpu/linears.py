@@ -98,5 +98,5 @@ def _multiply_packed(
     row, count = matrix[gemm_quantized.INPUTS] * size, matrix[gemm_quantized.OUTPUTS] // packed.WIDTH
     multiply(
         x, matrix[PANELS_AT], product[BIAS], out, stride * size, rows, row, count, tile, tiles,
-        panels_at_once(rows, row), kind, kind, size, team,
+        panels_at_once(rows, row), kind, size, team,
     )  # fmt: skip

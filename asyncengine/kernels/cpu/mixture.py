@@ -102,7 +102,7 @@ def run_mixture(
     else:
         multiply(
             x, fields[WEIGHTS], fields[BIAS], logits, columns * 4, rows, row, columns // WIDTH, tile, tiles,
-            panels_at_once(rows, row), kind, np.float32(0), 4, team,
+            panels_at_once(rows, row), kind, 4, team,
         )  # fmt: skip
     route_rows(
         logits, fields[CORRECTION], fields[BY_EXPERT], ids, weights, rows, columns, fields[EXPERTS], chosen,
@@ -124,10 +124,9 @@ def _exact_logits(
 ) -> None:  # fmt: skip
     """float32 [rows, columns] of x [rows, width], which is widened in `wide`, and weights of float32."""
     parallel_for(_widen_part, team, pieces_of(rows * width * _WORK, rows, team), (x, wide, rows, width, kind))
-    single = np.float32(0)
     multiply(
         wide, weights, bias, logits, columns * 4, rows, width * 4, columns // WIDTH, tile, tiles,
-        panels_at_once(rows, width * 4), single, single, 4, team,
+        panels_at_once(rows, width * 4), np.float32(0), 4, team,
     )  # fmt: skip
 
 

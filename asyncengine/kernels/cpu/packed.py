@@ -142,8 +142,8 @@ def gemm(x: torch.Tensor, panels: torch.Tensor, out: torch.Tensor, bias: torch.T
     size, across = inputs * x.element_size(), (out.stride(-2) if out.dim() > 1 else outputs) * out.element_size()
     multiply(
         x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), across, rows, size,
-        outputs // WIDTH, *tiles_for(rows), panels_at_once(rows, size), kind_of(x.dtype), kind_of(out.dtype),
-        out.element_size(), use_team(),
+        outputs // WIDTH, *tiles_for(rows), _panels_at_once(rows, size), kind_of(x.dtype), out.element_size(),
+        use_team(),
     )  # fmt: skip
 
 
@@ -165,23 +165,26 @@ def tiles_for(rows: int) -> tuple[int, int]:
     raise AssertionError
 
 
-@inline
-def panels_at_once(rows: int, size: int) -> int:
+def _panels_at_once(rows: int, size: int) -> int:
     """Panels that are done for all rows of `size` bytes before the next."""
     return 1 if rows * size <= _NEAR else max(1, _BLOCK // (size * WIDTH))
+
+
+panels_at_once = inline(_panels_at_once)
+"""The same for kernels."""
 
 
 @serial_in_order
 def multiply(
     x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int, tiles: int,
-    block: int, kind: np.generic, out_kind: np.generic, out_size: int, team: int,
+    block: int, kind: np.generic, out_size: int, team: int,
 ) -> None:  # fmt: skip
     """`count` panels for `rows` rows of x, in `tiles` tiles of `tile` rows each (`tiles_for`). `across` is bytes from a
-    row of `out` to the next."""
+    row of `out` to the next, `out_size` those of a number there: 4, or as many as x's have."""
     most = -(-count // block)
     parallel_for(
         _multiply_part, team, pieces_of(count * WIDTH * size * reads_worth(rows, _EVEN), most, team),
-        (x, panels, bias, out, across, rows, size, count, tile, tiles, block, kind, out_kind, out_size),
+        (x, panels, bias, out, across, rows, size, count, tile, tiles, block, kind, out_size),
     )  # fmt: skip
 
 
@@ -189,7 +192,7 @@ def multiply(
 def _multiply_part(
     piece: int, pieces: int, worker: int,
     x: int, panels: int, bias: int, out: int, across: int, rows: int, size: int, count: int, tile: int,
-    tiles: int, block: int, kind: np.generic, out_kind: np.generic, out_size: int,
+    tiles: int, block: int, kind: np.generic, out_size: int,
 ) -> None:  # fmt: skip
     """The panels of one of `pieces`, for all rows. `size` is the bytes of a row of x. The last tile is moved back."""
     first, last = count * piece // pieces, count * (piece + 1) // pieces
@@ -198,7 +201,7 @@ def _multiply_part(
         for place in range(first, last - 1, 2):
             target, own = out + place * WIDTH * out_size, panels + place * size * WIDTH
             added = bias + place * WIDTH * 4 if bias != 0 else 0
-            _pair(x, size, own, lines, own + _AHEAD, _VECTORS * LINE, added, target, across, kind, out_kind)
+            _pair(x, size, own, lines, own + _AHEAD, _VECTORS * LINE, added, target, across, out_size, kind)
         first = last - (last - first) % 2
     for begin in range(first, last, block):
         for turn in range(tiles):
@@ -214,43 +217,44 @@ def _multiply_part(
                 added = bias + place * WIDTH * 4 if bias != 0 else 0
                 own, rest = panels + place * size * WIDTH, x + row * size
                 if tile == 1:
-                    _tile1(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile1(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 elif tile == 2:
-                    _tile2(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile2(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 elif tile == 3:
-                    _tile3(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile3(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 elif tile == 4:
-                    _tile4(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile4(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 elif tile == 6:
-                    _tile6(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile6(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 elif tile == 8:
-                    _tile8(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile8(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
                 else:
-                    _tile12(rest, size, own, lines, own + ahead, share, added, target, across, kind, out_kind)
+                    _tile12(rest, size, own, lines, own + ahead, share, added, target, across, out_size, kind)
 
 
 def _make_tile(rows: int, panels: int = 1) -> Any:
-    """tile(x, x_size, panel, lines, ahead, share, bias, out, out_size, kind, out_kind): out [rows, 32] = x W^T + bias.
+    """tile(x, x_size, panel, lines, ahead, share, bias, out, across, out_size, kind): out [rows, 32] = x W^T + bias.
 
-    Addresses, bytes of a row of x and of `out`, and the panel's pairs of vectors. No bias: address 0. For each of those
-    pairs, the next `share` bytes from `ahead` on are asked for. `panels`: that many at once, one behind the other.
+    Addresses, bytes of a row of x and of `out` (`across`) and of a number there, and the panel's pairs of vectors. No
+    bias: address 0. For each of those pairs, the next `share` bytes from `ahead` on are asked for. `panels`: that many
+    at once, one behind the other.
     """
 
     def typed(_: Any, x: Any, x_size: Any, panel: Any, lines: Any, ahead: Any, share: Any, bias: Any, out: Any,
-              out_size: Any, kind: Any, out_kind: Any) -> Any:  # fmt: skip
+              across: Any, out_size: Any, kind: Any) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             write = _write_tile if WIDE else _write_narrow_tile if rows * panels <= 2 else _write_narrow_block
-            write(builder, rows, panels, kind, out_kind, *arguments[:9])
+            write(builder, rows, panels, kind, *arguments[:10])
             return context.get_dummy_value()
 
-        return numba.types.void(*[numba.types.int64] * 9, kind, out_kind), generate
+        return numba.types.void(*[numba.types.int64] * 10, kind), generate
 
     return intrinsic(typed)
 
 
 def _write_tile(
-    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
-    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
+    builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip
     zero, accumulate = vectors.constant(FLOATS, 0.0), vectors.ACCUMULATE[kind]
     cells = [(row, vector) for row in range(rows) for vector in range(_VECTORS)]
@@ -269,12 +273,12 @@ def _write_tile(
                 cell = sums[row, vector]
                 builder.store(accumulate(builder, values, weights[vector], builder.load(cell)), cell)
     found = {cell: builder.load(sums[cell]) for cell in cells}
-    _store_tile(builder, found, FLOATS, out_kind, bias, out, out_size)
+    _store_tile(builder, found, FLOATS, kind, bias, out, across, out_size)
 
 
 def _write_narrow_tile(
-    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
-    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
+    builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip
     """For vectors of eight, of which there are sixteen: eight sums, and no more than one part of a panel at a time.
     A product waits for the one before it in its sum, so that fewer sums would leave the CPU idle."""
@@ -301,12 +305,12 @@ def _write_narrow_tile(
                     total = vectors.multiply_add(builder, value, weight, total)
                 builder.store(total, sums[row, part])
     found = {cell: builder.load(sums[cell]) for cell in cells}
-    _store_tile(builder, found, vectors.EIGHT_FLOATS, out_kind, bias, out, out_size)
+    _store_tile(builder, found, vectors.EIGHT_FLOATS, kind, bias, out, across, out_size)
 
 
 def _write_narrow_block(
-    builder: Any, rows: int, panels: int, kind: Any, out_kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
-    ahead: Any, share: Any, bias: Any, out: Any, out_size: Any,
+    builder: Any, rows: int, panels: int, kind: Any, x: Any, x_size: Any, panel: Any, lines: Any,
+    ahead: Any, share: Any, bias: Any, out: Any, across: Any, out_size: Any,
 ) -> None:  # fmt: skip
     """The same for four rows: sixteen outputs, one half of a panel, after the other (six rows, as BLIS has it, Van Zee
     and van de Geijn 2015, leave no registers to widen bfloat16). A line of memory belongs to one half: none is read
@@ -343,7 +347,7 @@ def _write_narrow_block(
                         value = vectors.splat(builder, load(builder, source, ir.FloatType()))
                         total = vectors.multiply_add(builder, value, weights, builder.load(sums[row, vector]))
                         builder.store(total, sums[row, vector])
-    _store_tile(builder, {cell: builder.load(sums[cell]) for cell in cells}, FLOATS, out_kind, bias, out, out_size)
+    _store_tile(builder, {cell: builder.load(sums[cell]) for cell in cells}, FLOATS, kind, bias, out, across, out_size)
 
 
 def _widen(builder: Any, kind: Any, source: Any, count: Any, runs: list[Any]) -> None:
@@ -361,19 +365,30 @@ def _widen(builder: Any, kind: Any, source: Any, count: Any, runs: list[Any]) ->
 
 
 def _store_tile(
-    builder: Any, found: dict[tuple[int, int], Any], kind: Any, out_kind: Any, bias: Any, out: Any, out_size: Any
-) -> None:
-    """Results by (row, vector), of that many lanes each, with the bias."""
+    builder: Any, found: dict[tuple[int, int], Any], form: Any, kind: Any, bias: Any, out: Any, across: Any,
+    out_size: Any,
+) -> None:  # fmt: skip
+    """Results by (row, vector), each a vector of the type `form`, with the bias."""
     cells = {cell: cgutils.alloca_once_value(builder, value) for cell, value in found.items()}
     with builder.if_then(builder.icmp_signed("!=", bias, LONG(0))):
         for (_, vector), cell in cells.items():
-            added = load(builder, builder.add(bias, LONG(vector * kind.count * 4)), kind)
+            added = load(builder, builder.add(bias, LONG(vector * form.count * 4)), form)
             builder.store(builder.fadd(builder.load(cell), added), cell)
-    narrow = out_kind == numba.types.uint16
-    for (row, vector), cell in cells.items():
-        target = at(builder, out, out_size, row, LONG(vector * kind.count * (2 if narrow else 4)))
-        value = builder.load(cell)
-        vectors.store(builder, vectors.narrow(builder, value) if narrow else value, target)
+
+    def store(size: int) -> None:
+        for (row, vector), cell in cells.items():
+            target, value = at(builder, out, across, row, LONG(vector * form.count * size)), builder.load(cell)
+            vectors.store(builder, vectors.narrow(builder, value) if size == 2 else value, target)
+
+    if kind != numba.types.uint16:
+        store(4)
+        return
+    # asked for while the program runs: all tiles twice, once for each type, would take a compiler twice as long
+    with builder.if_else(builder.icmp_signed("==", out_size, LONG(2))) as (narrow, wide):
+        with narrow:
+            store(2)
+        with wide:
+            store(4)
 
 
 _pair = _make_tile(1, 2)

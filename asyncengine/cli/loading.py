@@ -28,8 +28,12 @@ def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
     _check_paths(model, config)
     with _no_collections():
         handle = shared_engine(model, config=config)
-        loading = on_thread(handle.get)  # a first load begins before torch is there
-        _import_torch()
+        with _saying_so("importing torch") as said:
+            # Begun before torch is there, as a first load has kernels to compile. From here on this thread imports
+            # nothing: a Ctrl-C that comes while it waits for the lock of all imports may be lost, and leave it locked.
+            loading = on_thread(handle.get)
+            if said:
+                on_thread(lambda: importlib.import_module("torch")).result()
         engine = loading.result()
     try:
         yield engine
@@ -99,12 +103,13 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _import_torch() -> None:
-    """Seconds of work before the loader's progress bar appears; say so where somebody watches."""
+@contextlib.contextmanager
+def _saying_so(text: str) -> Iterator[bool]:
+    """Work of seconds before the loader's progress bar appears. Whether somebody watches."""
     if not sys.stderr.isatty():
+        yield False
         return
-    done = on_thread(lambda: importlib.import_module("torch"))
     from rich.console import Console
 
-    with Console(stderr=True).status("importing torch"):
-        done.result()
+    with Console(stderr=True).status(text):
+        yield True

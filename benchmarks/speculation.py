@@ -6,7 +6,8 @@
 One engine with drafts and one without, on the same random weights, in one process. Drafts are planted: a drafter that
 knows the answers and is right with a given chance, one that is always right, and one that is always wrong. Gains on
 random weights by looking back would mean nothing: they loop. Medians of the ratios of times, off over on, of `--rows`
-requests at once. What the planner has learnt is forgotten before each round. With --useless, drafts that are always
+requests at once: from the first token to the last of all, and of each request's own time, as those with guesses end one
+after the other. What the planner has learnt is forgotten before each round. With --useless, drafts that are always
 wrong only; with --demo, the bundled model on real text instead (`guesses_on_texts`), with
 --draft too by its draft model only, alone and beside look-ups.
 """
@@ -48,13 +49,17 @@ class Planted:
         return Draft(tuple(right), Evidence.LONG)
 
 
-async def timed(engine: AsyncEngine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds from the first token to the last of all requests, and what they answered."""
+async def timed(
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[tuple[float, float], list[list[int]]]:
+    """Seconds from the first token to the last of all requests, and of each in the mean; and what they answered."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
     found = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
     seconds = time.perf_counter() - began
-    return seconds - max(one.timings.first_token or 0.0 for one in found), [one.token_ids for one in found]
+    firsts = [one.timings.first_token or 0.0 for one in found]
+    own = statistics.mean(one.timings.total - first for one, first in zip(found, firsts, strict=True))
+    return (seconds - max(firsts), own), [one.token_ids for one in found]
 
 
 async def planted(options: argparse.Namespace) -> None:
@@ -99,13 +104,15 @@ async def compare(
         for name, engine in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
             pair[name], found = await timed(engine, prompts, options.tokens)
             assert found == answers, "speculation was seen"
-        ratios.append(pair["off"] / pair["on"])
+        ratios.append([plain / guessed for plain, guessed in zip(pair["off"], pair["on"], strict=True)])
     after = on.stats().speculation
     assert before is not None and after is not None  # noqa: PT018
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
+    whole, own = zip(*ratios, strict=True)
     print(
-        f"{rows:3} rows, right {rate:.0%}, K <= {most:2}: {statistics.median(ratios):.2f} of off "
-        f"({min(ratios):.2f} to {max(ratios):.2f}); drafted {drafted}, right {accepted}",
+        f"{rows:3} rows, right {rate:.0%}, K <= {most:2}: {statistics.median(whole):.2f} of off "
+        f"({min(whole):.2f} to {max(whole):.2f}), each by itself {statistics.median(own):.2f} "
+        f"({min(own):.2f} to {max(own):.2f}); drafted {drafted}, right {accepted}",
         flush=True,
     )
 

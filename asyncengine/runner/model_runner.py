@@ -32,7 +32,7 @@ from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, St
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, Row, StepHandle, StepResult, sampling_places
+from asyncengine.step import OPEN, Batch, Row, StepHandle, StepResult, sampling_places
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
@@ -127,12 +127,14 @@ class ModelRunner:
     def is_brief(self, batch: Batch) -> bool:
         """True: the step is over in milliseconds, computed by one thread that waits for no other: that of the event
         loop may be the one."""
-        if not self._may_be_brief or self.draft_model is not None or batch.swaps or elsewhere:
+        if not self._may_be_brief or batch.swaps or elsewhere:
             return False  # while kernels are compiled by other processes, a step may wait for one
         pairs = 0
         for row in batch.rows:
             pairs += row.num_scheduled * (row.start + row.num_scheduled)
-            if row.grammar is not None:  # masks are another thread's
+            if row.grammar is not None or row.drafts[:1] == (
+                OPEN,
+            ):  # masks are another thread's; a draft model is asked
                 return False
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.first_steps import GREEDY, read_kept
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.step import Batch, Row, StepResult
+from asyncengine.step import OPEN, Batch, Row, StepResult
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("no compiler", allow_module_level=True)
@@ -114,4 +115,18 @@ def test_no_event_loop_waits_for_a_kernel_that_others_compile(monkeypatch: pytes
     assert runner.is_brief(Batch(0, (row,)))
     monkeypatch.setattr("asyncengine.runner.model_runner.elsewhere", [object()])
     assert not runner.is_brief(Batch(0, (row,)))
+    runner.close()
+
+
+def test_a_step_that_asks_a_draft_model_is_not_brief() -> None:
+    """Nobody else's is slower for there being one."""
+    loaded = load_model(str(DEMO_MODEL), CONFIG)
+    runner = build_runner(loaded, CONFIG)
+    there: Any = object()
+    runner.draft_model = there
+    row = Row(RequestSpec(0, (1, 2), GREEDY, 9), 0, 2, 1, [1, 2, 3], True, [1], False)
+    guessed = row._replace(num_scheduled=3, drafts=(4, 5))
+    asked = row._replace(num_scheduled=3, drafts=(OPEN, OPEN))
+    assert [runner.is_brief(Batch(0, (row, other))) for other in (row, guessed, asked)] == [True, True, False]
+    runner.draft_model = None
     runner.close()

@@ -119,6 +119,11 @@ class Row(NamedTuple):
         return self.samples and self.spec.pooled is not None
 
     @property
+    def awaits_drafts(self) -> bool:
+        """True: a draft model is to make its guesses."""
+        return bool(self.drafts) and self.drafts[0] == OPEN
+
+    @property
     def moves_state(self) -> bool:
         """True: the state that it starts from is overwritten, so that it cannot be run twice."""
         return self.state is not None and self.state.source == self.state.slot

@@ -44,25 +44,30 @@ _START = (
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def _whole(count: int) -> str:
-    """The types of so many int64."""
-    return ", ".join(["int64"] * count)
+def named(function: str, *types: str | int) -> str:
+    """The name of "module:function" in `kernels.cpu`, as Python calls it. A number stands for so many int64."""
+    written = [name for each in types for name in (["int64"] * each if isinstance(each, int) else [each])]
+    return f"asyncengine.kernels.cpu.{function}:({', '.join(written)})"
 
 
-_CPU = "asyncengine.kernels.cpu."
+def called(function: str, *types: str | int) -> str:
+    """The same of what kernels call by address."""
+    return named(function, *types).replace(":(", ":void(")
+
+
 _BY_ALL = (
-    f"{_CPU}calls:_run:void({_whole(4)})",
-    f"{_CPU}sampling:_choose_at_once:({_whole(10)})",
-    f"{_CPU}team_loops:help_along:({_whole(2)})",
-    f"{_CPU}team_loops:change:({_whole(4)})",
-    f"{_CPU}team_loops:make:({_whole(2)})",
+    called("calls:_run", 4),
+    named("sampling:_choose_at_once", 10),
+    named("team_loops:help_along", 2),
+    named("team_loops:change", 4),
+    named("team_loops:make", 2),
 )
 """What every model's kernels call, whatever its layers, and what makes a team of threads."""
 _BY_MOST = (
-    f"{_CPU}activation:_gate_part:void({_whole(8)}, uint16)",
-    f"{_CPU}attention_write:_prepare_units:void({_whole(7)}, float32, {_whole(5)}, uint16)",
-    f"{_CPU}attention_fields:scratch_places:({_whole(3)})",
-    f"{_CPU}gather:_copy_few_rows:({_whole(5)})",
+    called("activation:_gate_part", 8, "uint16"),
+    called("attention_write:_prepare_units", 7, "float32", 5, "uint16"),
+    named("attention_fields:scratch_places", 3),
+    named("gather:_copy_few_rows", 5),
 )
 """What most models call, in bfloat16, that takes about as long as nobody knows more: until torch is imported."""
 

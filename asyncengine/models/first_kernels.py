@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asyncengine.kernels.compile_ahead import called, named
 from asyncengine.layers.experts import SparseMLP
 from asyncengine.layers.mlp import MLP
 from asyncengine.layers.norm import Norm
@@ -20,8 +21,6 @@ from asyncengine.layers.stored_weight import SideBySide
 from asyncengine.layers.weight_forms import PackedWeight, PanelWeight, RowMajorWeight, WeightForm
 from asyncengine.models.decoder import Decoder, DecoderLayer
 from asyncengine.models.encoder import Encoder
-
-_PACKAGE = "asyncengine.kernels.cpu."
 
 
 class FirstKernels(NamedTuple):
@@ -52,34 +51,34 @@ def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) ->
     sampled, later = _sampling(defaults)
     if decoder.fused is not None:
         forms = ["none" if form is None else _type(form) for form in decoder.fused.forms]
-        needed.append(_named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
+        needed.append(named("fused_layers:_run_layers", 4, "float32", 12, *forms, kind, *tiles, 6))
         needed += logits + _between_products(decoder.layers, kind) + rows[:1]
         # called by address: by the fused layers themselves, or by what is named above
         needed += [name for weight in weights if isinstance(weight, PanelWeight) for name in weight.kernels(kind)]
         needed += [name for name in others if not name.rpartition(":")[2].startswith("(")]
         needed += _scalings(decoder.layers, kind)
-        later.append(_called("attention:join", 3, kind, 2))
+        later.append(called("attention:join", 3, kind, 2))
     alone = others + _attention(decoder.layers, kind, tiles)
     alone += [name for weight in weights for name in _products(weight, kind, kind)] + logits + rows
     alone += _norms([norm for layer in decoder.layers for norm in layer.norms()], kind)
     alone += _activations(decoder.layers, kind)
     (needed if decoder.fused is None else later).extend(alone)
-    needed += [_named("gather:_copy_few_rows", 5), _named("attention_fields:scratch_places", 3), *sampled]
+    needed += [named("gather:_copy_few_rows", 5), named("attention_fields:scratch_places", 3), *sampled]
     known = dict.fromkeys(needed)
     return FirstKernels(list(known), [name for name in dict.fromkeys(later) if name not in known])
 
 
 def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """(what requests need that say nothing, what others do)"""
-    needed: list[str] = [_named("sampling:_choose_at_once", 10), _named("sampling:_choose", 10)]
+    needed: list[str] = [named("sampling:_choose_at_once", 10), named("sampling:_choose", 10)]
     others: list[str] = []
     draws = defaults.get("do_sample", True) and defaults.get("temperature", 1.0) > 0
     top_k = draws and defaults.get("top_k", 0) > 0
     top_p = draws and not top_k and defaults.get("top_p", 1.0) < 1
     for wanted, name in (
-        (top_p, _called("truncation:top_p_threshold", 5, "float32", "float32")),
-        (draws, _called("sampling:_draw", 4, "float32", "float32", 3)),
-        (top_k, _called("truncation:top_k_threshold", 5, "float32", 1, "float32")),
+        (top_p, called("truncation:top_p_threshold", 5, "float32", "float32")),
+        (draws, called("sampling:_draw", 4, "float32", "float32", 3)),
+        (top_k, called("truncation:top_k_threshold", 5, "float32", 1, "float32")),
     ):
         (needed if wanted else others).append(name)
     return needed, others
@@ -94,8 +93,8 @@ def sampling_kernels() -> list[str]:
 def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     """What fused layers call between a feed-forward part's products."""
     parts = [part for part in map(_dense_part, layers) if part is not None]
-    names = [_called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
-    names += [] if all(part.config.gated for part in parts) else [_called("activation:activate", 4, kind, 1)]
+    names = [called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
+    names += [] if all(part.config.gated for part in parts) else [called("activation:activate", 4, kind, 1)]
     return names + _gates(parts, kind)
 
 
@@ -122,18 +121,18 @@ def _norms(norms: Iterable[Norm], kind: str) -> list[str]:
     for norm in norms:
         if norm.fusable:
             names += [
-                _named("norm:norm", 5, "float32", kind, 1), _named("norm:add_norm", 7, "float32", "float32", kind, 1)
+                named("norm:norm", 5, "float32", kind, 1), named("norm:add_norm", 7, "float32", "float32", kind, 1)
             ]  # fmt: skip
         elif norm.by_rows:
-            names.append(_named("layer_norm:normalise", 8, "float32", "float32", kind, 1))
+            names.append(named("layer_norm:normalise", 8, "float32", "float32", kind, 1))
     return names
 
 
 def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     parts = [part for part in map(_dense_part, layers) if part is not None]
-    names = [_named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
+    names = [named("activation:gate", 5, kind, 1)] if any(part.gated is not None for part in parts) else []
     if any(part.in_place for part in parts):
-        names.append(_named("activation:activate", 4, kind, 1))
+        names.append(named("activation:activate", 4, kind, 1))
     return names + _gates(parts, kind)
 
 
@@ -142,7 +141,7 @@ def _gates(parts: Sequence[MLP], kind: str) -> list[str]:
     from asyncengine.kernels.cpu.activation import gated_by
 
     names = dict.fromkeys(gated_by(part.gated) for part in parts)
-    return [_called(f"activation:{name}", 5, kind) for name in names if name is not None]
+    return [called(f"activation:{name}", 5, kind) for name in names if name is not None]
 
 
 def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> list[str]:
@@ -150,12 +149,12 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
     merged = [layer.merged is not None and not layer.attention.makes_values for layer in attentions]  # type: ignore[union-attr]
     if not merged:
         return []
-    names = [_named("attention:attend", 6, kind, *tiles, 1), _named("attention:join", 3, kind, 2)]
+    names = [named("attention:attend", 6, kind, *tiles, 1), named("attention:join", 3, kind, 2)]
     if any(merged):
-        names.append(_named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
+        names.append(named("attention_write:prepare_and_write", 4, "float64", 5, kind, 1))
     if not all(merged):
-        names.append(_named("attention_write:write", 8, kind, 1))
-    return [*names, _named("attention_fields:scratch_places", 3), _named("attention_fields:partial_floats", 2)]
+        names.append(named("attention_write:write", 8, kind, 1))
+    return [*names, named("attention_fields:scratch_places", 3), named("attention_fields:partial_floats", 2)]
 
 
 def _states(decoder: Decoder, kind: str) -> list[str]:
@@ -166,7 +165,7 @@ def _states(decoder: Decoder, kind: str) -> list[str]:
         # as Python calls it, and as fused layers do
         names += [code.replace(":void(", ":("), *([] if decoder.fused is None else [code])]
     if any(layer.attention is not None and layer.attention.gate is not None for layer in decoder.layers):
-        names += [_named("head_gate:split", 6, kind, 1), _named("head_gate:multiply_gates", 7, kind, 1)]
+        names += [named("head_gate:split", 6, kind, 1), named("head_gate:multiply_gates", 7, kind, 1)]
     return names
 
 
@@ -174,13 +173,13 @@ def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
     """Of fused layers that multiply numbers on the way, or add attention to a state."""
     names = []
     if any(part.config.scales != (1.0, 1.0) for part in map(_dense_part, layers) if part is not None):
-        names.append(_called("scaling:scale", 1, "float32", 3, kind, 1))
+        names.append(called("scaling:scale", 1, "float32", 3, kind, 1))
     states: list[Any] = [layer.state for layer in layers]
     mixers = [state.fused() for state in states if isinstance(state, FusableState)]
     if any(mixer is not None and mixer.factors is not None for mixer in mixers):
-        names.append(_called("scaling:scale_columns", 5, kind, 1))
+        names.append(called("scaling:scale_columns", 5, kind, 1))
     if any(layer.attention is not None and layer.state is not None for layer in layers):
-        names.append(_called("scaling:add_beside", 1, "float32", 3, kind, 1))
+        names.append(called("scaling:add_beside", 1, "float32", 3, kind, 1))
     return names
 
 
@@ -196,7 +195,7 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         if experts.kernel is not None:
             forms = forms_of([experts.up.product(), experts.down.product()])
             written = ["none" if form is None else _type(form) for form in forms]
-            names.append(_named("experts:run_experts", 10, "float32", "float32", *written, kind, 2))
+            names.append(named("experts:run_experts", 10, "float32", "float32", *written, kind, 2))
             names += [name for each in weights if isinstance(each, PanelWeight) for name in each.kernels(kind)]
         else:
             names += [name for each in weights for leaf in _leaves(each) for name in _products(leaf, kind, kind)]
@@ -204,10 +203,10 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
         if decoder.fused is not None and router.config.exact and kind != "float32":
             names.append(MixtureKernel.exact_code(decoder.dtype))
         if getattr(mixture, "adds_gated", False):
-            names.append(_named("scaling:add_shared", 7, kind, 1))
+            names.append(named("scaling:add_shared", 7, kind, 1))
         if router.settings is not None:
             signature = (9, "bool", 2, "bool", "float32", "float32")
-            names += [_named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
+            names += [named(f"routing:{name}", *signature) for name in ("_route_few", "route_rows")]
     return list(dict.fromkeys(names))
 
 
@@ -222,31 +221,20 @@ def _leaves(weight: WeightForm) -> Sequence[WeightForm]:
 
 def _products(weight: WeightForm, kind: str, out: str) -> list[str]:
     if isinstance(weight, PackedWeight):
-        return [_named("packed:multiply", 11, kind, 2)]
+        return [named("packed:multiply", 11, kind, 2)]
     if isinstance(weight, RowMajorWeight):
-        return [_named("gemm_rowmajor:_product", 6, kind, 1)]
+        return [named("gemm_rowmajor:_product", 6, kind, 1)]
     if isinstance(weight, PanelWeight):
-        return [_named("gemm_quantized:_multiply", 8, kind, out, 2), *weight.kernels(out)]
+        return [named("gemm_quantized:_multiply", 8, kind, out, 2), *weight.kernels(out)]
     return []
 
 
 def _rows(weight: WeightForm, kind: str) -> list[str]:
     if isinstance(weight, PackedWeight):
-        return [_named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
+        return [named(f"packed:{name}", 6, kind, 1) for name in ("_read_few_rows", "_read_rows")]
     if isinstance(weight, PanelWeight):
-        return [_named(f"quantized_panels:{name}", 9, kind, 1) for name in ("_read_few_rows", "_read_rows")]
+        return [named(f"quantized_panels:{name}", 9, kind, 1) for name in ("_read_few_rows", "_read_rows")]
     return []
-
-
-def _named(function: str, *types: str | int) -> str:
-    """A number stands for so many int64."""
-    written = [name for each in types for name in (["int64"] * each if isinstance(each, int) else [each])]
-    return f"{_PACKAGE}{function}:({', '.join(written)})"
-
-
-def _called(function: str, *types: str | int) -> str:
-    """The same of what kernels call by address."""
-    return _named(function, *types).replace(":(", ":void(")
 
 
 def _type(kind: Any) -> str:

@@ -32,7 +32,7 @@ from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, St
 from asyncengine.sampling.sampler import Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
-from asyncengine.step import OPEN, Batch, Row, StepHandle, StepResult, sampling_places
+from asyncengine.step import Batch, Row, StepHandle, StepResult, sampling_places
 
 if TYPE_CHECKING:
     from asyncengine.config import EngineConfig
@@ -132,9 +132,7 @@ class ModelRunner:
         pairs = 0
         for row in batch.rows:
             pairs += row.num_scheduled * (row.start + row.num_scheduled)
-            if row.grammar is not None or row.drafts[:1] == (
-                OPEN,
-            ):  # masks are another thread's; a draft model is asked
+            if row.grammar is not None or row.awaits_drafts:  # masks are another thread's, and guesses take long
                 return False
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.asking import CATCH_UP
 from asyncengine.speculation.draft_pages import DraftPages
-from asyncengine.step import OPEN, Batch, Executor, Row
+from asyncengine.step import Batch, Executor, Row
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +64,12 @@ class DraftModel:
     def guess(self, batch: Batch) -> Batch:
         """`batch` as it is to be computed, its open guesses filled in."""
         self._pages.overwritten(batch.rows)
-        if not any(row.drafts and row.drafts[0] == OPEN for row in batch.rows):
+        if not any(row.awaits_drafts for row in batch.rows):
             return batch
         work: dict[int, _Guessing] = {}
         claimed: dict[int, None] = {}
         for index, row in enumerate(batch.rows):
-            if row.drafts and row.drafts[0] == OPEN:
+            if row.awaits_drafts:
                 work[index] = found = self._begin(row)
                 first = row.pages[found.begin // self._executor.page_size]
                 if first in claimed:  # somebody's prompt is also another's: it will be there in the next step

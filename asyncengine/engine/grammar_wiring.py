@@ -1,4 +1,4 @@
-"""What compiles grammars, of a model's tokenizer."""
+"""What compiles grammars and plans chats, of a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
+    from asyncengine.chat import ChatPlanner
+    from asyncengine.grammar.interface import GrammarCompiler
     from asyncengine.grammar.service import GrammarService
 
 
@@ -45,3 +47,15 @@ def make_grammars(
         return OutlinesCoreBackend(v.token_bytes, v.eos_ids, v.special_ids, v.vocab_size)
 
     return GrammarService({"llguidance": lambda: LlguidanceBackend(vocabulary), "outlines_core": outlines_core}, config)
+
+
+def make_planner(
+    tokenizer: TextTokenizer | None, grammars: GrammarCompiler | None, config: EngineConfig
+) -> ChatPlanner | None:
+    """What plans chats, or None where there is no template for them, or no grammar to hold them to. Renders samples of
+    the template: part of loading, too."""
+    if tokenizer is None or not tokenizer.has_chat_template or grammars is None:
+        return None
+    from asyncengine.chat import ChatPlanner
+
+    return ChatPlanner(tokenizer, config.tool_format)

@@ -19,7 +19,7 @@ from asyncengine.engine.clock import Clock, MonotonicClock
 from asyncengine.engine.device_thread import DeviceThread
 from asyncengine.engine.draft_wiring import load_draft, open_draft
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.grammar_wiring import make_grammars
+from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
@@ -45,6 +45,7 @@ from asyncengine.text import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
+    from asyncengine.chat import ChatPlanner
     from asyncengine.device.cores import Cores
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.registry import AdapterRegistry
@@ -217,15 +218,14 @@ def _load_frontend(
         undo.callback(adapters.close)
         allocate_adapters(lora, adapters, device)
         grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)  # beside compilers
-        with progress:
-            progress.stage("compiling kernels")
-            ahead.finish(progress.compiled)
+        planner = make_planner(tokenizer, grammars, config)
+        _await_kernels(ahead, progress)
         runner = build_runner(
             loaded, config, lora=lora, cores=cores, progress=progress, pooler=pooler, draft=draft, two_pools=True,
             kept=ahead.kept, left=ahead.left,
         )  # fmt: skip
         progress.say_compiled()
-        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, config, vectors)
+        frontend = _assemble(path, loaded, tokenizer, runner, adapters, grammars, planner, config, vectors)
         undo.pop_all()
         return frontend
 
@@ -245,12 +245,24 @@ def _load_encoder_frontend(
     tokenizer = _load_tokenizer(path, checkpoint, loaded, config)
     pooler, vectors = encoder_pooler(loaded, pooling, config)
     grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)
-    with progress:
-        progress.stage("compiling kernels")
-        ahead.finish(progress.compiled)
+    planner = make_planner(tokenizer, grammars, config)
+    _await_kernels(ahead, progress)
     runner = build_encoder_runner(loaded, config, pooler, cores, progress)
     progress.say_compiled()
-    return _assemble(path, loaded, tokenizer, runner, None, grammars, config, vectors)
+    return _assemble(path, loaded, tokenizer, runner, None, grammars, planner, config, vectors)
+
+
+def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:
+    """Until those that a first answer needs are compiled by others, and read here one by one."""
+    from asyncengine.runner.first_steps import read_kept
+
+    def told(kernel: str, most: int) -> None:
+        progress.compiled(kernel, most)
+        read_kept([kernel])
+
+    with progress:
+        progress.stage("compiling kernels")
+        ahead.finish(told)
 
 
 def _load_tokenizer(
@@ -298,6 +310,7 @@ def _assemble(
     runner: ModelRunner | EncoderRunner,
     adapters: AdapterRegistry | None,
     grammars: GrammarCompiler | None,
+    planner: ChatPlanner | None,
     config: EngineConfig,
     vectors: VectorModel | None = None,
 ) -> Frontend:
@@ -331,7 +344,16 @@ def _assemble(
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
     config = config.replace(speculation_costs=costs, draft_costs=runner.draft_costs, speculation_with_adapters=adapted)
-    return wire(runner, info, config, tokenizer=tokenizer, grammars=grammars, adapters=adapters, vectors=vectors)
+    return wire(
+        runner,
+        info,
+        config,
+        tokenizer=tokenizer,
+        grammars=grammars,
+        planner=planner,
+        adapters=adapters,
+        vectors=vectors,
+    )
 
 
 def wire(
@@ -342,6 +364,7 @@ def wire(
     tokenizer: TextTokenizer | None = None,
     clock: Clock | None = None,
     grammars: GrammarCompiler | None = None,
+    planner: ChatPlanner | None = None,
     adapters: AdapterRegistry | None = None,
     recorder: Recorder | None = None,
     vectors: VectorModel | None = None,
@@ -372,11 +395,7 @@ def wire(
         table=None if tokenizer is None else tokenizer.table,
         recorder=recorder,
     )
-    planner = None
-    if tokenizer is not None and tokenizer.has_chat_template and grammars is not None:
-        from asyncengine.chat import ChatPlanner
-
-        planner = ChatPlanner(tokenizer, config.tool_format)
+    if planner is not None:
         form = planner.tool_format
         info = replace(info, tool_format=None if form is None else form.family, reasons=planner.reasoning is not None)
     validator = RequestValidator(config, info, clock, tokenizer, grammars, adapters)

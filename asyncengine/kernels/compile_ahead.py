@@ -1,6 +1,6 @@
 """Kernels of a first load, compiled by several processes beside the reading of weights.
 
-numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_worker`) are
+numba compiles under one lock for a whole process, so threads do not help. Processes of our own (`compile_process`) are
 given the names of kernels; each puts the code into the cache on disk, where this process finds it when it calls them.
 What a kernel calls by address comes back as a name for the next free process, so that only what Python calls has to be
 known beforehand. Those that a first answer needs come first, and a load waits for no others: whoever calls one of the
@@ -17,16 +17,15 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncengine.config import default_threads
 from asyncengine.kernels.cache_folder import is_first_time
+from asyncengine.kernels.compile_process import CompilerProcess, CompilerProcesses, can_start
 from asyncengine.kernels.elsewhere import elsewhere
 
 logger = logging.getLogger("asyncengine")
@@ -35,13 +34,6 @@ MOST_PROCESSES = 4
 """More win little: kernels that take long wait for each other, and each process holds an interpreter with numba."""
 _PATIENCE = 120.0
 """Seconds in which one kernel should be compiled, or a process begin."""
-_START = (
-    "import json, sys, types; sys.path[:] = json.loads(sys.argv[1]); "
-    "package = sys.modules['asyncengine'] = types.ModuleType('asyncengine'); package.__path__ = [sys.argv[2]]; "
-    "from asyncengine.kernels.compile_worker import main; main()"
-)
-"""Without what the package itself imports, which is everything but kernels."""
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def named(function: str, *types: str | int) -> str:
@@ -57,15 +49,15 @@ def called(function: str, *types: str | int) -> str:
 
 _BY_ALL = (
     called("calls:_run", 4),
-    named("sampling:_choose_at_once", 10),
     named("team_loops:help_along", 2),
     named("team_loops:change", 4),
     named("team_loops:make", 2),
+    named("sampling:_choose_at_once", 10),
 )
 """What every model's kernels call, whatever its layers, and what makes a team of threads."""
 _BY_MOST = (
-    called("activation:_gate_part", 8, "uint16"),
     called("attention_write:_prepare_units", 7, "float32", 5, "uint16"),
+    called("activation:_gate_part", 8, "uint16"),
     named("attention_fields:scratch_places", 3),
     named("gather:_copy_few_rows", 5),
 )
@@ -90,7 +82,7 @@ class CompileAhead:
         self._done: deque[str] = deque()
         self._working = self._working_later = self._failed = self._alive = 0
         self._named = self._closed = self._broken = False
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes = CompilerProcesses()
         self._threads: list[threading.Thread] = []
         self._folder: Any = None
         self._names: Sequence[str] = ()
@@ -119,7 +111,8 @@ class CompileAhead:
         if begin:
             for name in reversed(first_time_names(float32=float32) if first_time else _BY_ALL):
                 self._add(name)
-            self._open_all()
+            # while torch is imported the program itself is at work
+            self._open(max(1, self._most - 1) if first_time else self._most)
 
     def limit(self, most: int) -> None:
         """As many processes at most, or none, once that is known."""
@@ -149,7 +142,7 @@ class CompileAhead:
         with self._changed:
             self._named = True
             self._changed.notify_all()
-        self._open_all()
+        self._open(self._most)
         with self._changed:
             if self._alive and not self._closed:
                 elsewhere.append(self)
@@ -198,9 +191,10 @@ class CompileAhead:
         with self._changed:
             while wanted := [name for name, done in self._known.items() if not done and _is_of(name, module, types)]:
                 for name in wanted:
-                    if name in self._later:
-                        self._later.remove(name)
-                        self._later.appendleft(name)
+                    for names in (self._waiting, self._later):
+                        if name in names:
+                            names.remove(name)
+                            names.appendleft(name)
                 if not self._alive or self._closed or not self._changed.wait(self.patience):
                     return False
                 waited = True
@@ -216,14 +210,15 @@ class CompileAhead:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            for process in self._processes:
+            for process in reversed(self._processes.all):
                 process.kill()
         for thread in self._threads:
             thread.join()
         self._threads = []
 
-    def _open_all(self) -> None:
-        for index in range(len(self._threads), self._most):
+    def _open(self, most: int) -> None:
+        """Processes until there are so many."""
+        for index in range(len(self._threads), most):
             with self._changed:
                 if self._closed:
                     return
@@ -276,55 +271,44 @@ class CompileAhead:
         """Run one process."""
         process = None
         try:
-            process = self._open()
-            if process is not None:
+            with self._changed:
+                if self._closed:
+                    return
+                process = self._processes.open(forks=self._most - 1, later=bool(self.kept))
+            if process.becomes_ready():
                 self._talk(process)
         except OSError as error:
             logger.debug("a process that compiles kernels is gone: %s", error)
         finally:
             if process is not None:
-                process.kill()
-                process.communicate()
+                self._end(process)
             self._leave()
+
+    def _end(self, process: CompilerProcess) -> None:
+        with self._changed:  # the first is waited for by us, and only the first waits for its forks
+            forks = [] if not process.is_first else [each for each in self._processes.all if not each.is_first]
+            self._changed.wait_for(lambda: self._closed or all(fork.ended for fork in forks), self.patience)
+        process.end()
 
     def _leave(self) -> None:
         with self._changed:
             self._alive -= 1
             last = not self._alive
-            if last and self in elsewhere:
-                elsewhere.remove(self)
+            if last:
+                self._processes.close_spare()
+                if self in elsewhere:
+                    elsewhere.remove(self)
             self._changed.notify_all()
         if last:
             self._keep_mark()
 
-    def _open(self) -> subprocess.Popen[str] | None:
-        with self._changed:
-            if self._closed:
-                return None
-            paths = [os.path.abspath(path) for path in sys.path]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps(paths), _PACKAGE, *(["later"] if self.kept else [])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                encoding="utf-8",
-                creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
-            )
-            self._processes.append(process)
-            return process
-
-    def _talk(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != "ready":
-            return
+    def _talk(self, process: CompilerProcess) -> None:
         while (found := self._next()) is not None:
             name, later = found
             answer = ""
             try:
-                process.stdin.write(f"{'?' if later else ''}{name}\n")
-                process.stdin.flush()
-                while (answer := process.stdout.readline().strip())[:1] in ("+", "?"):
+                process.ask(f"{'?' if later else ''}{name}")
+                while (answer := process.hear())[:1] in ("+", "?"):
                     self._add(answer[1:], later=later or answer[0] == "?")
             finally:
                 with self._changed:
@@ -342,19 +326,14 @@ class CompileAhead:
 
 
 def first_time_names(*, float32: bool) -> list[str]:
-    """What is compiled before anybody knows the model."""
-    return [*_BY_ALL, *(name.replace("uint16", "float32") if float32 else name for name in _BY_MOST)]
+    """What is compiled before anybody knows the model: what takes longest first, as the others can be shared out."""
+    most = [name.replace("uint16", "float32") if float32 else name for name in _BY_MOST]
+    return [_BY_ALL[0], most[0], *_BY_ALL[1:], *most[1:]]
 
 
 def _is_of(name: str, module: str, types: str) -> bool:
     where, _, signature = name.split(":")
     return where == module and signature.removeprefix("void") == types
-
-
-def can_start() -> bool:
-    """Is the program that runs here Python as such, which can be asked to run a module? No frozen program is, and
-    nothing that only has Python inside."""
-    return not getattr(sys, "frozen", False) and Path(sys.executable or "").stem.lower().startswith("python")
 
 
 def usable_cpus() -> int:

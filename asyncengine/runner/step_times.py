@@ -1,10 +1,11 @@
 """Seconds of steps in which one row computes a few tokens: what guesses cost (`speculation.costs`).
 
-Measuring them takes ten steps or more, of a model of a gigabyte most of a second of its load. So they are kept, beside
-the compiled kernels, under the name of all that a step depends on. Next time only the smallest step is run, and one
-that took twice as long, of which arithmetic is the larger part: if it is as much longer as it was then, the same holds
-of the others, in the unit of today. If it is somewhat more or less so, memory has become faster or slower, and what
-tokens add to the smallest step is taken to have changed alike for all of them.
+Somebody waits for the model meanwhile, and a step of a gigabyte takes a twentieth of a second. So a step that takes
+long is run once, and again only if it took longer than those of more and of fewer tokens allow. What was measured is
+kept, beside the compiled kernels, under the name of all that a step depends on. Next time only the smallest step is
+run, and one that took twice as long, of which arithmetic is the larger part: if it is as much longer as it was then,
+the same holds of the others, in the unit of today. If it is somewhat more or less so, memory has become faster or
+slower, and what tokens add to the smallest step is taken to have changed alike for all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from asyncengine.speculation.costs import SIZES
 
 _MEASURED = 3
 _AGREE = 0.04
-_ENOUGH = 0.5
-"""A step is run until two runs of it agree to that share, three times, or so many seconds: the shortest counts. A long
-step is disturbed little, and a large model has five of them to measure while somebody waits for it."""
+"""A step is run until two runs of it agree to that share, three times at most: the shortest counts."""
+_BRIEF = 0.01
+"""Seconds of the smallest step from which on that takes too long. What disturbs a step is less of a long one, too."""
 _TELLING = 2.0
 """How much longer than the smallest step one takes that is run to see whether what was kept still holds. The largest
 may take ten times as long, and says no more."""
@@ -73,28 +74,57 @@ class KeptTimes:
 
 def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     """Seconds of steps of `SIZES` tokens; `kept`: where they are looked for and put."""
-    known, smallest = None if kept is None else kept.read(), shortest(run, SIZES[0])
-    if known is not None:
-        telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
-        longer = run(SIZES[telling])
-        then = known[telling] / known[0]
-        if abs(longer / smallest / then - 1) > _HOLDS:  # one of the two may have been disturbed
-            smallest, longer = min(smallest, shortest(run, SIZES[0])), min(longer, shortest(run, SIZES[telling]))
+    known = None if kept is None else kept.read()
+    times = None if known is None else _as_known(run, known)
+    if times is None:
+        times = _measured(run)
+        if kept is not None:
+            kept.keep(times)
+    return times
+
+
+def _as_known(run: Run, known: Sequence[float]) -> tuple[float, ...] | None:
+    """The times of today, by two of them; None: they have nothing to do with those."""
+    telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
+    then = known[telling] / known[0]
+    smallest = longer = math.inf
+    for _ in range(_MEASURED):  # one of the two may have been disturbed
+        smallest, longer = min(smallest, run(SIZES[0])), min(longer, run(SIZES[telling]))
         if abs(longer / smallest / then - 1) <= _HOLDS:
             return tuple(smallest * value / known[0] for value in known)
-        added = (longer / smallest - 1) / (then - 1) if then > 1 else 0.0
-        if 1 / _ALIKE <= added <= _ALIKE:
-            return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known)
-    times = (smallest, *(shortest(run, count) for count in SIZES[1:]))
-    if kept is not None:
-        kept.keep(times)
-    return times
+    added = (longer / smallest - 1) / (then - 1) if then > 1 else 0.0
+    if 1 / _ALIKE <= added <= _ALIKE:
+        return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known)
+    return None
+
+
+def _measured(run: Run) -> tuple[float, ...]:
+    first = run(SIZES[0])
+    if first < _BRIEF:
+        return tuple(shortest(run, count) for count in SIZES)
+    times = [first, *map(run, SIZES[1:])]
+    times[0] = min(first, run(SIZES[0]))  # all others are told in it
+    for place, count in enumerate(SIZES):
+        if times[place] > _allowed(times, place) * (1 + _AGREE):
+            times[place] = min(times[place], run(count))
+    return tuple(times)
+
+
+def _allowed(times: Sequence[float], place: int) -> float:
+    """The longest that a step takes, going by its neighbours. Reading weights takes the same whatever there is to be
+    computed, and computing as much longer as there is more of it: drawn over tokens, times never bend down."""
+    if place == 0:
+        return times[1]
+    if place == len(SIZES) - 1:
+        return times[place - 1] * SIZES[place] / SIZES[place - 1]
+    low, here, high = SIZES[place - 1 : place + 2]
+    return times[place - 1] + (times[place + 1] - times[place - 1]) * (here - low) / (high - low)
 
 
 def shortest(run: Run, count: int) -> float:
     """Seconds of the shortest of some runs: of two, where nothing disturbs them."""
     taken = [run(count)]
-    while len(taken) < _MEASURED and sum(taken) < _ENOUGH:
+    while len(taken) < _MEASURED:
         taken.append(run(count))
         first, second = sorted(taken)[:2]
         if second <= first * (1 + _AGREE):

@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncengine.kernels import compile_ahead
-from asyncengine.kernels.compile_ahead import CompileAhead, can_start, may_be_cpu, usable_cpus
+from asyncengine.kernels import compile_ahead, compile_process
+from asyncengine.kernels.compile_ahead import CompileAhead, may_be_cpu, usable_cpus
+from asyncengine.kernels.compile_process import CompilerProcesses, can_start
 from asyncengine.kernels.cpu import compiler_missing
 
 if compiler_missing(torch.float32, torch.device("cpu")) is not None:
@@ -54,7 +56,7 @@ def compiling_process() -> subprocess.Popen[str]:
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stdin is not None
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == f"ready {process.pid}\n"
     return process
 
 
@@ -65,7 +67,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     ahead = CompileAhead(2)
     ahead.expect()
     ahead.start([SMALL, CALLS_OTHERS])
-    processes, told = ahead._processes, []
+    processes, told = ahead._processes.all, []
     assert ahead.kept == ()
     ahead.finish(lambda name, most: told.append((name.split(":")[1], most)))
     ahead.close()
@@ -74,11 +76,11 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     assert sorted(names) == ["_copy_few_rows", "_norm_part", "_run", "norm"]
     assert told[-1][1] == 4
     assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
-    assert all(process.returncode is not None for process in processes)
+    assert all(process.ended for process in processes)
     again = CompileAhead(2)
     again.expect()
     again.start([CALLS_OTHERS, SMALL])
-    assert again._processes == again._threads == []
+    assert again._processes.all == again._threads == []
     assert again.kept == [CALLS_OTHERS, SMALL]
     again.finish(lambda name, most: pytest.fail("nothing is left to be compiled"))
 
@@ -132,7 +134,6 @@ def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: 
     assert again.kept == [SMALL]
     again.finish(lambda name, most: pytest.fail("all that a first answer needs is there"))
     again.wait()
-    assert "later" in again._processes[0].args
     assert {"norm.norm", "norm._norm_part", "calls._run", "first_load"} <= set(kept(folder))
 
 
@@ -238,7 +239,7 @@ def test_a_load_that_is_given_up_ends_the_processes_at_once(folder: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         ahead.finish(give_up)
     ahead.close()
-    assert all(process.returncode is not None for process in ahead._processes)
+    assert all(process.ended for process in ahead._processes.all)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncengine-compile")]
 
 
@@ -248,7 +249,7 @@ def test_processes_that_nobody_gave_a_name_end(folder: Path) -> None:
     assert len(ahead._threads) == 2
     ahead.finish(lambda name, most: pytest.fail("nothing was to be compiled"))
     assert ahead._threads == []
-    assert all(process.returncode is not None for process in ahead._processes)
+    assert all(process.ended for process in ahead._processes.all)
 
 
 @pytest.mark.parametrize("program", ["exit 3", "echo ready; read line; exit 3"])
@@ -273,7 +274,7 @@ def test_processes_that_hang_are_not_waited_for(program: str, folder: Path, monk
     ahead.finish(lambda name, most: None)
     ahead.close()
     assert kept(folder) == []
-    assert all(process.returncode is not None for process in ahead._processes)
+    assert all(process.ended for process in ahead._processes.all)
 
 
 def test_where_no_process_can_be_started_nothing_is_said(
@@ -321,6 +322,96 @@ def test_a_cache_that_keeps_nothing_starts_no_process(monkeypatch: pytest.Monkey
     assert ahead._threads == []
 
 
+on_linux = pytest.mark.skipif(not compile_process._FORKS, reason="no process forks here")
+
+
+def opened(most: int) -> CompilerProcesses:
+    """So many processes that are ready."""
+    processes = CompilerProcesses()
+    for index in range(most):
+        assert processes.open(forks=most - 1 - index, later=False).becomes_ready()
+    return processes
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@on_linux
+def test_all_but_the_first_are_forks_of_it_and_compile_as_it_does(folder: Path) -> None:
+    processes = opened(3)
+    first, *forks = processes.all
+    assert (first.is_first, [fork.is_first for fork in forks]) == (True, [False, False])
+    assert len({process._pid for process in processes.all}) == 3
+    for process, name in zip(processes.all, (UNKNOWN, SMALL, CALLS_OTHERS), strict=True):
+        process.ask(name)
+    answers: list[list[str]] = [[], [], []]
+    for process, heard in zip(processes.all, answers, strict=True):
+        while heard[-1:] not in (["="], ["-"]):
+            heard.append(process.hear())
+    assert answers[:2] == [["-"], ["="]]
+    assert answers[2][-1] == "="
+    assert all(called.startswith("+") for called in answers[2][:-1])
+    assert {"gather._copy_rows", "norm.norm"} <= set(kept(folder))
+    for process in reversed(processes.all):
+        process.end()
+        assert process.ended
+        assert not is_alive(process._pid)  # and nobody has to ask how it ended
+
+
+@on_linux
+def test_forks_end_with_the_first_process_whatever_ends_it(folder: Path) -> None:
+    first, *forks = opened(3).all
+    os.kill(first._pid, signal.SIGKILL)
+    for process in (*forks, first):
+        assert process.hear() == ""
+        process.end()
+
+
+@on_linux
+def test_a_fork_ends_with_its_input() -> None:
+    first, fork = opened(2).all
+    os.close(fork._names)
+    fork._names = os.open(os.devnull, os.O_WRONLY)
+    assert fork.hear() == ""
+    first.ask(UNKNOWN)
+    assert first.hear() == "-"
+    fork.end()
+    first.end()
+
+
+def test_a_fork_of_a_process_that_is_gone_is_refused_and_nothing_is_left_open() -> None:
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    processes = CompilerProcesses()
+    first = processes.open(forks=2, later=False)
+    assert first._program is not None
+    first._program.kill()
+    first._program.wait()
+    with pytest.raises(BrokenPipeError) if compile_process._FORKS else nullcontext():
+        processes.open(forks=1, later=False)
+    for process in processes.all:
+        process.end()
+    processes.close_spare()
+    if sys.platform == "linux":
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_whoever_waits_for_a_kernel_gets_it_next() -> None:
+    ahead = CompileAhead(0)
+    ahead._add(CALLS_OTHERS)
+    ahead._add(SMALL)
+    ahead._add(UNKNOWN, later=True)
+    ahead.patience, ahead._alive = 0.01, 1
+    for name in (CALLS_OTHERS, UNKNOWN):
+        module, _, types = name.split(":")
+        assert not ahead.wait_for(module, types)  # nobody compiles it
+    assert list(ahead._waiting) == [CALLS_OTHERS, SMALL]
+
+
 def test_the_process_ends_with_the_program_that_started_it() -> None:
     """Whatever it is doing: here, waiting for names, with its input closed as a dead program's is."""
     process = compiling_process()
@@ -365,5 +456,5 @@ def test_the_process_ends_with_its_program_even_inside_a_compiler() -> None:
     except subprocess.TimeoutExpired:
         os.kill(worker, signal.SIGKILL)
         raise
-    assert said.split("\n")[:2] == ["ready", " +it is in it"], shown
+    assert said.split("\n")[:2] == [f"ready {worker}", " +it is in it"], shown
     assert program.returncode == 0

@@ -17,7 +17,7 @@ from asyncengine.runner.building import build_runner
 from asyncengine.runner.step_times import KeptTimes, measure_steps, shortest
 from asyncengine.speculation.costs import SIZES
 
-TIMES = (0.04, 0.05, 0.06, 0.07, 0.12)
+TIMES = (0.04, 0.042, 0.045, 0.07, 0.12)
 
 
 class Kept:
@@ -56,16 +56,44 @@ def steps(factor: float = 1.0, **changes: float) -> Steps:
         ([0.19, 0.1, 0.101], 3, 0.1),
         ([0.1, 0.12, 0.3], 3, 0.1),
         ([0.1, 0.098], 2, 0.098),
-        ([0.3, 0.25], 2, 0.25),
-        ([2.0], 1, 2.0),
     ],
 )
 def test_a_step_is_measured_until_two_runs_agree(taken: list[float], runs: int, least: float) -> None:
-    """And three times at most: the first one may find its memory for the first time, or another process in its way. A
-    long one is not measured again."""
+    """And three times at most: the first one may find its memory for the first time, or another process in its way."""
     left = iter(taken)
     assert shortest(lambda count: next(left), 1) == least
     assert len(taken) - len(list(left)) == runs
+
+
+def test_steps_of_a_large_model_are_run_once_each_but_for_the_smallest() -> None:
+    run = steps()
+    assert measure_steps(run, None) == TIMES
+    assert run.runs == [*SIZES, 1]
+
+
+def test_brief_steps_are_run_until_they_agree() -> None:
+    run = steps(0.1)
+    assert measure_steps(run, None) == tuple(0.1 * time for time in TIMES)
+    assert run.runs == [1, *(size for size in SIZES for _ in range(2))]
+
+
+@pytest.mark.parametrize(("count", "taken"), [(1, 0.2), (4, 0.06), (8, 0.09), (16, 0.1), (32, 0.3)])
+def test_a_step_that_took_longer_than_its_neighbours_allow_is_run_again(count: int, taken: float) -> None:
+    run = steps()
+
+    def one(size: int) -> float:
+        once = run(size)
+        return taken if size == count and run.runs.count(size) == 1 else once
+
+    assert measure_steps(one, None) == TIMES
+    assert run.runs == ([*SIZES, 1] if count == 1 else [*SIZES, 1, count])
+
+
+def test_times_that_do_bend_down_are_believed_the_second_time() -> None:
+    """As where a wider kernel serves the longer steps."""
+    run = steps(_8=0.1, _16=0.11)
+    assert measure_steps(run, None) == (0.04, 0.042, 0.1, 0.11, 0.12)
+    assert run.runs.count(8) == 2
 
 
 def test_what_was_kept_is_not_measured_again() -> None:
@@ -118,7 +146,7 @@ def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:
     """As when memory is faster and arithmetic is not, or when somebody else was in the way of what was kept."""
     kept: Any = Kept(TIMES)
     found = measure_steps(steps(_32=0.29, _8=0.08), kept)
-    assert found == (0.04, 0.05, 0.08, 0.07, 0.29) == kept.times
+    assert found == (0.04, 0.042, 0.08, 0.07, 0.29) == kept.times
 
 
 def test_nothing_is_kept_where_it_cannot_be() -> None:

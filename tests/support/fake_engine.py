@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, SamplingParams
 from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.grammar_wiring import make_planner
 from asyncengine.engine.wiring import wire
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
@@ -239,10 +240,12 @@ def make_core(
         "fake", executor.model.vocab_size, 10**6, (eos,), "int", "cpu", executor.num_pages, config.page_size,
         has_tokenizer=bool(wiring and wiring.get("tokenizer")),
     )  # fmt: skip
-    vectors = (wiring or {}).get("vectors")
+    wiring = {"tokenizer": None, "grammars": None, **(wiring or {})}
+    vectors = wiring.get("vectors")
     if vectors is not None:
         info = replace(info, task=vectors.spec.task, max_model_len=1000)
-    return wire(executor, info, config, **(wiring or {}))
+    planner = make_planner(wiring["tokenizer"], wiring["grammars"], config)
+    return wire(executor, info, config, planner=planner, **wiring)
 
 
 def make_engine(*, hosted: bool = False, **kwargs: Any) -> AsyncEngine:

@@ -20,7 +20,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
-from asyncengine.engine.grammar_wiring import make_grammars
+from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.validation import RequestValidator
 from asyncengine.engine.vector_desk import VectorDesk
 from asyncengine.engine.wiring import bundled_name, resolve_model
@@ -164,11 +164,7 @@ def _wire(crew: Crew, loaded: list[Loaded], config: EngineConfig, settings: Flee
     crew.adapters = adapters
     crew.first_adapters = {adapter.name: adapter.digest for adapter in first.adapters}
     grammars = make_grammars(first.tokenizer, info.eos_token_ids, info.vocab_size, config)
-    planner = None
-    if first.tokenizer is not None and first.tokenizer.has_chat_template and grammars is not None:
-        from asyncengine.chat import ChatPlanner
-
-        planner = ChatPlanner(first.tokenizer, config.tool_format)
+    planner = make_planner(first.tokenizer, grammars, config)
     fleet = FleetLoop(config, settings, crew, clock, info.page_size, grammars=grammars, adapters=adapters)
     validator = RequestValidator(config, info, clock, first.tokenizer, grammars, adapters)
     door = FleetDoor(fleet, validator, first, planner)

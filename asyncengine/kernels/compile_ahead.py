@@ -52,16 +52,16 @@ _BY_ALL = (
     named("team_loops:help_along", 2),
     named("team_loops:change", 4),
     named("team_loops:make", 2),
-    named("sampling:_choose_at_once", 10),
 )
 """What every model's kernels call, whatever its layers, and what makes a team of threads."""
 _BY_MOST = (
     called("attention_write:_prepare_units", 7, "float32", 5, "uint16"),
+    named("sampling:_choose_at_once", 10),
     called("activation:_gate_part", 8, "uint16"),
     named("attention_fields:scratch_places", 3),
     named("gather:_copy_few_rows", 5),
 )
-"""What most models call, in bfloat16, that takes about as long as nobody knows more: until torch is imported."""
+"""What most models call, in bfloat16: compiled while nobody knows more, which is until torch is imported."""
 
 Told = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -78,6 +78,8 @@ class CompileAhead:
         """What a first answer does without: compiled last, and no load waits for it."""
         self._known: dict[str, bool] = {}
         """Each name, and whether somebody is done with it."""
+        self._guesses: Sequence[str] = ()
+        """What was added before anybody knew the model."""
         self._needed = 0
         self._done: deque[str] = deque()
         self._working = self._working_later = self._failed = self._alive = 0
@@ -109,8 +111,10 @@ class CompileAhead:
         else:
             begin = self._can_start() and self._folder.is_new and self._folder.writable
         if begin:
-            for name in reversed(first_time_names(float32=float32) if first_time else _BY_ALL):
+            names = first_time_names(float32=float32) if first_time else _BY_ALL
+            for name in reversed(names):
                 self._add(name)
+            self._guesses = [name for name in names if name not in _BY_ALL]
             # while torch is imported the program itself is at work
             self._open(max(1, self._most - 1) if first_time else self._most)
 
@@ -131,6 +135,7 @@ class CompileAhead:
             return
         known = self._folder.find(self._mark("first_answer"))
         if known is None:
+            self._drop_guesses(names)
             for name in reversed(names):
                 self._add(name)
         else:  # of a load whose program ended before the others were compiled
@@ -240,6 +245,14 @@ class CompileAhead:
                     self._needed += 1
                     self._waiting.appendleft(name)
                 self._changed.notify_all()
+
+    def _drop_guesses(self, names: Sequence[str]) -> None:
+        """Those that nobody has begun and that are none of these. Kernels that call one by address will say so."""
+        with self._changed:
+            for name in set(self._guesses).difference(names).intersection(self._waiting):
+                self._waiting.remove(name)
+                del self._known[name]
+                self._needed -= 1
 
     def _next(self) -> tuple[str, bool] | None:
         """(a name that nobody has taken, whether it may come later); None: there will be none."""

@@ -218,6 +218,19 @@ def test_cpus_that_a_program_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
 
 
+def test_what_was_guessed_and_is_not_called_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another kind of model than most. What makes a team of threads is no guess."""
+    monkeypatch.setattr(compile_ahead, "_BY_ALL", (SMALL,))
+    monkeypatch.setattr(compile_ahead, "_BY_MOST", (UNKNOWN, CALLS_OTHERS))
+    monkeypatch.setattr(CompileAhead, "_open", lambda ahead, most: None)
+    ahead = CompileAhead(2)
+    ahead.expect(first_time=True)
+    assert list(ahead._waiting) == [SMALL, UNKNOWN, CALLS_OTHERS]
+    ahead.start([CALLS_OTHERS])
+    assert list(ahead._waiting) == [SMALL, CALLS_OTHERS]
+    assert ahead._needed == 2
+
+
 def test_what_cannot_be_compiled_is_left_to_its_caller(folder: Path) -> None:
     ahead = CompileAhead(2)
     ahead.start([UNKNOWN, SMALL])

@@ -60,9 +60,11 @@ def compiling_process() -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.parametrize("forks", [compile_process._FORKS, False])
 def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    forks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compile_process, "_FORKS", forks)
     monkeypatch.setattr(compile_ahead, "_BY_ALL", (SMALL,))
     ahead = CompileAhead(2)
     ahead.expect()
@@ -77,6 +79,7 @@ def test_all_are_kept_with_those_they_call_and_the_next_load_starts_nothing(
     assert told[-1][1] == 4
     assert {"norm._norm_part", "norm.norm", "calls._run", "first_load", "gather._copy_rows"} <= set(kept(folder))
     assert all(process.ended for process in processes)
+    assert [process.is_first for process in processes] == [True, not forks]
     again = CompileAhead(2)
     again.expect()
     again.start([CALLS_OTHERS, SMALL])

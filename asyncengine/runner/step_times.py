@@ -5,7 +5,8 @@ long is run once, and again only if it took longer than those of more and of few
 kept, beside the compiled kernels, under the name of all that a step depends on. Next time only the smallest step is
 run, and one that took twice as long, of which arithmetic is the larger part: if it is as much longer as it was then,
 the same holds of the others, in the unit of today. If it is somewhat more or less so, memory has become faster or
-slower, and what tokens add to the smallest step is taken to have changed alike for all of them.
+slower, or something was in the way when they were measured (compilers, behind a first load); what tokens add to the
+smallest step is taken to have changed alike for all of them, and is kept.
 """
 
 from __future__ import annotations
@@ -74,28 +75,30 @@ class KeptTimes:
 
 def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     """Seconds of steps of `SIZES` tokens; `kept`: where they are looked for and put."""
-    known = None if kept is None else kept.read()
-    times = None if known is None else _as_known(run, known)
-    if times is None:
-        times = _measured(run)
-        if kept is not None:
-            kept.keep(times)
+    if kept is None:
+        return _measured(run)
+    known = kept.read()
+    times, holds = (None, False) if known is None else _as_known(run, known)
+    times = times or _measured(run)
+    if not holds:
+        kept.keep(times)
     return times
 
 
-def _as_known(run: Run, known: Sequence[float]) -> tuple[float, ...] | None:
-    """The times of today, by two of them; None: they have nothing to do with those."""
+def _as_known(run: Run, known: Sequence[float]) -> tuple[tuple[float, ...] | None, bool]:
+    """The times of today, by two of them, and whether those that are known still hold; None: they have nothing to do
+    with these."""
     telling = next((place for place, value in enumerate(known) if value >= _TELLING * known[0]), len(known) - 1)
     then = known[telling] / known[0]
     smallest = longer = math.inf
     for _ in range(_MEASURED):  # one of the two may have been disturbed
         smallest, longer = min(smallest, run(SIZES[0])), min(longer, run(SIZES[telling]))
         if abs(longer / smallest / then - 1) <= _HOLDS:
-            return tuple(smallest * value / known[0] for value in known)
+            return tuple(smallest * value / known[0] for value in known), True
     added = (longer / smallest - 1) / (then - 1) if then > 1 else 0.0
     if 1 / _ALIKE <= added <= _ALIKE:
-        return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known)
-    return None
+        return tuple(smallest * (1 + added * (value / known[0] - 1)) for value in known), False
+    return None, False
 
 
 def _measured(run: Run) -> tuple[float, ...]:

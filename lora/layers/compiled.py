@@ -1,4 +1,4 @@
-"""Low-rank deltas on CPU by a compiled kernel (`kernels.cpu.lora`): few rows of an adapter there, many by segment."""
+"""Low-rank deltas on CPU by a compiled kernel (`kernels.cpu.lora`), for few rows of an adapter and for many."""
 
 from __future__ import annotations
 
@@ -43,12 +43,10 @@ class CompiledStack(LoraStack):
         if self.held.isdisjoint(step.used):
             return
         x, y = self._flat(x, y, step.size)
-        self._add_segments(x, y, step.segments)
-        if step.short.count:
-            total = y.contiguous()
-            self._kernel.add_deltas(x.contiguous(), total, self.factors, step.short)
-            if not y.is_contiguous():
-                y.copy_(total)
+        total = y.contiguous()
+        self._kernel.add_deltas(x.contiguous(), total, self.factors, step.groups)
+        if not y.is_contiguous():
+            y.copy_(total)
 
     def _allocate(self) -> None:
         super()._allocate()

@@ -94,16 +94,6 @@ class RowStep:
 
         return RowGroups(self._slots)
 
-    @cached_property
-    def short(self) -> Any:
-        """The same without those in `segments`."""
-        from asyncengine.kernels.cpu.lora import RowGroups
-
-        slots = self._slots.copy()
-        for begin, end, _ in self.segments:
-            slots[begin:end] = -1
-        return RowGroups(slots) if self.segments else self.groups
-
     def _stretch(self, slots: Int64Array, begin: int) -> None:
         """Without the rows at both ends that have no adapter."""
         takes = np.flatnonzero(slots >= 0)

@@ -46,10 +46,10 @@ _EVEN = 4
 """Rows whose arithmetic takes as long as reading a factor."""
 _WORK = 4
 """Bytes that could be read while one of a factor is: none follows another for long, and helpers must stay awake."""
-_AHEAD = 2048
-"""Bytes that A is asked for before it is read."""
-_SUMS = 4
-"""Sums of a product of two rows, so that they need not wait for each other."""
+_SIDE = 4
+"""Rows of A, and of x, whose products are summed together, each product in a sum of its own."""
+_CHUNK = 64
+"""Rows of x that all of A is multiplied by before others: they stay in the second-level cache."""
 
 
 class Factors:
@@ -135,35 +135,70 @@ def add_low_rank(
         return
     for part in range(parts):
         blocks += (ends[part + 1] - ends[part] + _BLOCK - 1) // _BLOCK
-    most = count * parts * known[RANK]
-    parallel_for(_down_part, team, pieces_of(reads, most, team), (x, product, step, down, kind))
+    most = _sides_of(given, known)
+    parallel_for(_down_part, team, pieces_of(reads, most, team), (x, product, step, down, most, kind))
     pieces = pieces_of(writes, count * blocks, team)
     parallel_for(_up_part, team, pieces, (y, product, step, down, blocks, kind, out_kind))
 
 
 @serial_in_order
+def _sides_of(given: Any, known: Any) -> int:
+    """Of all groups: chunks of rows, times a few rows of A each."""
+    groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
+    chunks = 0
+    for group in range(given[NUM_GROUPS]):
+        chunks += (groups[group, _COUNT] + _CHUNK - 1) // _CHUNK
+    sides: int = chunks * known[PARTS] * ((known[RANK] + _SIDE - 1) // _SIDE)
+    return sides
+
+
+@serial_in_order
 def _down_part(
-    piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, kind: np.generic
+    piece: int, pieces: int, worker: int, x: int, product: int, step: int, down: int, total: int, kind: np.generic
 ) -> None:
-    """x A^T: of all groups, parts and ranks, those of one of `pieces`."""
+    """x A^T: of all groups, chunks of rows, parts and ranks, those of one of `pieces`. `total`: `_sides_of` them."""
     known = array(pointer(product, np.int64(0)), (PRODUCT_FIELDS,))
     given = array(pointer(step, np.int64(0)), (STEP_FIELDS,))
     groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
-    rows = array(pointer(given[ROWS], np.int64(0)), (given[NUM_ROWS],))
     parts, rank, inputs = known[PARTS], known[RANK], known[INPUTS]
-    across, length = parts * rank, inputs * size_of(kind)
-    results = array(pointer(down, np.float32(0)), (given[NUM_ROWS], across))
-    total = given[NUM_GROUPS] * across
-    for unit in range(total * piece // pieces, total * (piece + 1) // pieces):
-        group = unit // across
-        place = unit - group * across
-        part = place // rank
+    across, length, sides = parts * rank, inputs * size_of(kind), (rank + _SIDE - 1) // _SIDE
+    begin, end, done = total * piece // pieces, total * (piece + 1) // pieces, 0
+    for group in range(given[NUM_GROUPS]):
         first, count, slot = groups[group, _FIRST], groups[group, _COUNT], groups[group, _SLOT]
+        units = (count + _CHUNK - 1) // _CHUNK * parts * sides
         ranks = array(pointer(known[RANKS] + slot * parts * 8, np.int64(0)), (parts,))
-        if place - part * rank < ranks[part]:
-            factor = known[A] + (slot * across + place) * length
-            for index in range(first, first + count):
-                results[index, place] = _dot(x + rows[index] * length, factor, inputs, kind)
+        for unit in range(max(begin - done, 0), min(end - done, units)):
+            chunk = unit // (parts * sides)
+            part = unit // sides - chunk * parts
+            place = unit % sides * _SIDE
+            if place < ranks[part]:
+                start = first + chunk * _CHUNK
+                _multiply_down(
+                    x, length, given[ROWS], start, min(start + _CHUNK, first + count),
+                    known[A] + (slot * across + part * rank + place) * length, min(_SIDE, ranks[part] - place), inputs,
+                    down + (part * rank + place) * 4, across * 4, kind,
+                )  # fmt: skip
+        done += units
+
+
+@serial_in_order
+def _multiply_down(
+    x: int, length: int, rows: int, first: int, end: int, factor: int, sides: int, inputs: int, down: int, across: int,
+    kind: np.generic,
+) -> None:  # fmt: skip
+    """Rows [first, end) of the list by `sides` rows of A, at most `_SIDE`, into `down`, `across` bytes a row."""
+    index = first
+    while index < end:
+        place, target = rows + index * 8, down + index * across
+        if sides < _SIDE:
+            for side in range(sides):
+                _dot(x, length, place, factor + side * length, inputs, target + side * 4, across, kind)
+        elif end - index < _SIDE:
+            _dots_of_row(x, length, place, factor, inputs, target, across, kind)
+        else:
+            _dots_of_rows(x, length, place, factor, inputs, target, across, kind)
+            index += _SIDE - 1
+        index += 1
 
 
 @serial_in_order
@@ -240,45 +275,68 @@ def _add_rest(
         results[index] = narrow(widen(results[index]) + total, out_kind)
 
 
-def _dot_of(_: Any, x: Any, factor: Any, count: Any, kind: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _write_dot(builder, kind, *arguments[:3])
+def _make_dots(rows: int, sides: int) -> Any:
+    """dots(x, length, places, factor, count, target, across, kind), inside kernels: `count` numbers of each of so many
+    rows by those of each of so many rows of a factor; every sum of products is made in one order.
 
-    return numba.types.float32(numba.types.int64, numba.types.int64, numba.types.int64, kind), generate
+    Rows of x and of the factor are `length` bytes apart, those of float32 at `target` `across`; the rows' numbers are
+    int64 at `places`.
+    """
+
+    def typed(_: Any, x: Any, length: Any, places: Any, factor: Any, count: Any, target: Any, across: Any,
+              kind: Any) -> Any:  # fmt: skip
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _write_dots(builder, rows, sides, kind, *arguments[:7])
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.int64] * 7, kind), generate
+
+    return intrinsic(typed)
 
 
-_dot: Any = intrinsic(_dot_of)
-"""_dot(x, factor, count, kind), inside kernels: the sum of the products of so many numbers at two addresses."""
-
-
-def _write_dot(builder: Any, kind: Any, x: Any, factor: Any, count: Any) -> Any:
-    size = kind.bitwidth // 8
-    per, form = LINE // size, vectors.ACCUMULATE[kind]
-    sums = [cgutils.alloca_once_value(builder, vectors.constant(FLOATS, 0.0)) for _ in range(_SUMS)]
-    lines = builder.udiv(count, LONG(per))
-    whole = builder.mul(builder.udiv(lines, LONG(_SUMS)), LONG(_SUMS))
-
-    def add(line: Any, into: Any) -> None:
-        offset = builder.mul(line, LONG(LINE))
-        left, right = (load(builder, builder.add(base, offset), WORDS) for base in (x, factor))
-        vectors.prefetch(builder, builder.add(builder.add(factor, offset), LONG(_AHEAD)))
-        builder.store(form(builder, left, right, builder.load(into)), into)
-
-    with cgutils.for_range(builder, builder.udiv(lines, LONG(_SUMS))) as loop:
-        for part in range(_SUMS):
-            add(builder.add(builder.mul(loop.index, LONG(_SUMS)), LONG(part)), sums[part])
-    with cgutils.for_range(builder, builder.sub(lines, whole)) as loop:
-        add(builder.add(whole, loop.index), sums[0])
-    four = vectors.sum_lanes(builder, [builder.load(total) for total in sums])
-    total = cgutils.alloca_once_value(builder, builder.extract_element(four, WORD(0)))
-    for part in range(1, _SUMS):
-        builder.store(builder.fadd(builder.load(total), builder.extract_element(four, WORD(part))), total)
+def _write_dots(
+    builder: Any, rows: int, sides: int, kind: Any, x: Any, length: Any, places: Any, factor: Any, count: Any,
+    target: Any, across: Any,
+) -> None:  # fmt: skip
+    size, form = kind.bitwidth // 8, vectors.ACCUMULATE[kind]
+    zero, none = vectors.constant(FLOATS, 0.0), LONG(0)
+    numbers = [load(builder, builder.add(places, LONG(row * 8)), LONG) for row in range(rows)]
+    left = [builder.add(x, builder.mul(number, length)) for number in numbers]
+    right = [vectors.at(builder, factor, length, side, none) for side in range(sides)]
+    following = builder.mul(length, LONG(sides))
+    cells = [(row, side) for row in range(rows) for side in range(sides)]
+    sums = {cell: cgutils.alloca_once_value(builder, zero) for cell in cells}
+    lines = builder.udiv(count, LONG(LINE // size))
+    with cgutils.for_range(builder, lines) as loop:
+        offset = builder.mul(loop.index, LONG(LINE))
+        own = [load(builder, builder.add(base, offset), WORDS) for base in left]
+        for side, base in enumerate(right):
+            place = builder.add(base, offset)
+            words = load(builder, place, WORDS)
+            vectors.prefetch(builder, builder.add(place, following))
+            for row in range(rows):
+                builder.store(form(builder, own[row], words, builder.load(sums[row, side])), sums[row, side])
+    totals = {}
+    for row in range(rows):
+        four = [builder.load(sums[row, side]) if side < sides else zero for side in range(4)]
+        found = vectors.sum_lanes(builder, four)
+        for side in range(sides):
+            totals[row, side] = cgutils.alloca_once_value(builder, builder.extract_element(found, WORD(side)))
     done = builder.mul(lines, LONG(LINE))
-    with cgutils.for_range(builder, builder.sub(count, builder.mul(lines, LONG(per)))) as loop:
+    with cgutils.for_range(builder, builder.sub(count, builder.mul(lines, LONG(LINE // size)))) as loop:
         offset = builder.add(done, builder.mul(loop.index, LONG(size)))
-        left, right = (_number(builder, builder.add(base, offset), kind) for base in (x, factor))
-        builder.store(builder.fadd(builder.load(total), builder.fmul(left, right)), total)
-    return builder.load(total)
+        own = [_number(builder, builder.add(base, offset), kind) for base in left]
+        other = [_number(builder, builder.add(base, offset), kind) for base in right]
+        for row, side in cells:
+            product = builder.fmul(own[row], other[side])
+            builder.store(builder.fadd(builder.load(totals[row, side]), product), totals[row, side])
+    for row, side in cells:
+        vectors.store(
+            builder, builder.load(totals[row, side]), vectors.at(builder, target, across, row, LONG(side * 4))
+        )
+
+
+_dot, _dots_of_row, _dots_of_rows = _make_dots(1, 1), _make_dots(1, _SIDE), _make_dots(_SIDE, _SIDE)
 
 
 def _number(builder: Any, address: Any, kind: Any) -> Any:

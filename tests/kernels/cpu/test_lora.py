@@ -49,7 +49,7 @@ def make(inputs: int, widths: Sequence[int], dtype: torch.dtype) -> tuple[Factor
 
 
 def expected(x: torch.Tensor, y: torch.Tensor, slots: Sequence[int], deltas: list[torch.Tensor]) -> torch.Tensor:
-    total = y.float()
+    total = y.to(torch.float32, copy=True)
     for row, slot in enumerate(slots):
         if slot >= 0:
             total[row] += x[row].float() @ deltas[slot]
@@ -91,6 +91,27 @@ def test_a_row_s_result_is_its_own(dtype: torch.dtype) -> None:
                 alone = y[row : row + 1].clone()
                 add_deltas(x[row : row + 1], alone, factors, RowGroups(np.array([slot])))
                 assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [300, 64, 7])
+def test_the_rows_of_a_prompt_get_what_each_gets_alone(inputs: int, dtype: torch.dtype) -> None:
+    """Several rows by several of a factor at once, and more of them than are taken at a time."""
+    factors, deltas = make(inputs, [256, 130, 32], dtype)
+    slots = [0] * 70 + [-1, 2, 1] + [2] * 5 + [0] * 66
+    x, y = random(len(slots), inputs, dtype=dtype), random(len(slots), 418, dtype=dtype)
+    wanted, whole = expected(x, y, slots, deltas), y.clone()
+    add_deltas(x, whole, factors, RowGroups(np.array(slots)))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(whole, wanted, rtol=tolerance, atol=tolerance)
+    with team_of(3):
+        found = y.clone()
+        add_deltas(x, found, factors, RowGroups(np.array(slots)))
+    assert torch.equal(found, whole)
+    for row in (0, 3, 63, 64, 69, 70, 71, 72, 75, 80, len(slots) - 1):
+        alone = y[row : row + 1].clone()
+        add_deltas(x[row : row + 1], alone, factors, RowGroups(np.array(slots[row : row + 1])))
+        assert torch.equal(alone[0], whole[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

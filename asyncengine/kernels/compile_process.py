@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class CompilerProcess:
         """Of descriptors to write and read, which it closes. `program`: None of a fork, which tells its own number."""
         self._names, self._program, self._pid = names, program, 0
         self._answers = os.fdopen(answers, encoding="utf-8")
+        self._writing = threading.Lock()
+        """Nobody may write to a number that was closed: it may be another file's by then."""
         self.ended = False
 
     @property
@@ -53,7 +56,8 @@ class CompilerProcess:
 
     def ask(self, line: str) -> None:
         """Write a line, in one piece: any thread may. Raises `OSError` if it is gone."""
-        os.write(self._names, f"{line}\n".encode())
+        with self._writing:
+            os.write(self._names, f"{line}\n".encode())
 
     def hear(self) -> str:
         """The next line; empty if it is gone."""
@@ -68,10 +72,15 @@ class CompilerProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it and wait until it is gone; of a fork that was never made, until the first one is."""
+        """Kill it and wait until it is gone; of a fork that was never made, until the first one is.
+        Idempotent."""
+        if self.ended:
+            return
         self.kill()
-        with contextlib.suppress(OSError):
-            os.close(self._names)
+        with self._writing:
+            if self._names >= 0:
+                os.close(self._names)
+            self._names = -1
         while self.hear():
             pass
         self._answers.close()

@@ -392,7 +392,7 @@ def test_forks_end_with_the_first_process_whatever_ends_it(folder: Path) -> None
 def test_a_fork_ends_with_its_input() -> None:
     first, fork = opened(2).all
     os.close(fork._names)
-    fork._names = os.open(os.devnull, os.O_WRONLY)
+    fork._names = -1
     assert fork.hear() == ""
     first.ask(UNKNOWN)
     assert first.hear() == "-"
@@ -409,6 +409,9 @@ def test_a_fork_of_a_process_that_is_gone_is_refused_and_nothing_is_left_open() 
     first._program.wait()
     with pytest.raises(BrokenPipeError) if compile_process._FORKS else nullcontext():
         processes.open(forks=1, later=False)
+    first.end()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        first.ask(SMALL)
     for process in processes.all:
         process.end()
     processes.close_spare()

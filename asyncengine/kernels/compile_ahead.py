@@ -78,7 +78,7 @@ class CompileAhead:
         """What a first answer does without: compiled last, and no load waits for it."""
         self._known: dict[str, bool] = {}
         """Each name, and whether somebody is done with it."""
-        self._guesses: Sequence[str] = ()
+        self._guesses: list[str] = []
         """What was added before anybody knew the model."""
         self._needed = 0
         self._done: deque[str] = deque()
@@ -114,7 +114,7 @@ class CompileAhead:
             names = first_time_names(float32=float32) if first_time else _BY_ALL
             for name in reversed(names):
                 self._add(name)
-            self._guesses = [name for name in names if name not in _BY_ALL]
+            self._guesses += [name for name in names if name not in _BY_ALL]
             # while torch is imported the program itself is at work
             self._open(max(1, self._most - 1) if first_time else self._most)
 

@@ -10,6 +10,7 @@ adapters (and for merged products), reads of each adapter what its rows need, on
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -73,19 +74,31 @@ class RowStep:
         self.size = len(slots)
         self.used = frozenset(np.unique(slots).tolist())
         self._slots, self._ranks = slots, ranks
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Long runs of one adapter, in order."""
+        return self._runs[0]
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """What is between long runs of one adapter, or of none, in order."""
+        return self._runs[1]
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[Segment, ...], Sequence[Stretch]]:
+        """(`segments`, `stretches`), which the compiled kernel never asks for."""
         segments: list[Segment] = []
-        self.stretches: list[Stretch] = []
-        """Between long runs of one adapter, or of none; both lists in order."""
+        stretches: list[Stretch] = []
         done = 0
-        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(slots)) + 1).tolist(), self.size]):
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(self._slots)) + 1).tolist(), self.size]):
             if end - begin < LONG:
                 continue
-            self._stretch(slots[done:begin], done)
+            stretches += self._between(done, begin)
             done = end
-            if slots[begin] >= 0:
-                segments.append((begin, end, int(slots[begin])))
-        self._stretch(slots[done:], done)
-        self.segments = tuple(segments)
+            if self._slots[begin] >= 0:
+                segments.append((begin, end, int(self._slots[begin])))
+        return tuple(segments), stretches + self._between(done, self.size)
 
     @cached_property
     def groups(self) -> Any:
@@ -94,12 +107,13 @@ class RowStep:
 
         return RowGroups(self._slots)
 
-    def _stretch(self, slots: Int64Array, begin: int) -> None:
-        """Without the rows at both ends that have no adapter."""
-        takes = np.flatnonzero(slots >= 0)
-        if len(takes):
-            first, last = int(takes[0]), int(takes[-1])
-            self.stretches.append(Stretch(begin + first, slots[first : last + 1], self._ranks))
+    def _between(self, begin: int, end: int) -> list[Stretch]:
+        """These rows, without those at both ends that have no adapter; none if none has."""
+        takes = begin + np.flatnonzero(self._slots[begin:end] >= 0)
+        if not len(takes):
+            return []
+        first, last = int(takes[0]), int(takes[-1])
+        return [Stretch(first, self._slots[first : last + 1], self._ranks)]
 
 
 class RowStack(LoraStack):

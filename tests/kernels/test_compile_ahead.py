@@ -228,6 +228,7 @@ def test_what_was_guessed_and_is_not_called_is_not_waited_for(folder: Path, monk
     monkeypatch.setattr(CompileAhead, "_open", lambda ahead, most: None)
     ahead = CompileAhead(2)
     ahead.expect(first_time=True)
+    ahead.expect()
     assert list(ahead._waiting) == [SMALL, UNKNOWN, CALLS_OTHERS]
     ahead.start([CALLS_OTHERS])
     assert list(ahead._waiting) == [SMALL, CALLS_OTHERS]

@@ -193,11 +193,12 @@ def _multiply_down(
         if sides < _SIDE:
             for side in range(sides):
                 _dot(x, length, place, factor + side * length, inputs, target + side * 4, across, kind)
-        elif end - index < _SIDE:
-            _dots_of_row(x, length, place, factor, inputs, target, across, kind)
-        else:
+        elif end - index >= _SIDE:
             _dots_of_rows(x, length, place, factor, inputs, target, across, kind)
-            index += _SIDE - 1
+            index += _SIDE
+            continue
+        else:
+            _dots_of_row(x, length, place, factor, inputs, target, across, kind)
         index += 1
 
 

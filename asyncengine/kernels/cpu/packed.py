@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numba
@@ -69,12 +70,23 @@ _NEAR = 2**18
 def packing_pays(dtype: torch.dtype) -> bool:
     """True if this CPU multiplies packed weights faster than oneDNN multiplies what it packs itself.
 
-    Those of a matrix unit (AMX) are oneDNN's. Where no instruction takes pairs of bfloat16 they are widened as they are
-    read; torch computes them number by number without AVX-512, and with it oneDNN imitates the instruction.
+    Those of a matrix unit (AMX) are oneDNN's, unless its own setting keeps it from that unit. Where no instruction
+    takes pairs of bfloat16 they are widened as they are read; torch computes them number by number without AVX-512, and
+    with it oneDNN imitates the instruction.
     """
     if not cpu_has("avx2", "fma"):
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and not cpu_has("amx-bf16"))
+    matrix_unit = cpu_has("amx-bf16") and may_use_matrix_unit(os.environ)
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and not matrix_unit)
+
+
+def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
+    """False if oneDNN's `ONEDNN_MAX_CPU_ISA` names an instruction set below AMX.
+
+    Then bfloat16 products are this package's own, whose sums do not depend on what is computed together.
+    """
+    limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "ALL"
+    return "AMX" in limit.upper() or limit.upper() in ("ALL", "DEFAULT", "AVX10_2_512")
 
 
 def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:

@@ -268,11 +268,27 @@ def test_what_fits(dtype: torch.dtype, outputs: int, inputs: int, fits: bool) ->
 def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(numba.config, "CPU_NAME", "generic")
     monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
     assert packed.packing_pays(FLOAT) == floats
     assert packed.packing_pays(HALF) == halves
     assert not packed.packing_pays(torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("variables", "may"),
+    [
+        ({}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, False),
+        ({"DNNL_MAX_CPU_ISA": "avx2"}, False),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": "ALL"}, True),
+        ({"ONEDNN_MAX_CPU_ISA": ""}, True),
+    ],
+)
+def test_onednns_own_limit_leaves_bfloat16_to_panels(variables: dict[str, str], may: bool) -> None:
+    assert packed.may_use_matrix_unit(variables) is may
 
 
 # ---------------------------------------------------------------- tiles

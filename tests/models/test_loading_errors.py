@@ -147,7 +147,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
         lambda: small(hf.JambaConfig, intermediate_size=32, mamba_d_state=4, num_key_value_heads=2),
         "'jamba' (keeps recurrent state|has layers of type)",
     ),
-    "gptj": (lambda: hf.GPTJConfig(vocab_size=60, n_embd=32, n_layer=2, n_head=4, rotary_dim=4), "'gptj' does not"),
 }
 
 

@@ -41,6 +41,8 @@ def load(folder: Path) -> LoadedModel:
 @torch.inference_mode()
 def expected_logits(model: Any, name: str) -> torch.Tensor:
     model.set_attn_implementation("eager")
+    if name == "llama4":  # transformers 5.24 forgets a field of its result, where there are no pictures
+        model = model.language_model
     found: torch.Tensor = model(torch.tensor([LONG]), use_cache=False).logits[0].float()
     return found * SCALED.get(name, 1.0)
 

@@ -64,8 +64,13 @@ def _mapping(spec: Mapping[Any, Any]) -> Grammar:
 def _type(spec: Any) -> Grammar:
     if is_json(spec):
         return Grammar.json_schema(json_of(spec))
-    from asyncengine.grammar.outlines_types import term_grammar, type_term
-
+    try:
+        from asyncengine.grammar.outlines_types import term_grammar, type_term
+    except ModuleNotFoundError as error:  # outlines 1.3 refuses to be installed on Python 3.14
+        instead = "use Grammar.choice, Grammar.regex, Grammar.json_schema or a pydantic model"
+        raise GrammarError(
+            "grammar", f"plain Python types need the package outlines, which is not installed: {instead}", spec
+        ) from error
     return term_grammar(type_term(spec))
 
 
@@ -97,15 +102,24 @@ def json_of(spec: Any) -> dict[str, Any]:
 
 
 def arguments_schema(function: Any) -> dict[str, Any]:
-    """The keyword arguments a function takes, as a JSON object."""
-    from outlines.types.utils import get_schema_from_signature
+    """The keyword arguments a function takes, as a JSON object; those with a default may be left out."""
+    import inspect
+
+    import pydantic
 
     from asyncengine.grammar.schemas import closed
 
+    name = getattr(function, "__name__", "Arguments")
     try:
-        return closed(get_schema_from_signature(function))
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        if untyped := [parameter.name for parameter in parameters if parameter.annotation is parameter.empty]:
+            raise TypeError(f"{untyped[0]} has no type annotation")
+        fields: dict[str, Any] = {
+            parameter.name: (parameter.annotation, ... if parameter.default is parameter.empty else parameter.default)
+            for parameter in parameters
+        }
+        return closed(pydantic.create_model(name, **fields).model_json_schema())
     except Exception as error:
-        name = getattr(function, "__name__", "function")
         raise GrammarError("grammar", f"no schema for the arguments of {name}: {str(error)[:120]}") from error
 
 

@@ -6,13 +6,16 @@ number has a range, so that nothing later meets one that float32, int64 or a tim
 
 from __future__ import annotations
 
-import difflib
+import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from asyncengine.errors import InvalidParameter
+
+Settings = TypeVar("Settings")
 
 MAX_COUNT = 2**31 - 1
 """Largest number of anything, and largest token id: what an int32 holds."""
@@ -20,20 +23,6 @@ MAX_SECONDS = 1e9
 """Longest time limit, some 30 years: timers of every platform hold it."""
 MAX_BYTES = 2**63 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-
-_ELSEWHERE = {
-    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens",
-    "num_predict": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens",
-    "do_sample": "temperature", "num_return_sequences": "n", "stop_sequences": "stop", "stop_strings": "stop",
-    "eos_token_id": "stop_token_ids", "repeat_penalty": "repetition_penalty", "random_seed": "seed",
-    "include_stop_str_in_output": "include_stop", "response_format": "grammar", "structured_outputs": "grammar",
-    "chat_template_kwargs": "template_kwargs", "lora_request": "adapter", "torch_dtype": "dtype",
-    "gpu_memory_utilization": "kv_cache_memory", "n_ctx": "max_model_len", "max_seq_len": "max_model_len",
-    "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
-}  # fmt: skip
-"""What transformers, vLLM, llama.cpp and OpenAI call things that have another name here."""
-_LONGEST_GUESS = 64
-"""Characters; a longer unknown name is no misspelling, and comparing it takes long."""
 
 
 def check_unicode(name: str, text: str) -> None:
@@ -44,19 +33,29 @@ def check_unicode(name: str, text: str) -> None:
         raise InvalidParameter(name, f"is not valid Unicode: {error.reason} at {error.start}") from error
 
 
-def check_known(values: Mapping[str, Any], known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> None:
-    """Refuse the first name in `values` that is not in `known`, suggesting the one that was meant. `elsewhere`: names
-    that belong somewhere else, and what is to be said of them."""
+def check_known(
+    values: Mapping[str, Any], known: Collection[str], elsewhere: Mapping[str, str] | None = None, advice: str = ""
+) -> None:
+    """Refuse the first name in `values` that is not in `known`; see `InvalidParameter.unknown`."""
     for name in values:
         if not isinstance(name, str):
             raise InvalidParameter("parameters", "must have names that are str", name)
         if name not in known:
-            meant = _ELSEWHERE.get(name)
-            if elsewhere is not None and (meant or name) in elsewhere:
-                raise InvalidParameter(name, elsewhere[meant or name])
-            near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
-            guess = meant if meant in known else next(iter(near), None)
-            raise InvalidParameter(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else ""))
+            raise InvalidParameter.unknown(name, known, elsewhere, advice)
+
+
+def knows_its_fields(kind: type[Settings]) -> type[Settings]:
+    """A decorator of dataclasses: an unknown keyword is refused as `check_known` does, not with a bare `TypeError`."""
+    construct: Any = kind.__init__
+    known = {field.name: None for field in fields(kind)}  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def checked(self: object, *args: Any, **given: Any) -> None:
+        check_known(given, known)
+        construct(self, *args, **given)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
 
 
 def as_integer(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from asyncengine.checks import MAX_BYTES, MAX_COUNT, as_integer, as_seconds, check_known
+from asyncengine.checks import MAX_BYTES, MAX_COUNT, as_integer, as_seconds, check_known, knows_its_fields
 from asyncengine.errors import InvalidParameter
 
 STEP_SIZES = 5
@@ -17,6 +17,7 @@ STEP_SIZES = 5
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+@knows_its_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine. Raises `InvalidParameter` naming the field for a value outside its range."""
@@ -247,7 +248,6 @@ class EngineConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> EngineConfig:
-        check_known(changes, [f.name for f in fields(self)])
         return replace(self, **changes)
 
 

@@ -6,10 +6,27 @@ else anything: the request never reached the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Self
 
 _LONGEST_NAME, _LONGEST_VALUE, _LONGEST_LIMIT = 80, 80, 1000
 """Characters of what a message quotes."""
+_ELSEWHERE = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens",
+    "num_predict": "max_tokens", "n_predict": "max_tokens", "min_new_tokens": "min_tokens",
+    "do_sample": "temperature", "num_return_sequences": "n", "stop_sequences": "stop", "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids", "repeat_penalty": "repetition_penalty", "random_seed": "seed",
+    "include_stop_str_in_output": "include_stop", "response_format": "grammar", "structured_outputs": "grammar",
+    "chat_template_kwargs": "template_kwargs", "lora_request": "adapter", "torch_dtype": "dtype",
+    "gpu_memory_utilization": "kv_cache_memory", "n_ctx": "max_model_len", "max_seq_len": "max_model_len",
+    "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
+    "num_ctx": "max_model_len", "device_map": "device", "load_in_4bit": "quantization", "load_in_8bit": "quantization",
+    "model_path": "model", "model_id": "model", "config": "engine_config", "think": "enable_thinking",
+}  # fmt: skip
+"""What transformers, vLLM, llama.cpp and OpenAI call things that have another name here."""
+_LONGEST_GUESS = 64
+"""Characters; a longer unknown name is no misspelling, and comparing it takes long."""
 
 
 def shorten(text: str, most: int) -> str:
@@ -50,6 +67,19 @@ class InvalidParameter(EngineError, ValueError):
         self.value = value
         got = "" if value is None else f", got {_shown(value)}"
         super().__init__(f"{shorten(field, _LONGEST_NAME)}: {shorten(limit, _LONGEST_LIMIT)}{got}")
+
+    @classmethod
+    def unknown(
+        cls, name: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None, advice: str = ""
+    ) -> Self:
+        """The refusal of a name that is not in `known`, with the one that was meant. `elsewhere`: names that belong
+        somewhere else, and what is to be said of them. `advice` is for all others."""
+        meant = _ELSEWHERE.get(name, name)
+        if elsewhere is not None and meant in elsewhere:
+            return cls(name, elsewhere[meant])
+        near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
+        guess = meant if meant in known else next(iter(near), None)
+        return cls(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else "") + advice)
 
 
 class ContextLengthExceeded(InvalidParameter):

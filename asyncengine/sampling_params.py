@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from asyncengine.checks import MAX_COUNT, MIN_INT64, as_integer, as_items, as_number, check_known
+from asyncengine.checks import MAX_COUNT, MIN_INT64, as_integer, as_items, as_number, check_known, knows_its_fields
 from asyncengine.errors import InvalidParameter
 
 OnBudget = Literal["close", "truncate", "error"]
@@ -26,6 +26,7 @@ MAX_BIAS = 100.0
 MAX_SEED = 2**64 - 1
 
 
+@knows_its_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -156,7 +157,6 @@ class SamplingParams:
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, validated like a new one."""
-        check_known(changes, [f.name for f in fields(self)])
         return replace(self, **changes)
 
 

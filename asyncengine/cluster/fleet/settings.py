@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from asyncengine.checks import as_integer, as_number, as_seconds
+from asyncengine.checks import as_integer, as_number, as_seconds, knows_its_fields
 from asyncengine.cluster.nodes import MAX_CPUS
 from asyncengine.cluster.routing import RoutingWeights
 from asyncengine.cluster.scores import check_strategy
@@ -16,6 +16,7 @@ from asyncengine.errors import InvalidParameter
 MAX_REPLICAS = 4096
 
 
+@knows_its_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """Settings of a fleet. Raises `InvalidParameter` naming the field for a value outside its range."""

@@ -3,24 +3,63 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType, NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SkipValidation,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
-from asyncengine import AsyncEngine, Engine
+from asyncengine import AsyncEngine, Engine, EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.integrations.engine_source import AnyEngine, EngineSource
 
+SETTINGS = frozenset(each.name for each in fields(EngineConfig))
 
-class EngineChoice(BaseModel):
+
+def _setting_fields() -> dict[str, Any]:
+    """A field for each one of `EngineConfig`, with its type; the values are checked there.
+
+    The default is None, "as the engine has it", unless None is a setting of its own: then it is the engine's default.
+    """
+    hints, made = get_type_hints(EngineConfig), dict[str, Any]()
+    for each in fields(EngineConfig):
+        takes_none = each.default is not None and NoneType in get_args(hints[each.name])
+        made[each.name] = (Annotated[hints[each.name] | None, SkipValidation], each.default if takes_none else None)
+    return made
+
+
+if TYPE_CHECKING:
+    EngineSettings = BaseModel
+else:
+    EngineSettings = create_model(
+        "EngineSettings", __config__=ConfigDict(arbitrary_types_allowed=True), **_setting_fields()
+    )
+
+
+class EngineChoice(EngineSettings):
     """An engine by its model's name and settings, or one that the caller owns. Constructing loads nothing.
 
-    The adapter classes refuse unknown fields (the frameworks' own bases would ignore them). Wrong values come as
-    pydantic's `ValidationError` (a `ValueError`) naming the field.
+    Every field of `EngineConfig` is a field here, too. The adapter classes refuse unknown fields by name, with the
+    nearest known one (the frameworks' own bases would ignore them). Wrong values come as pydantic's `ValidationError`
+    (a `ValueError`) naming the field.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
+    setting_names: ClassVar[frozenset[str]] = SETTINGS
+    """Fields that are settings of the engine."""
+    elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Names that are no fields but something else here, and what is to be said of them."""
     variable: ClassVar[str] = "ASYNCENGINE_MODEL"
     """The environment variable that `model` defaults to."""
     choices: ClassVar[str] = 'a path, a hub id or "demo"'
@@ -30,13 +69,34 @@ class EngineChoice(BaseModel):
     engine: AnyEngine | None = Field(default=None, exclude=True, repr=False)
     """An engine that the caller owns; None: the process-wide shared engine of (model, engine_config)."""
     engine_config: dict[str, Any] = Field(default_factory=dict)
-    """Further `EngineConfig` fields of the shared engine."""
+    """Settings of the shared engine in one piece: `EngineConfig` fields, or an `EngineConfig`."""
 
     _source: EngineSource | None = PrivateAttr(default=None)
 
-    @field_validator("model", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _path_as_text(cls, value: Any) -> Any:
+    def _check_names(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            known = [spelling for name, field in cls.model_fields.items() for spelling in _spellings(name, field)]
+            for name in given:
+                if name not in known:
+                    raise InvalidParameter.unknown(name, known, cls.elsewhere)
+        return given
+
+    @field_validator("engine_config", mode="before")
+    @classmethod
+    def _config_as_dict(cls, value: Any) -> Any:
+        if not isinstance(value, EngineConfig):
+            return value
+        usual = EngineConfig()
+        return {name: mine for name in sorted(SETTINGS) if (mine := getattr(value, name)) != getattr(usual, name)}
+
+    @field_validator("model", *SETTINGS, mode="before", check_fields=False)
+    @classmethod
+    def _paths_as_text(cls, value: Any) -> Any:
+        """Texts can be written down and compared."""
+        if isinstance(value, Mapping):
+            return {name: cls._paths_as_text(path) for name, path in value.items()}
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
@@ -62,8 +122,14 @@ class EngineChoice(BaseModel):
         return await self._engines().aio()
 
     def _settings(self) -> dict[str, Any]:
-        """`EngineConfig` fields of the shared engine."""
-        return dict(self.engine_config)
+        """`EngineConfig` fields of the shared engine, however they were given, in an order of their own: LangChain's
+        caches write them down. Raises `InvalidParameter` for one that is given twice."""
+        named = {name: getattr(self, name) for name in self.setting_names & self.model_fields_set}
+        named = {name: value for name, value in named.items() if value != type(self).model_fields[name].default}
+        for name in sorted(named.keys() & self.engine_config):
+            if named[name] != self.engine_config[name]:
+                raise InvalidParameter(name, "is given twice: as a field and in engine_config", named[name])
+        return dict(sorted({**self.engine_config, **named}.items()))
 
     def _engines(self) -> EngineSource:
         """The source of the engine, made anew only where a field it depends on was assigned since."""
@@ -71,6 +137,12 @@ class EngineChoice(BaseModel):
         if source is None or not source.serves(self.model, settings, self.engine):
             source = self._source = EngineSource(self.model, settings, self.engine)
         return source
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Without the settings that are left to the engine."""
+        for name, value in super().__repr_args__():
+            if name not in SETTINGS or value != type(self).model_fields[name].default:
+                yield name, value
 
     def __getstate__(self) -> dict[Any, Any]:
         if self.engine is not None:
@@ -81,3 +153,9 @@ class EngineChoice(BaseModel):
         memo = {} if memo is None else memo
         memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
         return super().__deepcopy__(memo)
+
+
+def _spellings(name: str, field: FieldInfo) -> list[str]:
+    """Names by which a field may be given."""
+    alias = field.validation_alias
+    return [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [str(alias or name)]

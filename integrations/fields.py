@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from asyncengine import ChatKeywords, RequestKeywords, SamplingParams
 from asyncengine.errors import InvalidParameter
@@ -20,8 +20,11 @@ SAMPLING_FIELDS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "grammar",
 )  # fmt: skip
 """Fields of `EngineFields` that are `SamplingParams` fields of the same name."""
-ADAPTER_SETTINGS = ("adapters", "adapter_root")
-"""Fields of `EngineFields` that are `EngineConfig` fields of the same name."""
+TEMPLATE_VARIABLES = ("enable_thinking", "reasoning_effort")
+"""Variables of chat templates that are fields here and keywords of a call, besides `template_kwargs`."""
+CALL_FIELDS = (*SAMPLING_FIELDS, *TEMPLATE_VARIABLES, "adapter", "timeout", "priority")
+"""Fields of `EngineFields` that are keywords of each call."""
+CALL_KEYWORDS = (*SamplingParams.__dataclass_fields__, *ChatKeywords.__annotations__)
 EMPTY_MEANS_NONE = ("tools", "template_kwargs")
 """Frameworks pass them empty where there are none."""
 
@@ -62,9 +65,19 @@ class Call:
         return cast(RequestKeywords, self.keywords)
 
 
+ENGINE_SETTINGS = dict.fromkeys(EngineChoice.setting_names, "is a setting of the engine: give it to the model object")
+TEMPLATE_ADVICE = " (variables of the model's chat template go into template_kwargs)"
+
+
 class EngineFields(EngineChoice):
     """Which engine, and with which sampling defaults; values are checked as `SamplingParams` and `EngineConfig` check
     them. Constructing loads nothing."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        name: f"is a keyword of a call: for all of them, pass model_kwargs={{{name!r}: ...}}"
+        for name in CALL_KEYWORDS
+        if name not in CALL_FIELDS
+    }
 
     model: str = Field(
         default_factory=lambda: os.environ.get("ASYNCENGINE_MODEL", ""),
@@ -73,10 +86,6 @@ class EngineFields(EngineChoice):
     """Path, hub id, or "demo" (the bundled model). Defaults to the environment variable ASYNCENGINE_MODEL."""
     adapter: str | None = None
     """Name of the LoRA adapter that answers; None: the base model alone. Each call may choose another."""
-    adapters: dict[str, str] | None = None
-    """Adapters that the shared engine loads at its start: name -> folder of a PEFT checkpoint."""
-    adapter_root: str | None = None
-    """Folder whose adapters the shared engine loads at its start, and the only one that it takes any from."""
 
     temperature: float | None = None
     max_tokens: int | None = Field(
@@ -102,35 +111,23 @@ class EngineFields(EngineChoice):
     """Seconds from submit to the end of the answer; then the call raises with the partial text."""
     priority: int | None = None
     """Lower goes first, where the engine's policy is "priority"."""
+    enable_thinking: bool | None = None
+    """Variable of the chat template, where it reads one of that name (Qwen3's does); else each call is refused."""
+    reasoning_effort: str | None = None
+    """The same (gpt-oss's template reads "low", "medium" or "high")."""
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, validation_alias=AliasChoices("model_kwargs", "additional_kwargs")
     )
     """Further keywords of every request: any `SamplingParams` field, `cache_salt`, those of `ChatKeywords`."""
-
-    @field_validator("adapter_root", "adapters", mode="before")
-    @classmethod
-    def _paths_as_text(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: cls._paths_as_text(path) for name, path in value.items()}
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @model_validator(mode="after")
     def _check_defaults(self) -> Self:
         self._call(None, {})
         return self
 
-    def _settings(self) -> dict[str, Any]:
-        """`EngineConfig` fields of the shared engine. Raises `InvalidParameter` for one that is given twice."""
-        named = {name: value for name in ADAPTER_SETTINGS if (value := getattr(self, name)) is not None}
-        for name in named:
-            if name in self.engine_config:
-                raise InvalidParameter(name, "is given twice: as a field and in engine_config")
-        return {**self.engine_config, **named}
-
     def _defaults(self) -> dict[str, Any]:
         """What was set on this object, by the names of per-call keywords."""
-        names = (*SAMPLING_FIELDS, "adapter", "timeout", "priority")
-        mine = {name: value for name in names if (value := getattr(self, name)) is not None}
+        mine = {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
         return {**mine, **as_named_here(self.model_kwargs)}
 
     def _adapter(self, kwargs: Mapping[str, Any]) -> Any:
@@ -157,7 +154,7 @@ class EngineFields(EngineChoice):
         model, adapter = kwargs.get("model"), kwargs.get("adapter")
         if model is not None and adapter is not None and model != adapter:
             raise InvalidParameter("adapter", f"contradicts model={model!r}: a call names one of the two", adapter)
-        given = {**self._defaults(), **{name: value for name, value in kwargs.items() if name != "model"}}
+        given = _over(self._defaults(), {name: value for name, value in kwargs.items() if name != "model"})
         given["adapter"] = self._adapter(kwargs)
         if stop is not None:
             given["stop"] = stop
@@ -170,5 +167,17 @@ class EngineFields(EngineChoice):
             keywords[name] = value  # type: ignore[literal-required]
         if "grammar" in given:
             given["grammar"] = Grammar.of(given["grammar"])
-        params = SamplingParams.from_dict(given)
-        return Call(params, keywords, self._name(kwargs))
+        for name in given:
+            if name not in SamplingParams.__dataclass_fields__:
+                raise InvalidParameter.unknown(name, CALL_KEYWORDS, ENGINE_SETTINGS, TEMPLATE_ADVICE)
+        return Call(SamplingParams(**given), keywords, self._name(kwargs))
+
+
+def _over(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's keywords on top of its model object's; so with a variable of the template, whichever way it is given."""
+    variables, mine = kwargs.get("template_kwargs"), defaults.get("template_kwargs")
+    replaced = [name for name in TEMPLATE_VARIABLES if isinstance(variables, Mapping) and name in variables]
+    if isinstance(mine, Mapping):
+        mine = {name: value for name, value in mine.items() if name not in TEMPLATE_VARIABLES or name not in kwargs}
+    kept = {name: value for name, value in defaults.items() if name not in replaced}
+    return {**kept, "template_kwargs": mine, **kwargs}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from langchain_core.embeddings import Embeddings
 from pydantic import AliasChoices, ConfigDict, Field
 
@@ -23,6 +25,8 @@ class AsyncEngineEmbeddings(EmbeddingFields, Embeddings):
     """
 
     model_config = ConfigDict(extra="forbid")
+
+    setting_names: ClassVar[frozenset[str]] = EmbeddingFields.setting_names - {"show_progress"}
 
     show_progress: bool | None = Field(
         default=None, validation_alias=AliasChoices("show_progress", "show_progress_bar")

@@ -1,0 +1,232 @@
+"""Every setting of an engine is a keyword of every adapter class, and a misspelt one is named with the right one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.load import dumps, loads
+from langchain_core.runnables import ConfigurableField
+from llama_index.core.schema import BaseComponent
+from pydantic import BaseModel, ValidationError
+
+from asyncengine import AsyncEngine, Engine, EngineConfig, EngineHandle, SamplingParams, shared_engine
+from asyncengine.cluster.fleet import FleetConfig
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.langchain import (
+    AsyncEngineEmbeddings,
+    AsyncEngineLLM,
+    AsyncEngineReranker,
+    ChatAsyncEngine,
+)
+from asyncengine.integrations.llama_index import AsyncEngineEmbedding, AsyncEngineRerank
+from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
+
+from .conftest import CONFIG
+
+WRITERS: list[Any] = [ChatAsyncEngine, AsyncEngineLLM, LlamaIndexLLM]
+EVERY: list[Any] = [*WRITERS, AsyncEngineEmbeddings, AsyncEngineReranker, AsyncEngineEmbedding, AsyncEngineRerank]
+NAMES = {each.name for each in fields(EngineConfig)}
+GIVEN: dict[str, Any] = {"quantization": "int4", "num_threads": 1, "max_model_len": 512, "device": "cpu"}
+
+
+def spec(model: Any) -> Any:
+    """What the model object's engine is shared by: the model's name and all settings."""
+    return model._engines()._engine.spec
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_setting_is_a_field(kind: Any) -> None:
+    assert set(kind.model_fields) >= NAMES
+    changed = {"adapters": {"a": "b"}, "quantization": "int8", "max_model_len": 77, "adapter_root": Path("x")}
+    assert spec(kind(model="m", **changed)) == shared_engine("m", **changed).spec
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_settings_that_are_equal_however_they_are_given_share_an_engine(kind: Any) -> None:
+    by_name = kind(model="m", **GIVEN)
+    for other in (
+        {"engine_config": GIVEN},
+        {"engine_config": EngineConfig(**GIVEN)},
+        {**GIVEN, "engine_config": GIVEN},
+    ):
+        assert spec(kind(model="m", **other)) == spec(by_name)
+    assert spec(by_name) == shared_engine("m", **GIVEN).spec
+    assert spec(by_name) != spec(kind(model="m", **{**GIVEN, "max_model_len": 513}))
+    by_name.max_model_len = 513
+    assert spec(by_name) == spec(kind(model="m", **{**GIVEN, "max_model_len": 513}))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_settings_reach_the_engine(kind: Any, model_path: str) -> None:
+    model = kind(model=model_path, **CONFIG, max_model_len=128, max_tokens=2)
+    other = kind(model=model_path, engine_config={**CONFIG, "max_model_len": 128}, temperature=0)
+    assert model.get_engine().info.max_model_len == 128
+    assert other.get_engine().aengine is model.get_engine().aengine
+    assert (model.max_model_len, other.max_model_len) == (128, None)
+
+
+def test_none_is_as_the_engine_has_it_unless_it_is_a_setting() -> None:
+    settings = ChatAsyncEngine(model="m", dtype=None, max_num_seqs=None, switch_interval=None)._settings()
+    assert settings == {"switch_interval": None}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_setting_with_two_values_is_refused(kind: Any, handle: EngineHandle) -> None:
+    with pytest.raises(ValidationError, match=r"max_model_len: is given twice: .*, got 5"):
+        kind(model="m", max_model_len=5, engine_config={"max_model_len": 6})
+    with pytest.raises(ValidationError, match="max_num_seqs: is given twice"):  # although it is the engine's default
+        kind(model="m", max_num_seqs=256, engine_config=EngineConfig(max_num_seqs=6))
+    with pytest.raises(ValidationError, match="quantization: must be left out where engine is given"):
+        kind(engine=handle, quantization="int4")
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_modl_len": 5}, "max_modl_len: unknown parameter; did you mean 'max_model_len'"),
+        ({"quantisation": "int4"}, "quantisation: unknown parameter; did you mean 'quantization'"),
+        ({"n_ctx": 5}, "n_ctx: unknown parameter; did you mean 'max_model_len'"),
+        ({"load_in_4bit": True}, "load_in_4bit: unknown parameter; did you mean 'quantization'"),
+        ({"config": EngineConfig()}, "config: unknown parameter; did you mean 'engine_config'"),
+        ({"timeot": 5}, "timeot: unknown parameter; did you mean 'timeout'"),
+        ({"quantization": "int5"}, "quantization: must be one of 'int8', 'int4', got 'int5'"),
+        ({"num_threads": "many"}, "num_threads: must be an integer, got 'many'"),
+        ({"draft_model": Path("x"), "speculation": "off"}, "draft_model: needs speculation"),
+    ],
+)
+def test_wrong_settings_are_named(kind: Any, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        kind(model="m", **given)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_misspelt_names_of_what_is_generated(kind: Any, handle: EngineHandle) -> None:
+    with pytest.raises(ValidationError, match="temprature: unknown parameter; did you mean 'temperature'"):
+        kind(model="m", temprature=0)
+    with pytest.raises(ValidationError, match=r"ignore_eos: .* pass model_kwargs={'ignore_eos': \.\.\.}"):
+        kind(model="m", ignore_eos=True)
+    for given, said in (
+        ({"max_token": 5}, "max_token: unknown parameter; did you mean 'max_tokens'"),
+        ({"respons_format": {}}, "respons_format: unknown parameter; did you mean 'response_format'"),
+        ({"enable_thinkng": True}, "enable_thinkng: unknown parameter; did you mean 'enable_thinking'"),
+        ({"clear_history": True}, "clear_history: unknown parameter .*template_kwargs"),
+        ({"max_model_len": 5}, "max_model_len: is a setting of the engine"),
+    ):
+        with pytest.raises(InvalidParameter, match=said):
+            ask(kind(engine=handle), **given)
+
+
+def ask(model: Any, **keywords: Any) -> Any:
+    return (
+        model.complete("Hello", **keywords) if isinstance(model, LlamaIndexLLM) else model.invoke("Hello", **keywords)
+    )
+
+
+CALLS: list[Callable[..., Any]] = [
+    EngineConfig, EngineConfig().replace, lambda **given: EngineConfig.from_dict(given),
+    lambda **given: Engine.from_pretrained("m", **given), lambda **given: shared_engine("m", **given),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_misspelt_settings_of_the_engine_itself(call: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidParameter, match="max_modl_len: unknown parameter; did you mean 'max_model_len'"):
+        call(max_modl_len=5)
+
+
+async def test_misspelt_settings_of_an_engine_to_be() -> None:
+    with pytest.raises(InvalidParameter, match="max_modl_len: unknown parameter; did you mean 'max_model_len'"):
+        await AsyncEngine.from_pretrained("m", max_modl_len=5)
+
+
+@pytest.mark.parametrize("call", [SamplingParams, SamplingParams().replace, lambda **it: SamplingParams.from_dict(it)])
+def test_misspelt_sampling_parameters(call: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidParameter, match="max_token: unknown parameter; did you mean 'max_tokens'"):
+        call(max_token=5)
+
+
+def test_misspelt_settings_of_a_fleet() -> None:
+    with pytest.raises(InvalidParameter, match="replica: unknown parameter; did you mean 'replicas'"):
+        FleetConfig(replica=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_copies_keep_the_settings(kind: Any) -> None:
+    model = kind(model="m", **GIVEN, adapters={"a": Path("b")})
+    copies = [copy.copy(model), copy.deepcopy(model), model.model_copy(), pickle.loads(pickle.dumps(model))]
+    if issubclass(kind, BaseComponent):
+        copies += [kind.from_dict(model.to_dict()), kind.from_json(model.to_json())]
+    else:
+        copies += [kind(**model.model_dump())]
+    if issubclass(kind, ChatAsyncEngine | AsyncEngineLLM):
+        copies += [loads(dumps(model), allowed_objects=[kind], valid_namespaces=["langchain_asyncengine"])]
+    for twin in copies:
+        assert spec(twin) == spec(model)
+        assert (twin.quantization, twin.adapters, twin.max_num_seqs) == ("int4", {"a": "b"}, None)
+    assert spec(model.model_copy(update={"quantization": "int8"}))[1].quantization == "int8"
+
+
+def test_a_setting_may_be_configurable() -> None:
+    chat = ChatAsyncEngine(model="m", **GIVEN).configurable_fields(max_model_len=ConfigurableField(id="length"))
+    made: Any = chat.prepare({"configurable": {"length": 300}})[0]
+    assert spec(made) == spec(ChatAsyncEngine(model="m", **{**GIVEN, "max_model_len": 300}))
+
+
+def test_texts_of_model_objects_say_what_was_set() -> None:
+    for kind in EVERY:
+        text = repr(kind(model="m", quantization="int4"))
+        assert "quantization='int4'" in text
+        assert "max_num_seqs" not in text
+        assert "switch_interval" not in text
+
+
+KEY = """
+from asyncengine.integrations.langchain import ChatAsyncEngine
+print(ChatAsyncEngine(model="m", **{given})._get_llm_string())
+"""
+
+
+def test_cache_keys_do_not_depend_on_how_settings_are_given() -> None:
+    """Nor on the order in which a process goes through a set: LangChain's caches outlive it."""
+    forms = [{**GIVEN}, dict(reversed(GIVEN.items())), {"engine_config": GIVEN}]
+    assert len({ChatAsyncEngine(model="m", **form)._get_llm_string() for form in forms}) == 1
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", KEY.format(given=GIVEN)], capture_output=True, text=True, check=True,
+            env={"PYTHONHASHSEED": seed}, timeout=100,
+        )  # fmt: skip
+        assert run.stdout.strip() == ChatAsyncEngine(model="m", **GIVEN)._get_llm_string()
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_no_field_of_a_framework_is_taken_for_a_setting(kind: Any) -> None:
+    """A new setting must not hide one of theirs, nor the other way round."""
+    theirs = [base for base in kind.__mro__ if issubclass(base, BaseModel) and not issubclass(base, EngineChoice)]
+    theirs = [base for base in theirs if not issubclass(EngineChoice, base)]
+    assert not NAMES & {name for base in theirs for name in base.model_fields}
+    own = {name for name in kind.__annotations__ if name in NAMES}
+    assert kind.setting_names == NAMES - own
+
+
+def test_a_progress_bar_of_embeddings_is_no_setting() -> None:
+    shown = AsyncEngineEmbeddings(model="m", show_progress=True)
+    assert spec(shown) == spec(AsyncEngineEmbeddings(model="m"))
+    quiet = AsyncEngineEmbeddings(model="m", show_progress=True, engine_config={"show_progress": False})
+    assert spec(quiet)[1].show_progress is False
+
+
+@pytest.mark.parametrize("kind", [LlamaIndexLLM, AsyncEngineEmbeddings, AsyncEngineEmbedding, AsyncEngineRerank])
+def test_the_schema_has_the_settings_with_their_types(kind: Any) -> None:
+    known = kind.model_json_schema()["properties"]
+    assert known["quantization"]["anyOf"][0] == {"enum": ["int8", "int4"], "type": "string"}
+    assert known["max_num_seqs"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]

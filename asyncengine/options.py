@@ -51,6 +51,8 @@ class ChatKeywords(RequestKeywords, total=False):
     parallel_tool_calls: bool
     response_format: Any
     template_kwargs: Mapping[str, Any] | None
+    enable_thinking: bool | None
+    reasoning_effort: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,25 @@ class ChatRequest:
     """What the answer must be: {"type": "json_object"}, {"type": "json_schema", "json_schema": ...}, or anything
     `Grammar.of` takes (a pydantic class, a JSON schema, a `Grammar`)."""
     template_kwargs: Mapping[str, Any] | None = None
-    """Variables of the chat template such as `enable_thinking`."""
+    """Variables of the chat template."""
+    enable_thinking: bool | None = None
+    """One of these variables, which the templates of many reasoning models read. None: as the template has it."""
+    reasoning_effort: str | None = None
+    """Another one: "low", "medium" or "high" for gpt-oss."""
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All that the template is told. Raises `InvalidParameter` naming the one that is malformed or given twice."""
+        variables = template_variables(self.template_kwargs)
+        for name, kind, limit in (("enable_thinking", bool, "True or False"), ("reasoning_effort", str, "a str")):
+            if (value := getattr(self, name)) is None:
+                continue
+            if not isinstance(value, kind):
+                raise InvalidParameter(name, f"must be {limit}", value)
+            if name in variables:
+                raise InvalidParameter(name, "is given twice: as a keyword and in template_kwargs", value)
+            variables[name] = value
+        return variables
 
     @property
     def size(self) -> int:
@@ -181,6 +201,7 @@ def template_variables(given: object) -> dict[str, Any]:
     return dict(given)
 
 
+TEMPLATE_ADVICE = " (variables of the model's chat template go into template_kwargs)"
 _TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
 
 
@@ -208,7 +229,7 @@ def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[Cha
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]
     known = [*mine, *(field.name for field in fields(RequestOptions))]
-    check_known(keywords, known, _sampling_fields())
+    check_known(keywords, known, _sampling_fields(), TEMPLATE_ADVICE)
     chat = {name: value for name, value in keywords.items() if name in mine}
     return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})
 

@@ -38,7 +38,6 @@ from asyncengine.options import (
     ToolSpecs,
     WeightSource,
     template_tools,
-    template_variables,
 )
 from asyncengine.outputs import Chunk
 from asyncengine.request_spec import RequestSpec
@@ -159,7 +158,7 @@ class Frontend:
         if options.prediction is not None and chat.tools and chat.tool_choice not in (None, "auto", "none"):
             raise InvalidParameter("prediction", "is of a text, and tool_choice asks for a call", chat.tool_choice)
         tools = template_tools(chat.tools)
-        text = tokenizer.render_chat(self._told(chat.messages), tools, **template_variables(chat.template_kwargs))
+        text = tokenizer.render_chat(self._told(chat.messages), tools, **chat.variables)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         params = as_params(params)
         return self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))

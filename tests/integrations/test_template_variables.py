@@ -1,0 +1,163 @@
+"""`enable_thinking` and `reasoning_effort` reach a chat template that reads them, by every door; others refuse them.
+
+The template writes what it is told in as many bytes, each of them one token: prompts are as long as what they say.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.load import dumps, loads
+from llama_index.core.llms import ChatMessage
+from llama_index.core.prompts import PromptTemplate
+from pydantic import BaseModel, ValidationError
+
+from asyncengine import AsyncEngine, EngineHandle, SamplingParams, shared_engine
+from asyncengine.errors import InvalidParameter
+from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
+from asyncengine.integrations.llama_index import AsyncEngineLLM as LlamaIndexLLM
+
+from .conftest import CONFIG, TEMPLATE
+
+READS = (
+    "{% if enable_thinking is defined %}{{ 'yes' if enable_thinking else 'no' }}{% endif %}{{ reasoning_effort or '' }}"
+)
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({}, 0),
+    ({"enable_thinking": True}, 3),
+    ({"enable_thinking": False}, 2),
+    ({"enable_thinking": None}, 0),
+    ({"reasoning_effort": "low"}, 3),
+    ({"reasoning_effort": "medium", "enable_thinking": False}, 8),
+    ({"template_kwargs": {"enable_thinking": True}}, 3),
+    ({"template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high"}, 7),
+    ({"template_kwargs": {}, "enable_thinking": True}, 3),
+]
+"""Keywords, and how many tokens they add to the prompt."""
+CHAT = [{"role": "user", "content": "Hello"}]
+ONE = SamplingParams(max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def reader(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny model with a template that reads both variables."""
+    folder = Path(shutil.copytree(model_path, tmp_path_factory.mktemp("reader"), dirs_exist_ok=True))
+    (folder / "chat_template.jinja").write_text(READS + TEMPLATE, encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(reader: str) -> Iterator[AsyncEngine]:
+    held = shared_engine(reader, **CONFIG)
+    engine = held.get()
+    yield engine.aengine
+    engine.close()
+    held.close()
+
+
+@pytest.fixture(scope="module")
+def plain(engine: AsyncEngine) -> int:
+    """Length of the prompt that is told nothing."""
+    return engine.count_tokens(CHAT)
+
+
+@pytest.mark.parametrize(("keywords", "more"), CASES)
+async def test_of_the_engine(keywords: dict[str, Any], more: int, engine: AsyncEngine, plain: int) -> None:
+    assert (await engine.chat(CHAT, ONE, **keywords)).usage.prompt_tokens == plain + more
+
+
+@pytest.mark.parametrize(("keywords", "more"), CASES)
+async def test_of_langchain(keywords: dict[str, Any], more: int, engine: AsyncEngine, reader: str, plain: int) -> None:
+    chat = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=1)
+    fixed = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=1, **by_fields(keywords))
+    written = loads(dumps(fixed), allowed_objects=[ChatAsyncEngine], valid_namespaces=["langchain_asyncengine"])
+    answers = [chat.invoke("Hello", **keywords), await chat.bind(**keywords).ainvoke("Hello")]
+    answers += [fixed.invoke("Hello"), written.invoke("Hello")]
+    assert [answer.usage_metadata["input_tokens"] for answer in answers] == [plain + more] * 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("keywords", "more"), CASES)
+async def test_of_llama_index(
+    keywords: dict[str, Any], more: int, engine: AsyncEngine, reader: str, plain: int
+) -> None:
+    llm = LlamaIndexLLM(model=reader, **CONFIG, max_tokens=1)
+    fixed = LlamaIndexLLM(model=reader, **CONFIG, max_tokens=1, **by_fields(keywords))
+    answers = [llm.complete("Hello", **keywords), await llm.achat([ChatMessage("Hello")], **keywords)]
+    answers += [fixed.complete("Hello"), LlamaIndexLLM.from_dict(fixed.to_dict()).complete("Hello")]
+    assert [answer.raw["usage"]["prompt_tokens"] for answer in answers] == [plain + more] * 4  # type: ignore[index]
+
+
+def by_fields(keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call as a constructor takes them."""
+    rest = {name: value for name, value in keywords.items() if name == "template_kwargs"}
+    return {**{name: value for name, value in keywords.items() if name not in rest}, "model_kwargs": rest}
+
+
+@pytest.mark.parametrize(
+    ("fields", "keywords", "more"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": True}, 3),
+        ({"enable_thinking": False}, {"template_kwargs": {"enable_thinking": True}}, 3),
+        ({"model_kwargs": {"template_kwargs": {"enable_thinking": False}}}, {"enable_thinking": True}, 3),
+        ({"model_kwargs": {"template_kwargs": {"enable_thinking": False}}}, {"reasoning_effort": "low"}, 5),
+        ({"reasoning_effort": "high"}, {"template_kwargs": {"enable_thinking": False}}, 6),
+        ({"enable_thinking": False}, {"enable_thinking": None}, 0),
+    ],
+)
+def test_a_call_stands_above_its_model_object(
+    fields: dict[str, Any], keywords: dict[str, Any], more: int, engine: AsyncEngine, reader: str, plain: int
+) -> None:
+    answer = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=1, **fields).invoke("Hello", **keywords)
+    assert answer.usage_metadata["input_tokens"] == plain + more  # type: ignore[index]
+
+
+def test_structured_output_may_have_them(engine: AsyncEngine, reader: str, plain: int) -> None:
+    class Answer(BaseModel):
+        ok: bool
+
+    chat = ChatAsyncEngine(model=reader, **CONFIG, max_tokens=30)
+    raw = chat.with_structured_output(Answer, include_raw=True, enable_thinking=False).invoke("Hello")
+    assert raw["raw"].usage_metadata["input_tokens"] == plain + 2
+    llm = LlamaIndexLLM(model=reader, **CONFIG, max_tokens=30)
+    made = llm.structured_predict(Answer, PromptTemplate("Hello"), llm_kwargs={"reasoning_effort": "low"})
+    assert isinstance(made, Answer)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"enable_thinking": "no"}, "enable_thinking: must be True or False, got 'no'"),
+    ({"reasoning_effort": 3}, "reasoning_effort: must be a str, got 3"),
+    ({"enable_thinking": True, "template_kwargs": {"enable_thinking": False}}, "enable_thinking: is given twice"),
+    ({"template_kwargs": {"thinking": True}}, r"thinking: .* no such variable \(it reads: enable_thinking, reasoning"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "said"), WRONG)
+async def test_wrong_values_are_named(keywords: dict[str, Any], said: str, engine: AsyncEngine, reader: str) -> None:
+    with pytest.raises(InvalidParameter, match=said):
+        await engine.chat(CHAT, ONE, **keywords)
+    with pytest.raises(InvalidParameter, match=said):
+        ChatAsyncEngine(model=reader, **CONFIG).invoke("Hello", **keywords)
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "reasoning_effort"])
+async def test_a_template_that_reads_none_refuses_them(name: str, handle: EngineHandle) -> None:
+    value = {"enable_thinking": True, "reasoning_effort": "low"}[name]
+    said = f"{name}: this model's chat template has no such variable"
+    with pytest.raises(InvalidParameter, match=said):
+        handle.get().chat(CHAT, ONE, **{name: value})  # type: ignore[arg-type]
+    for model in (ChatAsyncEngine(engine=handle), ChatAsyncEngine(engine=handle, **{name: value})):
+        with pytest.raises(InvalidParameter, match=said):
+            model.invoke("Hello", **{name: value})
+    with pytest.raises(InvalidParameter, match=said):
+        LlamaIndexLLM(engine=handle).complete("Hello", **{name: value})
+    with pytest.raises(InvalidParameter, match=f"{name}: is for chats"):
+        AsyncEngineLLM(engine=handle).invoke("Hello", **{name: value})
+
+
+def test_the_fields_have_types() -> None:
+    with pytest.raises(ValidationError, match="reasoning_effort"):
+        ChatAsyncEngine(model="m", reasoning_effort=3)

@@ -23,6 +23,7 @@ _ELSEWHERE = {
     "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
     "num_ctx": "max_model_len", "device_map": "device", "load_in_4bit": "quantization", "load_in_8bit": "quantization",
     "model_path": "model", "model_id": "model", "config": "engine_config", "think": "enable_thinking",
+    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize",
 }  # fmt: skip
 """What transformers, vLLM, llama.cpp and OpenAI call things that have another name here."""
 _LONGEST_GUESS = 64

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field, model_validator
 from asyncengine import ChatKeywords, RequestKeywords, SamplingParams
 from asyncengine.errors import InvalidParameter
 from asyncengine.grammar import Grammar
-from asyncengine.integrations.engine_choice import EngineChoice
+from asyncengine.integrations.engine_choice import SETTINGS, EngineChoice
 
 SAMPLING_FIELDS = (
     "temperature", "max_tokens", "min_tokens", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n",
@@ -65,7 +65,7 @@ class Call:
         return cast(RequestKeywords, self.keywords)
 
 
-ENGINE_SETTINGS = dict.fromkeys(EngineChoice.setting_names, "is a setting of the engine: give it to the model object")
+ENGINE_SETTINGS = {name: f"is a setting of the engine: pass {name}=... to the model object" for name in SETTINGS}
 TEMPLATE_ADVICE = " (variables of the model's chat template go into template_kwargs)"
 
 

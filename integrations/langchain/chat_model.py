@@ -31,12 +31,12 @@ from asyncengine.integrations.results import checked, raise_if_timed_out, worth_
 
 
 class ChatAsyncEngine(LangChainFields, BaseChatModel):
-    """Chat model on an in-process engine; see `EngineFields` for its fields.
+    """Chat model on an in-process engine; see `EngineFields` for its fields, to which all of `EngineConfig` belong.
 
     Constructing is cheap: the model loads at the first call, once per process for equal (model, engine settings).
     Every `SamplingParams` field is also a keyword of each call, as are `model` (a LoRA adapter's name, or the base
-    model's for none), `adapter`, `timeout`, `priority`, `cache_salt`, `prediction`, `speculation` and
-    `template_kwargs`; anything else is refused by name.
+    model's for none), `adapter`, `timeout`, `priority`, `cache_salt`, `prediction`, `speculation`, `enable_thinking`,
+    `reasoning_effort` and `template_kwargs`; anything else is refused by name.
 
     Errors are the engine's and LangChain's at once (`langchain_core.exceptions`). A deadline that passes raises
     `RequestTimeout` with the partial text.

@@ -121,6 +121,7 @@ def test_misspelt_names_of_what_is_generated(kind: Any, handle: EngineHandle) ->
         ({"enable_thinkng": True}, "enable_thinkng: unknown parameter; did you mean 'enable_thinking'"),
         ({"clear_history": True}, "clear_history: unknown parameter .*template_kwargs"),
         ({"max_model_len": 5}, "max_model_len: is a setting of the engine"),
+        ({"num_ctx": 5}, "num_ctx: is a setting of the engine: pass max_model_len="),
     ):
         with pytest.raises(InvalidParameter, match=said):
             ask(kind(engine=handle), **given)

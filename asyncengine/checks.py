@@ -33,15 +33,13 @@ def check_unicode(name: str, text: str) -> None:
         raise InvalidParameter(name, f"is not valid Unicode: {error.reason} at {error.start}") from error
 
 
-def check_known(
-    values: Mapping[str, Any], known: Collection[str], elsewhere: Mapping[str, str] | None = None, advice: str = ""
-) -> None:
+def check_known(values: Mapping[str, Any], known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> None:
     """Refuse the first name in `values` that is not in `known`; see `InvalidParameter.unknown`."""
     for name in values:
         if not isinstance(name, str):
             raise InvalidParameter("parameters", "must have names that are str", name)
         if name not in known:
-            raise InvalidParameter.unknown(name, known, elsewhere, advice)
+            raise InvalidParameter.unknown(name, known, elsewhere)
 
 
 def knows_its_fields(kind: type[Settings]) -> type[Settings]:

@@ -23,7 +23,8 @@ _ELSEWHERE = {
     "context_length": "max_model_len", "n_threads": "num_threads", "enable_prefix_caching": "prefix_caching",
     "num_ctx": "max_model_len", "device_map": "device", "load_in_4bit": "quantization", "load_in_8bit": "quantization",
     "model_path": "model", "model_id": "model", "config": "engine_config", "think": "enable_thinking",
-    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize",
+    "batch_size": "max_num_seqs", "normalize_embeddings": "normalize", "thinking": "template_kwargs",
+    "thinking_budget": "template_kwargs", "clear_thinking": "template_kwargs", "preserve_thinking": "template_kwargs",
 }  # fmt: skip
 """What transformers, vLLM, llama.cpp and OpenAI call things that have another name here."""
 _LONGEST_GUESS = 64
@@ -70,17 +71,15 @@ class InvalidParameter(EngineError, ValueError):
         super().__init__(f"{shorten(field, _LONGEST_NAME)}: {shorten(limit, _LONGEST_LIMIT)}{got}")
 
     @classmethod
-    def unknown(
-        cls, name: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None, advice: str = ""
-    ) -> Self:
+    def unknown(cls, name: str, known: Collection[str], elsewhere: Mapping[str, str] | None = None) -> Self:
         """The refusal of a name that is not in `known`, with the one that was meant. `elsewhere`: names that belong
-        somewhere else, and what is to be said of them. `advice` is for all others."""
+        somewhere else, and what is to be said of them."""
         meant = _ELSEWHERE.get(name, name)
         if elsewhere is not None and meant in elsewhere:
             return cls(name, elsewhere[meant])
         near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_GUESS else []
         guess = meant if meant in known else next(iter(near), None)
-        return cls(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else "") + advice)
+        return cls(name, "unknown parameter" + (f"; did you mean {guess!r}?" if guess else ""))
 
 
 class ContextLengthExceeded(InvalidParameter):

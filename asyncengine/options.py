@@ -201,7 +201,6 @@ def template_variables(given: object) -> dict[str, Any]:
     return dict(given)
 
 
-TEMPLATE_ADVICE = " (variables of the model's chat template go into template_kwargs)"
 _TEMPLATE_SWITCHES = ("add_generation_prompt", "continue_final_message")
 
 
@@ -229,7 +228,7 @@ def split_chat(messages: ChatMessages, keywords: Mapping[str, Any]) -> tuple[Cha
     """The two halves of a chat call's keywords. Raises `InvalidParameter` for an unknown one."""
     mine = [field.name for field in fields(ChatRequest)][1:]
     known = [*mine, *(field.name for field in fields(RequestOptions))]
-    check_known(keywords, known, _sampling_fields(), TEMPLATE_ADVICE)
+    check_known(keywords, known, _sampling_fields())
     chat = {name: value for name, value in keywords.items() if name in mine}
     return ChatRequest(messages, **chat), RequestOptions.of({n: v for n, v in keywords.items() if n not in mine})
 

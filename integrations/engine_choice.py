@@ -8,18 +8,7 @@ from dataclasses import fields
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_type_hints
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SkipValidation,
-    create_model,
-    field_validator,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, Field, PrivateAttr, SkipValidation, create_model, field_validator, model_validator
 
 from asyncengine import AsyncEngine, Engine, EngineConfig
 from asyncengine.errors import InvalidParameter
@@ -43,9 +32,7 @@ def _setting_fields() -> dict[str, Any]:
 if TYPE_CHECKING:
     EngineSettings = BaseModel
 else:
-    EngineSettings = create_model(
-        "EngineSettings", __config__=ConfigDict(arbitrary_types_allowed=True), **_setting_fields()
-    )
+    EngineSettings = create_model("EngineSettings", __config__={"arbitrary_types_allowed": True}, **_setting_fields())
 
 
 class EngineChoice(EngineSettings):
@@ -77,7 +64,8 @@ class EngineChoice(EngineSettings):
     @classmethod
     def _check_names(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            known = [spelling for name, field in cls.model_fields.items() for spelling in _spellings(name, field)]
+            spelled = [(field.validation_alias or name) for name, field in cls.model_fields.items()]
+            known = [name for each in spelled for name in getattr(each, "choices", [each])]
             for name in given:
                 if name not in known:
                     raise InvalidParameter.unknown(name, known, cls.elsewhere)
@@ -153,9 +141,3 @@ class EngineChoice(EngineSettings):
         memo = {} if memo is None else memo
         memo[id(self.engine)] = self.engine  # an engine is never copied: both objects use it
         return super().__deepcopy__(memo)
-
-
-def _spellings(name: str, field: FieldInfo) -> list[str]:
-    """Names by which a field may be given."""
-    alias = field.validation_alias
-    return [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [str(alias or name)]

@@ -66,7 +66,6 @@ class Call:
 
 
 ENGINE_SETTINGS = {name: f"is a setting of the engine: pass {name}=... to the model object" for name in SETTINGS}
-TEMPLATE_ADVICE = " (variables of the model's chat template go into template_kwargs)"
 
 
 class EngineFields(EngineChoice):
@@ -169,7 +168,7 @@ class EngineFields(EngineChoice):
             given["grammar"] = Grammar.of(given["grammar"])
         for name in given:
             if name not in SamplingParams.__dataclass_fields__:
-                raise InvalidParameter.unknown(name, CALL_KEYWORDS, ENGINE_SETTINGS, TEMPLATE_ADVICE)
+                raise InvalidParameter.unknown(name, CALL_KEYWORDS, ENGINE_SETTINGS)
         return Call(SamplingParams(**given), keywords, self._name(kwargs))
 
 

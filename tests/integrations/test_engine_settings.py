@@ -119,7 +119,7 @@ def test_misspelt_names_of_what_is_generated(kind: Any, handle: EngineHandle) ->
         ({"max_token": 5}, "max_token: unknown parameter; did you mean 'max_tokens'"),
         ({"respons_format": {}}, "respons_format: unknown parameter; did you mean 'response_format'"),
         ({"enable_thinkng": True}, "enable_thinkng: unknown parameter; did you mean 'enable_thinking'"),
-        ({"clear_history": True}, "clear_history: unknown parameter .*template_kwargs"),
+        ({"thinking": True}, "thinking: unknown parameter; did you mean 'template_kwargs'"),
         ({"max_model_len": 5}, "max_model_len: is a setting of the engine"),
         ({"num_ctx": 5}, "num_ctx: is a setting of the engine: pass max_model_len="),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -326,7 +327,12 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     ),
 }
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"B": 1} | {
+    f"{letter}{kind}": base**power
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGTP", 1)
+}
+_BYTES = re.compile(r"([^a-z]*(?:e[+-]?\d+)?)([a-z]*)", re.IGNORECASE)
 
 
 def parse_bytes(name: str, value: Any) -> int | None:
@@ -336,16 +342,17 @@ def parse_bytes(name: str, value: Any) -> int | None:
     if isinstance(value, numbers.Integral):
         return as_integer(name, value, 1, MAX_BYTES)
     if isinstance(value, str):
-        text = value.strip()
-        digits = text.rstrip("KMGiBkmgb ")
-        unit = text[len(digits) :].strip().upper()
+        sizes = {unit.lower(): size for unit, size in _UNITS.items()}
+        found = _BYTES.fullmatch(value.strip())
         try:
-            number = float(digits)
-        except ValueError:
+            number = float(found[1]) * sizes[found[2].lower() or "b"] if found else 0.0
+        except (ValueError, KeyError):
             number = 0.0
-        if unit in _UNITS and 0 < number * _UNITS[unit] <= MAX_BYTES:
-            return int(number * _UNITS[unit])
-    raise InvalidParameter(name, 'must be a positive number of bytes below 2**63, as an integer or like "2GiB"', value)
+        if 1 <= number <= MAX_BYTES:
+            return int(number)
+    units = ", ".join(_UNITS)
+    limit = f'must be a positive number of bytes below 2**63, as an integer or like "2GiB" (units: {units})'
+    raise InvalidParameter(name, limit, value)
 
 
 def _parse_adapters(value: Any) -> tuple[tuple[str, str], ...]:

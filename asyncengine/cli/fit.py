@@ -119,7 +119,7 @@ def _show(needs: ModelNeeds, tokens: int, claim: Claim, machine: Machine) -> Non
 
 
 def size(count: int) -> str:
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 2**power:
             return f"{count / 2**power:.2f} {unit}"
     return f"{count} bytes"

@@ -8,7 +8,7 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.attention.factory import num_pages_for
 from asyncengine.config import EngineConfig
-from asyncengine.errors import OutOfMemory
+from asyncengine.errors import InvalidParameter, OutOfMemory
 
 LAYERS = [LayerSpec(index, 8, 4, 64, 64, 0.125) for index in range(2)]
 PAGE = 2 * 4 * 128 * 16 * 2  # layers * kv heads * (key + value) * tokens * bytes
@@ -39,6 +39,21 @@ def test_no_more_than_all_requests_can_fill() -> None:
 
 def test_given_bytes() -> None:
     assert pages(GIB, kv_cache_memory="64MiB") == 64 * 2**20 // PAGE
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1TiB", 2**40), ("2 gib", 2**31), ("1.5PB", 1500 * 10**12), ("1pib", 2**50), ("3tb", 3 * 10**12),
+     ("1e3KB", 10**6), (" 512mib ", 2**29), ("7kib", 7168), ("5MB", 5 * 10**6), ("99b", 99), ("1234", 1234)],
+)  # fmt: skip
+def test_every_unit_in_any_case(text: str, size: int) -> None:
+    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == size
+
+
+@pytest.mark.parametrize("text", ["1EiB", "2G", "0.4", "-1GB", "inf", "nanB", "GiB", "", "1 2GiB", "8192PiB", "1e999"])
+def test_what_is_no_size_is_refused_with_the_units(text: str) -> None:
+    with pytest.raises(InvalidParameter, match=r"kv_cache_memory: must be .* B, KB, .*, PB, KiB, .*, TiB, PiB"):
+        EngineConfig(kv_cache_memory=text)
 
 
 def test_more_than_free_is_refused_with_numbers() -> None:

@@ -13,6 +13,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
+from asyncengine.device.memory import limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.kernels.cpu import compiler_missing
 
@@ -69,7 +70,7 @@ def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> in
         if config.kv_cache_memory > free_bytes:
             raise OutOfMemory(
                 f"kv_cache_memory asks for {_mib(config.kv_cache_memory)}, but only {_mib(free_bytes)} are free on "
-                f"{device}"
+                f"{device}{limited_by(device)}"
             )
         return config.kv_cache_memory
     if device.type == "cpu":

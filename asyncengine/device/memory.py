@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 
 from asyncengine.errors import OutOfMemory
@@ -24,19 +26,27 @@ _SAID_WITHOUT_MEMORY = (
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Sizes of oneDNN's own cache of compiled kernels and of the one that torch keeps beside it."""
 _KERNELS = 128
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups' second and first version: root, files of limit and usage, the entry of reclaimable page cache."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be taken on `device` without swapping or being killed."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    found = [value for value in (_system_free(), _cgroup_free()) if value is not None]
-    return min(found) if found else 2**62
+    """Bytes that can still be taken on `device` without swapping, being refused or being killed."""
+    return _least_free(device)[0]
+
+
+def limited_by(device: torch.device) -> str:
+    """The limit under which less is free than the machine has, in words to follow a number of bytes; else nothing."""
+    return _least_free(device)[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Did an allocation fail, on whatever device and in whichever library?"""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID_WITHOUT_MEMORY)
 
@@ -63,8 +73,10 @@ def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: 
             raise
         told = str(error).strip().split("\n")[0]
     release_cached(device)
-    free = free_bytes(device) / 2**20
-    raise OutOfMemory(f"{what} does not fit on {device}, where {free:.0f} MiB are free now: {told} {helps}")
+    free, limit = _least_free(device)
+    raise OutOfMemory(
+        f"{what} does not fit on {device}, where {free / 2**20:.0f} MiB are free now{limit}: {told} {helps}"
+    )
 
 
 def bound_kernel_caches() -> None:
@@ -78,32 +90,54 @@ def bound_kernel_caches() -> None:
         os.environ.setdefault(name, str(_KERNELS))
 
 
-def _system_free() -> int | None:
+def _least_free(device: torch.device) -> tuple[int, str]:
+    """Free bytes, and the limit that makes them fewer than the machine has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]), ""
+    group = " (this process's control group leaves no more)"
+    return min([(_machine_free(), ""), *_process_limits(), *((free, group) for free in _control_groups())])
+
+
+def _machine_free() -> int:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:  # Linux without /proc, as in a bare chroot
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not known on this platform
-        return None
 
 
-def _cgroup_free() -> int | None:
-    """What the container's limit leaves (cgroup v2, then v1); reclaimable page cache counts as free."""
-    root = Path("/sys/fs/cgroup")
-    for limit, usage, stat in (
-        (root / "memory.max", root / "memory.current", root / "memory.stat"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", root / "memory/memory.stat"),
-    ):
-        try:
-            most = limit.read_text().strip()
-            if most == "max":
-                return None
-            cache = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file")]
-            return max(int(most) - int(usage.read_text()) + (cache[0] if cache else 0), 0)
-        except (OSError, ValueError):
+def _process_limits() -> Iterator[tuple[int, str]]:
+    """What each limit of a process that is set leaves this one: of its address space, of its private memory."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    for kind, flag, field in ((resource.RLIMIT_AS, "v", "vms"), (resource.RLIMIT_DATA, "d", "data")):
+        most = resource.getrlimit(kind)[0]
+        if most != resource.RLIM_INFINITY:
+            try:
+                used = getattr(psutil.Process().memory_info(), field, 0)
+            except (OSError, psutil.Error):  # no /proc
+                used = 0
+            yield max(most - used, 0), f" (ulimit -{flag} leaves no more)"
+
+
+def _control_groups() -> Iterator[int]:
+    """What each limit of this process's control groups leaves (v2 and v1): its own and those above it, of which a
+    container sees the first. Page cache that can be reclaimed counts as free."""
+    try:
+        lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:  # those of a container's own root may be there all the same
+        lines = ["0::/", "0:memory:/"]
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
             continue
-    return None
+        root, limit, usage, cache = _GROUPS[1 if kinds else 0]
+        own = root / path.lstrip("/")
+        for group in [own, *own.parents][: len(own.parts) - len(root.parts) + 1]:
+            try:
+                stat = dict(entry.split() for entry in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+                used = int((group / usage).read_text(encoding="utf-8")) - int(stat.get(cache, 0))
+                yield max(int((group / limit).read_text(encoding="utf-8")) - used, 0)
+            except (OSError, ValueError):  # no such group in this container, or "max"
+                continue

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncengine.config import EngineConfig
+from asyncengine.device.memory import limited_by
 from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.layers.states import StateSpec
 
@@ -49,5 +50,6 @@ def num_states_for(
     if asked > free_bytes:
         raise OutOfMemory(
             f"state_memory asks for {asked / 2**20:.0f} MiB, but only {free_bytes / 2**20:.0f} MiB are free on {device}"
+            + limited_by(device)
         )
     return asked // size

@@ -19,7 +19,7 @@ import torch
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import threads_for
-from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory
+from asyncengine.device.memory import bound_kernel_caches, free_bytes, is_out_of_memory, limited_by
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, OutOfMemory, UnsupportedModel
 from asyncengine.kernels.arena import find_memory
 from asyncengine.kernels.compile_ahead import CompileAhead
@@ -327,6 +327,7 @@ def check_memory(
         form = str(dtype).removeprefix("torch.") if bits is None else f"int{bits}"
         raise OutOfMemory(
             f"the weights take {need / 2**30:.1f} GiB as {form}, but only {free / 2**30:.1f} GiB are free on {device}"
+            + limited_by(device)
         )
 
 

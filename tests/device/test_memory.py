@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from asyncengine.device.memory import in_words, is_out_of_memory
+from asyncengine.device import memory
+from asyncengine.device.machine import this_machine
+from asyncengine.device.memory import free_bytes, in_words, is_out_of_memory, limited_by
 from asyncengine.errors import OutOfMemory
 from asyncengine.layers.weight_forms import can_reorder
+
+CPU = torch.device("cpu")
+GIB = 2**30
 
 PROBE = """
 import torch
@@ -56,6 +65,8 @@ def test_compiled_kernels_do_not_pile_up_unless_the_user_wants_them() -> None:
     ("error", "verdict"),
     [
         (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),  # a file that cannot be mapped
+        (OSError(errno.ENOENT, "No such file"), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), True),
         (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
@@ -93,3 +104,98 @@ def test_an_error_in_words_holds_nothing() -> None:
         in_words(work, torch.device("cpu"), "the model", "Take less.")
     assert kept[0]() is None, "whoever tries again with less while the error is handled has to have the memory"
     assert raised.value.__traceback__ is not None
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine of 8 free GiB without limits; the folder of its control groups."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
+    monkeypatch.setattr(memory, "_process_limits", lambda: iter(()))
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    roots = zip((tmp_path / "v2", tmp_path / "v1"), memory._GROUPS, strict=True)
+    monkeypatch.setattr(memory, "_GROUPS", tuple((root, *names) for root, (_, *names) in roots))
+    return tmp_path
+
+
+def limit(group: Path, files: tuple[str, str, str], most: str, used: int, cache: int) -> None:
+    group.mkdir(parents=True)
+    (group / files[0]).write_text(most + "\n")
+    (group / files[1]).write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 5\n{files[2]} {cache}\n")
+
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def test_what_is_free_is_what_the_system_says(machine: Path) -> None:
+    """On every system that psutil knows, of which only Linux has /proc/meminfo."""
+    assert free_bytes(CPU) == 8 * GIB
+    assert limited_by(CPU) == ""
+    assert this_machine().host_free == 8 * GIB
+
+
+def test_a_linux_without_proc(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable() -> None:
+        raise FileNotFoundError("/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", unreadable)
+    monkeypatch.setattr(os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert free_bytes(CPU) == 4096_000
+
+
+@pytest.mark.parametrize(
+    ("own", "limited"),
+    [
+        ("0::/a/b", "v2/a/b"),  # its own group
+        ("0::/a/b", "v2/a"),  # one above it
+        ("0::/a/b", "v2"),  # a container's root, where the path is the host's
+        ("4:cpu,memory:/c", "v1/c"),
+        ("4:cpu,memory:/c", "v1"),
+        (None, "v2"),  # /proc is not there
+        (None, "v1"),
+    ],
+)
+def test_control_groups_limit_what_is_free(own: str | None, limited: str, machine: Path) -> None:
+    """Page cache that can be taken back is free. "max" and numbers beyond the machine limit nothing."""
+    if own is not None:
+        (machine / "own").write_text(f"7:pids:/x\n{own}\n")
+    limit(machine / limited, V2 if limited.startswith("v2") else V1, str(3 * GIB), 2 * GIB, GIB // 2)
+    assert free_bytes(CPU) == 3 * GIB // 2
+    assert limited_by(CPU) == " (this process's control group leaves no more)"
+
+
+def test_control_groups_without_a_limit(machine: Path) -> None:
+    (machine / "own").write_text("4:memory:/c\n0::/a\n")
+    limit(machine / "v2/a", V2, "max", GIB, 0)
+    limit(machine / "v1/c", V1, str(2**63 - 4096), GIB, 0)
+    assert (free_bytes(CPU), limited_by(CPU)) == (8 * GIB, "")
+
+
+_LIMITED = """
+import resource, sys, torch
+from asyncengine.device.memory import free_bytes, in_words
+from asyncengine.errors import OutOfMemory
+cpu = torch.device("cpu")
+before = free_bytes(cpu)
+kind = getattr(resource, sys.argv[1])
+resource.setrlimit(kind, (int(sys.argv[2]), resource.getrlimit(kind)[1]))
+print(min(before, 1 << 50), free_bytes(cpu))
+try:
+    in_words(lambda: torch.ones(1 << 40), cpu, "the model", "Take less.")
+except OutOfMemory as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep to these limits only in part")
+@pytest.mark.parametrize(("kind", "flag"), [("RLIMIT_AS", "-v"), ("RLIMIT_DATA", "-d")])
+def test_the_limits_of_a_process_limit_what_is_free(kind: str, flag: str) -> None:
+    """An address space that is nearly used up has no room for a model, however much memory the machine has."""
+    size = str(64 * 2**20)
+    run = subprocess.run([sys.executable, "-c", _LIMITED, kind, size], capture_output=True, text=True, check=True)
+    numbers, error = run.stdout.splitlines()
+    before, free = map(int, numbers.split())
+    assert before > 0
+    assert free == 0
+    assert error.startswith(f"the model does not fit on cpu, where 0 MiB are free now (ulimit {flag} leaves no more): ")

@@ -124,7 +124,11 @@ def add_fit(commands: Commands) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help='model folder, Hugging Face hub id, or "demo"')
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help='model folder or file, Hugging Face hub id or address (USER/REPO, USER/REPO:Q4_K_M), or "demo"',
+    )
 
 
 def _add_adapter_flags(parser: argparse.ArgumentParser, use: str | None = None) -> None:

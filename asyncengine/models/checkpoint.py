@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.models.hub import download, parse_name
 from asyncengine.models.kinds import check_architectures, check_files
 from asyncengine.models.mapped import OpenFiles
 from asyncengine.models.sizes import check_sizes
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.formats.mapped_matrix import FoundMatrix
 
-_DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
@@ -116,16 +115,17 @@ class Checkpoint:
 
 
 def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:
-    """Find the folder (downloading a hub id), read config.json and, if they are wanted, every shard's header.
-
-    A GGUF model may be a file, the one in a folder, "ollama:NAME" or "REPO:FILE.gguf": of that, the header.
+    """Find the folder (downloading what is named on the hub), read config.json and, if they are wanted, every shard's
+    header. Of a GGUF model (a file, the one in a folder, "ollama:NAME") its header is read.
 
     `writes`: a text generator is wanted. Raises `ModelNotFound` naming what is missing or broken, `UnsupportedModel`
     for what is no text generator where one is wanted.
     """
-    if (gguf := _open_gguf(path_or_id, config)) is not None:
+    if not os.path.exists(os.path.expanduser(path_or_id)) and (named := parse_name(path_or_id)) is not None:
+        path_or_id = str(download(named, config))
+    if (gguf := _open_gguf(path_or_id)) is not None:
         return gguf
-    folder = _find_folder(path_or_id, config)
+    folder = _find_folder(path_or_id)
     check_files(folder, writes=writes)
     folder = folder if writes else _transformer_of(folder)
     raw = read_json(folder / "config.json", path_or_id)
@@ -173,7 +173,7 @@ def _with_matrices(plain: Checkpoint) -> Checkpoint:
     return replace(plain, tensors=named, matrices=matrices, stored=plain.tensors)
 
 
-def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None:
+def _open_gguf(path_or_id: str) -> CheckpointSource | None:
     """A GGUF model, where it may be one: what reads them is imported then only; None: it is something else."""
     path = Path(os.path.expanduser(path_or_id))
     is_file = os.path.isfile(path)  # not Path's own: it raises for a name that is too long
@@ -182,47 +182,20 @@ def _open_gguf(path_or_id: str, config: EngineConfig) -> CheckpointSource | None
         return None
     from asyncengine.models.formats.sources import find_gguf
 
-    return find_gguf(path_or_id, config)
+    return find_gguf(path_or_id)
 
 
-def _find_folder(path_or_id: str, config: EngineConfig) -> Path:
+def _find_folder(path_or_id: str) -> Path:
     expanded = Path(os.path.expanduser(path_or_id))
     if path_or_id and os.path.isdir(expanded):  # not Path's own: it raises for a name that is too long
         return expanded
     if os.path.isfile(expanded):
         raise ModelNotFound(f"{path_or_id} is a file; pass the folder that holds config.json and *.safetensors")
     looks_like_path = path_or_id.startswith((".", "/", "~", "\\")) or path_or_id.count("/") > 1 or "\\" in path_or_id
+    shown = shorten(repr(path_or_id), 500)
     if looks_like_path or not path_or_id:
-        raise ModelNotFound(f"no folder {shorten(repr(path_or_id), 500)}")
-    return _download(path_or_id, config)
-
-
-def _download(hub_id: str, config: EngineConfig) -> Path:
-    from huggingface_hub import snapshot_download, utils
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    def make_bar(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["disable"] = not (config.show_progress and sys.stderr.isatty())
-        bar.__init__(self, *args, **kwargs)
-
-    module: Any = utils
-    bar = module.tqdm
-    quiet: Any = type("QuietBar", (bar,), {"__init__": make_bar})
-    wanted = [kind for kind in _DOWNLOAD if config.load_format != "dummy" or kind != "*.safetensors"]
-    try:
-        return Path(snapshot_download(hub_id, revision=config.revision, allow_patterns=wanted, tqdm_class=quiet))
-    except RevisionNotFoundError:
-        raise ModelNotFound(f"{hub_id} has no revision {config.revision!r} on the Hugging Face hub") from None
-    except RepositoryNotFoundError:
-        raise ModelNotFound(
-            f"{hub_id!r} is neither a folder here nor a model on the Hugging Face hub (or it is private)"
-        ) from None
-    except HFValidationError:
-        raise ModelNotFound(f"{hub_id!r} is neither a folder here nor a valid Hugging Face hub id") from None
-    except Exception as error:
-        raise ModelNotFound(
-            f"{hub_id!r} is no folder here, and the Hugging Face hub cannot be reached ({type(error).__name__})"
-        ) from error
+        raise ModelNotFound(f"no folder {shown}")
+    raise ModelNotFound(f"{shown} is neither a folder here nor a valid Hugging Face hub id")
 
 
 def read_json(file: Path, path_or_id: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from asyncengine.models.encoder_names import by_stored_name
 from asyncengine.models.families.encoders import encoder_config_of, spelling_of
 from asyncengine.models.first_kernels import encoder_kernels_of
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.hub import short_name
 from asyncengine.models.loaded import Loaded
 from asyncengine.models.loading import (
     check_memory,
@@ -75,7 +76,7 @@ def load_encoder(
         with typed(checkpoint.folder):
             model = _load(described, hf_config.model_type, checkpoint, config, dtype, device, bits, bar, ahead, threads)
     return LoadedEncoder(
-        name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
+        name=short_name(path_or_id),
         folder=checkpoint.folder,
         model=model,
         hf_config=hf_config,

@@ -34,6 +34,7 @@ from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import MULTIMODAL, decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.hub import short_name
 from asyncengine.models.layer_kinds import named
 from asyncengine.models.loaded import Loaded
 from asyncengine.models.mapped import MappedFiles, own_weights
@@ -105,7 +106,7 @@ def load_model(
                 )
     text_config = hf_config.get_text_config()
     return LoadedModel(
-        name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
+        name=short_name(path_or_id),
         folder=checkpoint.folder,
         model=model,
         hf_config=hf_config,

@@ -23,6 +23,7 @@ from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
 from asyncengine.models.encoder_loading import outline_of_encoder, read_encoder_config
 from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.hub import short_name
 from asyncengine.models.loading import quantization_bits, read_model, resolve_device, resolve_dtype
 from asyncengine.models.outline import outline_of
 from asyncengine.models.purpose import is_headless, pooling_of
@@ -122,7 +123,7 @@ def read_needs(path_or_id: str, config: EngineConfig, *, device: torch.device | 
     if why_one_pool(sizes.layers, device, states=bool(sizes.states)) is None:
         pools = two_pools(sizes.layers, config, max_model_len, dtype)
     return ModelNeeds(
-        name=path_or_id.rstrip("/").rsplit("/", 1)[-1],
+        name=short_name(path_or_id),
         dtype=str(dtype).removeprefix("torch."),
         weight_bytes=sizes.weights,
         kv_bytes_per_token=sizes.per_token,

@@ -1,25 +1,24 @@
-"""Where a GGUF model may be: a file, a folder with one, a model of Ollama's, or a file of a repository on the hub."""
+"""Where a GGUF model may be: a file, a folder with one, a model of Ollama's; and which of several is meant."""
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path, PurePosixPath
-from typing import Any
+from collections.abc import Mapping
+from operator import itemgetter
+from pathlib import Path
 
-from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, shorten
 from asyncengine.models.formats.gguf.container import is_gguf
 from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
-from asyncengine.models.formats.gguf.splits import SPLIT, sibling_names
+from asyncengine.models.formats.gguf.splits import SPLIT
 from asyncengine.models.formats.ollama import PREFIX, find_ollama
 
-_HUB = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*):(?P<file>[^:\\]+\.gguf)", re.ASCII)
 _BESIDE = ("mmproj", "imatrix")
 """In the names of files that lie beside a model and are none."""
 
 
-def find_gguf(path_or_id: str, config: EngineConfig) -> GgufModel | None:
+def find_gguf(path_or_id: str) -> GgufModel | None:
     """Open what `path_or_id` names, if that is a GGUF model; None: it is something else.
 
     A folder that has safetensors as well is not one: those are the original weights. Raises `ModelNotFound` for what is
@@ -34,9 +33,6 @@ def find_gguf(path_or_id: str, config: EngineConfig) -> GgufModel | None:
         return None if file is None else open_gguf(file)
     if os.path.exists(path):
         return open_gguf(path) if path.suffix == ".gguf" or is_gguf(path) else None
-    named = _HUB.fullmatch(path_or_id)
-    if named is not None and ".." not in PurePosixPath(named["file"]).parts:
-        return open_gguf(_download(named["repo"], named["file"], config))
     if path_or_id.endswith(".gguf"):
         raise ModelNotFound(f"no file {shorten(repr(path_or_id), 500)}")
     return None
@@ -49,42 +45,31 @@ def only_gguf(folder: Path) -> Path | None:
     """
     if any(folder.glob("*.safetensors")):
         return None
-    models: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.gguf")):
-        if any(word in file.name.lower() for word in _BESIDE):
-            continue
-        part = SPLIT.fullmatch(file.name)
-        models.setdefault(file.name if part is None else f"{part['name']} {part['count']}", file)
-    if len(models) > 1:
-        names = ", ".join(file.name for file in list(models.values())[:10])
-        raise ModelNotFound(f"{folder} has {len(models)} GGUF models; pass the path of one: {names}")
-    return next(iter(models.values()), None)
+    sizes = {file.name: file.stat().st_size for file in folder.glob("*.gguf")}
+    files = pick_gguf(sizes, str(folder), "pass the path of one")
+    return None if files is None else folder / files[0]
 
 
-def _download(repo: str, name: str, config: EngineConfig) -> Path:
-    """A file of a repository, and the others of a split model beside it. Raises `ModelNotFound`."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+def pick_gguf(sizes: Mapping[str, int], where: str, how: str, choice: str = "") -> list[str] | None:
+    """The files of the GGUF model among `sizes` (bytes by path) that is `choice`, whose path has that as a word, or a
+    word that begins with it; without a choice, of the only model. None: there is none, and none was chosen.
 
-    download: Any = hf_hub_download
-    folder = PurePosixPath(name).parent
-    try:
-        paths = [
-            Path(download(repo, str(folder / part), revision=config.revision))
-            for part in sibling_names(PurePosixPath(name).name)
-        ]
-    except RevisionNotFoundError:
-        raise ModelNotFound(f"{repo} has no revision {config.revision!r} on the Hugging Face hub") from None
-    except RepositoryNotFoundError:
-        raise ModelNotFound(f"{repo!r} is no repository on the Hugging Face hub (or it is private)") from None
-    except EntryNotFoundError as error:
-        if type(error).__name__ == "LocalEntryNotFoundError":
-            raise ModelNotFound(f"{repo}:{name} is not here, and the Hugging Face hub cannot be reached") from error
-        raise ModelNotFound(f"{repo} has no file {name}, or not all of its parts") from None
-    except ModelNotFound:
-        raise
-    except Exception as error:
-        raise ModelNotFound(
-            f"{repo}:{name} is not here, and the Hugging Face hub cannot be reached ({type(error).__name__})"
-        ) from error
-    return paths[0]
+    Raises `ModelNotFound` listing them, with `how` to choose one, if none is meant or several are.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(sizes):
+        if name.endswith(".gguf") and not any(word in name.lower() for word in _BESIDE):
+            part = SPLIT.fullmatch(name)
+            models.setdefault(name if part is None else f"{part['name']} {part['count']}", []).append(name)
+    if not models and not choice:
+        return None
+    word = rf"(?<![^\W_]){re.escape(choice)}"
+    meant = [files for files in models.values() if choice in files]
+    for pattern in (rf"{word}(?!\w)", word):
+        meant = meant or [files for files in models.values() if re.search(pattern, files[0], re.IGNORECASE)]
+    if len(meant) == 1:
+        return meant[0]
+    each = {files[0]: sum(map(sizes.__getitem__, files)) / 1e9 for files in meant or models.values()}
+    listed = ", ".join(f"{name} ({size:.1f} GB)" for name, size in sorted(each.items(), key=itemgetter(1)))
+    of_choice = f" for {choice!r}" if meant and choice else f", none for {choice!r}" if choice else ""
+    raise ModelNotFound(f"{where} has {len(each)} GGUF models{of_choice}; {how}: {listed}")

@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -87,7 +88,7 @@ def download(named: HubName, config: EngineConfig) -> Path:
 
 
 def _download(repo: str, revision: str | None, choice: str, config: EngineConfig) -> Path:
-    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache, utils
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     shown = config.show_progress and sys.stderr is not None and sys.stderr.isatty()
     weights = config.load_format != "dummy"
@@ -100,7 +101,8 @@ def _download(repo: str, revision: str | None, choice: str, config: EngineConfig
             files = pick_gguf(sizes, repo, f'choose one, as in "{repo}:Q4_K_M"', choice)
             if files is not None:
                 wanted, first = [glob.escape(file) for file in files], files[0]
-        names = utils.filter_repo_objects(sizes, allow_patterns=wanted, ignore_patterns=_SECOND_COPIES)
+        names = [name for name in sizes if any(fnmatch(name, kind) for kind in wanted)]
+        names = [name for name in names if not fnmatch(name, _SECOND_COPIES)]
         missing = [name for name in names if not isinstance(try_to_load_from_cache(repo, name, revision=revision), str)]
         size = sum(sizes[name] for name in missing)
         if size > _free(constants.HF_HUB_CACHE):

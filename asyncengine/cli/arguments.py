@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.cli.adapters import name_and_path
-from asyncengine.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, add_flags
+from asyncengine.cli.options import ENGINE_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, add_flags
 from asyncengine.config import EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
@@ -143,7 +143,8 @@ def _add_adapter_flags(parser: argparse.ArgumentParser, use: str | None = None) 
 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, *more: str) -> None:
-    add_flags(parser, "sampling", SamplingParams, (*SAMPLING_FIELDS, *more))
+    most = f"Most tokens to generate [{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
+    add_flags(parser, "sampling", SamplingParams, (*SAMPLING_FIELDS, *more), max_tokens=most)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,12 +7,13 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.loading import open_engine
-from asyncengine.cli.options import engine_config, sampling_params
+from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import write
 from asyncengine.errors import AdapterError, InvalidParameter, QueueFull, RequestFailed
 from asyncengine.sampling_params import SamplingParams
@@ -121,7 +122,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
             with (
-                self.engine.stream_chat(messages, self.params, adapter=self.adapter) as stream,
+                start_limited(self.params, partial(self.engine.stream_chat, messages, adapter=self.adapter)) as stream,
                 _stopped_by_ctrl_c(stream),
             ):
                 for chunk in stream:
@@ -130,8 +131,9 @@ class Conversation:
         except (InvalidParameter, QueueFull, RequestFailed) as error:
             print(f"error: {error}; /reset starts over", file=sys.stderr)
             return
-        stopped = {"abort": " (stopped)", "timeout": " (timeout)", "length": " (length limit)"}
-        print(stopped.get(completion.finish_reason, "") if self.watched else "")
+        stopped = {"abort": " (stopped)", "timeout": " (timeout)"}
+        print(stopped.get(completion.finish_reason, "") if self.watched else "", flush=True)
+        say_stopped(completion, self.engine.info.max_model_len)
         self.messages = [*messages, {"role": "assistant", "content": completion.text}]
         usage, first = completion.usage, completion.timings.first_token or 0.0
         self.last = (

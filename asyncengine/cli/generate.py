@@ -9,11 +9,12 @@ from collections import Counter
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import open_engine
-from asyncengine.cli.options import engine_config, given, sampling_params
+from asyncengine.cli.options import engine_config, given, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import as_json, write, write_json
 from asyncengine.grammar import Grammar
 from asyncengine.info import ModelInfo
 from asyncengine.outputs import Completion
+from asyncengine.sampling_params import SamplingParams
 from asyncengine.stream import SyncTokenStream
 from asyncengine.sync_engine import Engine
 
@@ -30,11 +31,14 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and args.chat is False:
         raise CliError("system: --no-chat sends no messages")
     with open_engine(args.model, config) as engine:
-        if _is_chat(args, engine):
-            stream = engine.stream_chat(_messages(prompt, args.system), params, adapter=adapter)
-        else:
-            stream = engine.stream(prompt, params, adapter=adapter)
-        with stream:
+        messages = _messages(prompt, args.system) if _is_chat(args, engine) else None
+
+        def start(params: SamplingParams) -> SyncTokenStream:
+            if messages is None:
+                return engine.stream(prompt, params, adapter=adapter)
+            return engine.stream_chat(messages, params, adapter=adapter)
+
+        with start_limited(params, start) as stream:
             live = not args.json and params.n == 1
             completion = _show(stream) if live else stream.result()
         if args.json:
@@ -42,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         elif not live:
             for index, sample in enumerate(completion.samples):
                 write(f"[{index}] {sample.text}\n")
+        say_stopped(completion, engine.info.max_model_len)
         if args.stats:
             print(_figures(completion, engine, adapter), file=sys.stderr)
     if completion.finish_reason == "timeout":

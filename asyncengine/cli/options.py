@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import inspect
+import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from asyncengine.config import EngineConfig
+from asyncengine.errors import ContextLengthExceeded
+from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 ENGINE_FIELDS = tuple(f.name for f in fields(EngineConfig) if f.name not in ("show_progress", "adapters"))
 """Adapters have a flag of their own, `--adapter NAME=PATH`."""
+MOST_TOKENS = 1024
+"""Tokens of an answer where no flag says: one without an end, as of `--regex 'a*'`, would go on to the context's."""
 SAMPLING_FIELDS = (
     "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos",
 )  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, settings: type, names: Sequence[str]) -> None:
-    """A group of flags, one for each named field. A flag that is not given leaves the field's default alone."""
+def add_flags(
+    parser: argparse.ArgumentParser, title: str, settings: type, names: Sequence[str], **docs_here: str
+) -> None:
+    """A group of flags, one for each named field, with `docs_here` for those whose default is a command's own. A flag
+    that is not given leaves the field's default alone."""
     group = parser.add_argument_group(title)
-    docs = field_docs(settings)
+    docs = {**field_docs(settings), **docs_here}
     hints = get_type_hints(settings)
     defaults = {f.name: f.default for f in fields(settings)}
     for name in names:
@@ -48,6 +59,24 @@ def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """Raises `InvalidParameter` naming the field."""
     return SamplingParams(**{**defaults, **given(args, SAMPLING_FIELDS)})
+
+
+def start_limited(params: SamplingParams, start: Callable[[SamplingParams], T]) -> T:
+    """`start`, with at most `MOST_TOKENS` if no flag says how many; where the context has no room for so many, with all
+    that it has room for."""
+    if params.max_tokens is None:
+        with contextlib.suppress(ContextLengthExceeded):
+            return start(params.replace(max_tokens=max(MOST_TOKENS, params.min_tokens)))
+    return start(params)
+
+
+def say_stopped(completion: Completion, context: int) -> None:
+    """On stderr, that an answer was ended before its end. `context`: tokens that the model reads."""
+    lengths = [len(sample.token_ids) for sample in completion.samples if sample.finish_reason == "length"]
+    if lengths:
+        full = completion.usage.prompt_tokens + max(lengths) >= context
+        why = f"the context of {context} is full" if full else "--max-tokens"
+        print(f"stopped after {max(lengths)} tokens ({why})", file=sys.stderr)
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:

@@ -88,6 +88,36 @@ def test_generate_holds_the_output_to_a_form(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "stopped after 20 tokens (--max-tokens)\n"),
+        (("--max-tokens", "3"), "stopped after 3 tokens (--max-tokens)\n"),
+        (("--min-tokens", "25"), "stopped after 25 tokens (--max-tokens)\n"),
+        (("--n", "2"), "stopped after 20 tokens (--max-tokens)\n"),
+        (("--max-model-len", "20"), "stopped after 10 tokens (the context of 20 is full)\n"),
+        (("--regex", "Oslo"), ""),
+    ],
+)
+def test_an_answer_without_an_end_is_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("asyncengine.cli.options.MOST_TOKENS", 20)
+    printed, err = run(
+        "generate", "demo", "Hello!", "--json", "--temperature", "0", "--regex", "[a-z ]*", *flags, *SMALL
+    )
+    completion = json.loads(printed)
+    assert err == says
+    assert (completion["finish_reason"] == "length") == bool(says)
+
+
+def test_chat_says_why_an_answer_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncengine.cli.options.MOST_TOKENS", 5)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello!\n"))
+    _, err = run("chat", "demo", "--ignore-eos", *SMALL)
+    assert err == "stopped after 5 tokens (--max-tokens)\n"
+
+
+@pytest.mark.parametrize(
     ("flags", "field"),
     [
         (("--regex", "(a"), "grammar"),
@@ -114,7 +144,7 @@ def test_chat_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     lines = ["Hello!", "/stats", "/reset", "/nonsense", "Hello!", "/exit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     out, err = run("chat", "demo", *GREEDY)
-    assert err == ""
+    assert set(err.splitlines()) <= {"stopped after 12 tokens (--max-tokens)"}
     first, *middle, again = out.splitlines()
     assert first == again, "after /reset the same question is a new conversation"
     assert any("output tokens" in line for line in middle)

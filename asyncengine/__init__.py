@@ -1,5 +1,8 @@
 """asyncengine: an LLM inference engine that lives inside your Python program."""
 
+from asyncengine.cli import starting as _starting  # noqa: F401
+
+# isort: split
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH as DEMO_EMBEDDER

@@ -15,10 +15,16 @@ from typing import NoReturn
 from asyncengine import __version__
 from asyncengine.cli import arguments
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
+from asyncengine.cli.starting import interruptible
 from asyncengine.cli.text import drop_output, prepare_streams
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 
 SHOW_CURSOR = "\x1b[?25h"
+ELSEWHERE = {
+    "simulate": ("asyncengine.cluster.simulate.__main__", "plan clusters that are not there: placement, routing"),
+    "gpucheck": ("asyncengine.gpucheck.__main__", "prove and measure the engine on this machine's GPU"),
+}
+"""Commands that read their own arguments: module with a `main`, and what `--help` says of it."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -32,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="asyncengine",
         description="An LLM inference engine that lives inside your Python program.",
-        epilog='MODEL is a folder, a Hugging Face hub id, or the bundled "demo" (with embed: "demo-embed").',
+        epilog='MODEL is a folder or file, a Hugging Face hub id, or the bundled "demo" (with embed: "demo-embed").',
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
@@ -43,6 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_embed(commands)
     arguments.add_bench(commands)
     arguments.add_fit(commands)
+    for name, (_, about) in ELSEWHERE.items():
+        commands.add_parser(name, help=about, add_help=False)
     return parser
 
 
@@ -50,13 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     if not prepare_streams():
         return _fail("stdout is closed: there is nowhere to print to", FAILED)
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help()
-        return USAGE
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given and given[0] in ELSEWHERE:
+            module = import_module(ELSEWHERE[given[0]][0])
+            interruptible()
+            return int(module.main(given[1:]))
+        parser = build_parser()
+        args = parser.parse_args(given)
+        if args.command is None:
+            parser.print_help()
+            return USAGE
         command = import_module(f"asyncengine.cli.{args.command}")
+        interruptible()
         code = int(command.run(args))
         sys.stdout.flush()
         _finish_compiling()
@@ -118,13 +132,13 @@ def _leave() -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def script() -> NoReturn:
+def script(argv: Sequence[str] | None = None) -> NoReturn:
     """The command as a process of its own: `main`, then what was registered for the exit, and out.
 
     To take torch's and numba's modules apart one by one takes up to a fifth of a short command, and the system
     takes back all of a process's memory at once. Where a thread is left that the interpreter would wait for, it does.
     """
-    code = main()
+    code = main(argv)
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         sys.exit(code)
     atexit._run_exitfuncs()

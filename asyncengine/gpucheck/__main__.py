@@ -1,4 +1,5 @@
-"""The command: `python -m asyncengine.gpucheck [--quick] [--only NAME ...] [--skip NAME ...] [--json FILE]`."""
+"""The command: `asyncengine gpucheck [--quick] [--only NAME ...] [--skip NAME ...] [--json FILE]`, or with `python -m
+asyncengine.gpucheck` in front."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def _write(report: Report, file: Path) -> bool:
 
 def parse(argv: Sequence[str] | None, sections: Sequence[Section]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m asyncengine.gpucheck",
+        prog="asyncengine gpucheck",
         description="Prove the GPU path on this machine and measure it. "
         "Exit status: 0 all checks passed, 1 one failed, 2 there is no GPU.",
         epilog="sections: " + "; ".join(f"{section.name} ({section.about})" for section in sections),
@@ -102,4 +103,6 @@ def parse(argv: Sequence[str] | None, sections: Sequence[Section]) -> argparse.N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from asyncengine.cli.main import script
+
+    script(["gpucheck", *sys.argv[1:]])

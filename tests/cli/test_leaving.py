@@ -18,7 +18,7 @@ class Module:
     def __del__(self):
         print("taken apart")
 
-def ended():
+def ended(argv):
     {main}
     sys.stdout.write("said")
     return 3

@@ -1,4 +1,4 @@
-"""The command: `python -m asyncengine.cluster.simulate placement|routing [flags]`."""
+"""The command: `asyncengine simulate placement|routing [flags]`, or `python -m asyncengine.cluster.simulate ...`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for bad input."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m asyncengine.cluster.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="asyncengine simulate", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
@@ -35,4 +35,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main())  # Ctrl-C ends it at once (`asyncengine.cli.starting`)

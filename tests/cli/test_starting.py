@@ -1,0 +1,93 @@
+"""Ctrl-C while a command starts: sent when a certain module is about to be imported, so that no test is timed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncengine.cli.main import main
+
+if sys.platform == "win32":
+    pytest.skip("a process cannot send itself Ctrl-C there", allow_module_level=True)
+
+_HOOK = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have it ignored
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "at"),
+    [
+        ("asyncengine fit demo", "asyncengine.async_engine"),
+        ("asyncengine.cli.main fit demo", "asyncengine.config"),
+        ("asyncengine fit demo", "asyncengine.cli.arguments"),
+        ("asyncengine fit demo", "asyncengine.cli.fit"),
+        ("asyncengine fit demo", "asyncengine.device.machine"),
+        ("asyncengine simulate routing", "asyncengine.cluster.simulate.__main__"),
+        ("asyncengine simulate routing", "asyncengine.cluster.simulate.routing"),
+        ("asyncengine.cluster.simulate placement", "asyncengine.async_engine"),
+        ("asyncengine.cluster.simulate placement", "asyncengine.cluster.simulate.placement"),
+        ("asyncengine.gpucheck", "torch"),
+        ("asyncengine gpucheck", "torch"),
+    ],
+)
+def test_ctrl_c_ends_a_command_that_starts(module: str, at: str, tmp_path: Path) -> None:
+    """In the package's own imports, in a command's, and while it runs."""
+    (tmp_path / "sitecustomize.py").write_text(_HOOK)
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", *module.split()], env={**os.environ, "PYTHONPATH": paths, "INTERRUPT_AT": at},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("", "interrupted\n", 130)
+
+
+@pytest.mark.parametrize("arguments", [(), ("-m", "asyncengine"), ("asyncengine",)])
+def test_programs_that_import_the_engine_keep_their_ctrl_c(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import asyncengine; "
+    program.write_text(begin + "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    for command in ([str(program)], ["-c", program.read_text()]):
+        done = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout == "True\n"
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
+    """As in a shell's background."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncengine", "--version"],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.startswith("asyncengine ")
+
+
+def test_commands_that_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are listed with the others, and started with all that follows."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = capsys.readouterr().out
+    assert "simulate" in listed
+    assert "gpucheck" in listed
+    for command, says in (("simulate", "placement"), ("gpucheck", "--quick")):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "--help"])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert f"usage: asyncengine {command}" in shown
+        assert says in shown
+    assert main(["simulate", "routing", "--replicas", "2", "--requests", "50"]) == 0
+    assert capsys.readouterr().out

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any
+from weakref import WeakMethod
 
 import llguidance
 
@@ -141,7 +142,7 @@ class Vocabulary:
     def ll_tokenizer(self) -> Any:
         """llguidance's view of the whole vocabulary. Half a second at 150,000 tokens, holding the interpreter lock."""
         padding = [b""] * (self.vocab_size - len(self.token_bytes))  # never allowed by any mask
-        source = _Source([*self.token_bytes, *padding], self.eos_ids, self.special_ids, self.tokenize)
+        source = _Source([*self.token_bytes, *padding], self.eos_ids, self.special_ids, WeakMethod(self.tokenize))
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(source), eos_token=list(self.eos_ids))
 
     @cached_property
@@ -190,8 +191,10 @@ class _Source:
         tokens: Sequence[bytes],
         eos_ids: Sequence[int],
         special_ids: Collection[int],
-        tokenize: Callable[[str], list[int]] | None,
+        tokenize: WeakMethod[Callable[[str], list[int]]] | None,
     ) -> None:
+        """`tokenize`: weak, for the library's objects are none that the garbage collector looks into: a vocabulary that
+        they referred to would stay for ever, with its tokenizer and chat template, as it refers to them."""
         self.eos_token_id = eos_ids[0]
         self.bos_token_id = None
         self.tokens = list(tokens)
@@ -203,4 +206,7 @@ class _Source:
             return list(text.encode() if isinstance(text, str) else text)
         if isinstance(text, bytes):
             raise TypeError("this tokenizer encodes text")  # makes the wrapper hand over str
-        return self._tokenize(text)
+        tokenize = self._tokenize()
+        if tokenize is None:
+            raise ReferenceError("the vocabulary of this tokenizer is gone")
+        return tokenize(text)

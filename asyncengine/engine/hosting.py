@@ -14,6 +14,7 @@ import importlib.util
 import threading
 import weakref
 from collections.abc import Callable
+from contextvars import Context
 from typing import Protocol
 
 import anyio
@@ -77,21 +78,32 @@ class _LoopWatch:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        loop.call_later(WATCH_PERIOD, self)
+        self()
 
     def __call__(self) -> None:
-        if weakref.getweakrefcount(self):  # somebody still wants to know
-            self._loop.call_later(WATCH_PERIOD, self)
+        # In no context: the timer would keep its starter's. Weakly: in a cycle it would outlive the loop's end.
+        self._timer = weakref.ref(self._loop.call_later(WATCH_PERIOD, self, context=Context()))
+
+    def cancel(self) -> None:
+        """On the loop's thread: nobody wants to know any more."""
+        if (timer := self._timer()) is not None:
+            timer.cancel()
 
 
 def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[[], _LoopWatch]:
-    """Call `closed` when `loop` is closed (or collected); `detach` what is returned to hear no more of it.
+    """Call `closed` when `loop` is closed (or collected); `_unwatch` what is returned to hear no more of it.
 
     asyncio has no such hook, and a loop that was closed while a task of it waited says nothing to anybody.
     """
     watching = weakref.finalize(_LoopWatch(loop), closed)
     watching.atexit = False
     return watching
+
+
+def _unwatch(watching: weakref.finalize[[], _LoopWatch]) -> None:
+    """On the loop's thread."""
+    if (found := watching.detach()) is not None:
+        found[0].cancel()
 
 
 class OwnedHost:
@@ -113,7 +125,7 @@ class OwnedHost:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if self._watching is not None:
-            self._watching.detach()
+            _unwatch(self._watching)
         self._end()
 
     def _lost(self) -> None:

@@ -1,0 +1,43 @@
+"""A closed engine leaves no object in the process (contract 13), however it was hosted. `benchmarks.open_close` itself
+measures 200 cycles and resident memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+
+from asyncengine import SamplingParams
+from asyncengine.grammar import Grammar
+from benchmarks.open_close import HOSTINGS, SCHEMA
+
+WARM, LAST = 2, 3
+"""Cycles after which kernels are compiled and caches of a whole process are filled; the last one."""
+LIBRARIES = ("asyncengine", "jinja2", "llguidance", "outlines_core", "tokenizers", "torch", "transformers", "threading")
+"""Whose objects an engine is made of."""
+
+
+def left() -> Counter[str]:
+    gc.collect()
+    kinds = Counter(map(type, gc.get_objects()))
+    return Counter(
+        {
+            f"{kind.__module__}.{kind.__qualname__}": count
+            for kind, count in kinds.items()
+            if str(kind.__module__).startswith(LIBRARIES)
+        }
+    )
+
+
+@pytest.mark.parametrize("hosting", HOSTINGS)
+def test_nothing_of_a_closed_engine_stays(hosting: str) -> None:
+    found: dict[int, Counter[str]] = {}
+    params = SamplingParams(max_tokens=64, grammar=Grammar.json_schema(SCHEMA))
+
+    def note(cycle: int) -> None:
+        if cycle in (WARM, LAST):
+            found[cycle] = left()
+
+    HOSTINGS[hosting](LAST, params, note)
+    assert found[LAST] - found[WARM] == Counter()

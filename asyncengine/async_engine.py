@@ -19,7 +19,7 @@ from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
 from asyncengine.engine.threads import finished, finished_blocking
 from asyncengine.engine.validation import PreparedRequest
-from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter
+from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
 from asyncengine.events import Event
 from asyncengine.info import ModelInfo
 from asyncengine.lora.naming import AdapterInfo
@@ -142,8 +142,15 @@ class AsyncEngine:
             return self._core, self._host
 
     def close_blocking(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """`aclose` for a plain thread; hosted engines only."""
+        """`aclose` for a plain thread; hosted engines only.
+
+        Raises `WrongLoop`, and changes nothing, for an owned engine and on the thread that the engine runs on.
+        """
         _check_patience(timeout)
+        if not self._hosted:
+            raise WrongLoop("an owned engine is closed on its own loop: await AsyncEngine.aclose() there")
+        if self._host is not None and self._host.drives_this_thread():
+            raise WrongLoop("the engine cannot wait for its own end: close it on another thread, or await aclose()")
         frontend, host = self._stop_serving()
         if frontend is not None and isinstance(host, ThreadHost):
             frontend.start_closing(drain, timeout)

@@ -69,8 +69,6 @@ class Engine:
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """As `AsyncEngine.aclose`. Raises `WrongLoop` for an owned engine: its own loop must close it."""
-        if not self.aengine.hosted:
-            raise WrongLoop("an owned engine is closed on its own loop: await AsyncEngine.aclose()")
         self.aengine.close_blocking(drain=drain, timeout=timeout)
 
     def __enter__(self) -> Self:

@@ -160,6 +160,34 @@ async def test_closing_before_starting():
         hosted.start_blocking()
 
 
+async def test_a_blocking_close_of_an_owned_engine_is_refused_and_names_what_closes_it():
+    async with make_engine() as engine:
+        for close in (engine.close_blocking, Engine(engine).close):
+            with pytest.raises(WrongLoop, match="aclose"):
+                close()
+            with pytest.raises(WrongLoop, match="aclose"):
+                await in_thread(close)
+        assert engine.alive
+        assert (await engine.generate([2, 3], greedy(2))).token_ids
+
+
+async def test_a_hosted_engine_cannot_wait_for_its_own_end():
+    """From a hook, which is called on its thread: joining that thread there would raise bare, or never end."""
+    refused: list[BaseException] = []
+    async with make_engine(hosted=True) as engine:
+
+        def hook(event: object) -> None:
+            try:
+                engine.close_blocking()
+            except WrongLoop as error:
+                refused.append(error)
+
+        engine.on_event(hook)
+        await engine.generate([2, 3], greedy(2))
+        await until(lambda: bool(refused))
+        assert engine.alive
+
+
 async def test_leaving_the_engine_inside_a_cancelled_scope_closes_it():
     with anyio.CancelScope() as scope:
         async with make_engine() as engine:

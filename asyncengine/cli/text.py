@@ -36,10 +36,12 @@ def write_json(data: Any) -> None:
 def prepare_streams() -> bool:
     """Make the standard streams fit to be used: what a stream's encoding lacks is printed as "?", a closed stdin is
     empty, a closed stderr swallows. False: stdout is closed."""
+    # Real files, in the order of their numbers: they take those that are free, or the next file that is opened (an
+    # output, a checkpoint) would have the number that libraries print their complaints to.
     if sys.stdin is None:
-        sys.stdin = io.StringIO()
+        sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:
-        sys.stderr = io.StringIO()
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
     return sys.stdout is not None

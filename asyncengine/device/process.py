@@ -1,9 +1,10 @@
-"""What belongs to a whole process: whether it is a fork, and whose turn it is to load a model.
+"""What belongs to a whole process: whether it is a fork, whose turn it is to load a model, whether somebody watches.
 
-Both are process-wide on purpose. Loading changes what all threads of a process share: transformers swaps functions of
-its own and of torch while it reads weights (tying, initialisation, the default dtype) and puts back what it found, so
-that two loads at once leave the swapped ones behind for good; and its lazy modules are not whole until their first
-import has ended. A fork copies memory but no threads: what an engine computes with is not there in the child.
+The first two are process-wide on purpose. Loading changes what all threads of a process share: transformers swaps
+functions of its own and of torch while it reads weights (tying, initialisation, the default dtype) and puts back what
+it found, so that two loads at once leave the swapped ones behind for good; and its lazy modules are not whole until
+their first import has ended. A fork copies memory but no threads: what an engine computes with is not there in the
+child.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from asyncengine.errors import EngineClosed, WrongProcess
 
@@ -100,3 +102,11 @@ class LoadAttempt:
         """Raises `EngineClosed` once it is given up."""
         if self.given_up:
             raise EngineClosed("the engine was closed while it loaded")
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody watches a standard stream. Services and windowed programs have none, or one that is closed, and
+    a program may put there whatever can `write`."""
+    with suppress(AttributeError, OSError, ValueError):
+        return bool(stream.isatty())  # type: ignore[union-attr]
+    return False

@@ -6,6 +6,8 @@ import sys
 from types import TracebackType
 from typing import Any, Self
 
+from asyncengine.device.process import is_terminal
+
 
 class ProgressBar:
     """Counts texts, as a context manager."""
@@ -34,4 +36,4 @@ class ProgressBar:
 
 def progress_bar(total: int) -> ProgressBar | None:
     """None where nobody would see it."""
-    return ProgressBar(total) if sys.stderr.isatty() else None
+    return ProgressBar(total) if is_terminal(sys.stderr) else None

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from asyncengine.device.process import is_terminal
 from asyncengine.errors import InvalidParameter
 from asyncengine.gpucheck import environment, greedy, kernels, memory, modes, sampling, speed, stress, waiting
 from asyncengine.gpucheck.report import Report
@@ -71,7 +72,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="gpucheck-") as folder:
         session = Session(settings, Path(folder), lambda text: console.print(f"... {text}", markup=False))
         report = session.run(chosen, lambda so_far: args.json is None or _write(so_far, args.json))
-    show(report, Console(width=None if sys.stdout.isatty() else 160))
+    show(report, Console(width=None if is_terminal(sys.stdout) else 160))
     written = args.json is None or _write(report, args.json)
     return report.exit_code if written else 1
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from asyncengine.config import EngineConfig
+from asyncengine.device.process import is_terminal
 from asyncengine.errors import ModelNotFound, shorten
 
 logger = logging.getLogger("asyncengine")
@@ -90,7 +91,7 @@ def download(named: HubName, config: EngineConfig) -> Path:
 def _download(repo: str, revision: str | None, choice: str, config: EngineConfig) -> Path:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
-    shown = config.show_progress and sys.stderr is not None and sys.stderr.isatty()
+    shown = config.show_progress and is_terminal(sys.stderr)
     weights = config.load_format != "dummy"
     wanted, first = [kind for kind in _FILES if weights or kind != "*.safetensors"], "."
     if choice or not _is_cached(repo, revision, wanted, weights):

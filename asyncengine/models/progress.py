@@ -10,6 +10,7 @@ from contextvars import Token
 from types import TracebackType
 from typing import Any
 
+from asyncengine.device.process import is_terminal
 from asyncengine.kernels.cpu.compile_watcher import Watcher, watcher
 
 logger = logging.getLogger("asyncengine")
@@ -29,7 +30,7 @@ class LoadProgress:
         self._compiled = 0
         self._began = 0.0
         self._token: Token[Watcher | None] | None = None
-        if enabled and sys.stderr.isatty():
+        if enabled and is_terminal(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

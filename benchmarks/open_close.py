@@ -130,7 +130,7 @@ def _sync(count: int, params: SamplingParams, note: Any) -> None:
 
 def _shared(count: int, params: SamplingParams, note: Any) -> None:
     for cycle in range(1, count + 1):
-        handle = shared_engine("demo", **SETTINGS)
+        handle = shared_engine("demo", keep_alive=0, **SETTINGS)
         engine = handle.get()
         engine.chat(QUESTION, params)
         handle.close()

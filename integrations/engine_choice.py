@@ -57,6 +57,8 @@ class EngineChoice(EngineSettings):
     """An engine that the caller owns; None: the process-wide shared engine of (model, engine_config)."""
     engine_config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the shared engine in one piece: `EngineConfig` fields, or an `EngineConfig`."""
+    keep_alive: float | None = None
+    """Seconds that the shared engine stays loaded after its last model object; None: a minute, 0: not at all."""
 
     _source: EngineSource | None = PrivateAttr(default=None)
 
@@ -90,8 +92,8 @@ class EngineChoice(EngineSettings):
     @model_validator(mode="after")
     def _check_engine_fields(self) -> Self:
         settings = self._settings()
-        if self.engine is not None and settings:
-            first = "engine_config" if self.engine_config else next(iter(settings))
+        if self.engine is not None and (settings or self.keep_alive is not None):
+            first = "engine_config" if self.engine_config else next(iter(settings), "keep_alive")
             raise InvalidParameter(first, "must be left out where engine is given: that engine is configured")
         if self.engine is None and not self.model:
             raise InvalidParameter("model", f"must be given (or set {self.variable}): {self.choices}")
@@ -101,7 +103,8 @@ class EngineChoice(EngineSettings):
     def get_engine(self) -> Engine:
         """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
 
-        The shared engine lives as long as a model object that uses it; it is not yours to close.
+        The shared engine lives as long as a model object that uses it, and `keep_alive` seconds more; it is not yours
+        to close.
         """
         return self._engines().sync()
 
@@ -122,8 +125,8 @@ class EngineChoice(EngineSettings):
     def _engines(self) -> EngineSource:
         """The source of the engine, made anew only where a field it depends on was assigned since."""
         source, settings = self._source, self._settings()
-        if source is None or not source.serves(self.model, settings, self.engine):
-            source = self._source = EngineSource(self.model, settings, self.engine)
+        if source is None or not source.serves(self.model, settings, self.engine, self.keep_alive):
+            source = self._source = EngineSource(self.model, settings, self.engine, self.keep_alive)
         return source
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:

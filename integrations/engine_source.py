@@ -27,27 +27,35 @@ class EngineSource:
 
     Making one loads nothing. Without an explicit engine it holds one reference on the shared engine of
     (model, config), given back when the last copy is garbage collected: the engine lives as long as a model object
-    that may use it. An explicit engine stays the caller's to close.
+    that may use it, and `keep_alive` seconds more. An explicit engine stays the caller's to close.
 
     Raises `InvalidParameter` for an unknown or malformed setting.
     """
 
-    def __init__(self, model: str, config: Mapping[str, Any], engine: AnyEngine | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        config: Mapping[str, Any],
+        engine: AnyEngine | None = None,
+        keep_alive: float | None = None,
+    ) -> None:
         self.model = model
         self.config = dict(config)
+        self.keep_alive = keep_alive
         self.engine = engine
         self._engine: AnyEngine
         if engine is not None:
             self._engine = engine
         else:
-            handle = shared_engine(model, config=EngineConfig.from_dict(self.config))
+            handle = shared_engine(model, config=EngineConfig.from_dict(self.config), keep_alive=keep_alive)
             self._engine = handle
             # At exit the shared engines close themselves; a finalizer running then would find them gone.
             weakref.finalize(self, handle.close).atexit = False
 
-    def serves(self, model: str, config: Mapping[str, Any], engine: AnyEngine | None) -> bool:
+    def serves(self, model: str, config: Mapping[str, Any], engine: AnyEngine | None, keep_alive: float | None) -> bool:
         """False once a field of the model object was assigned and this source no longer belongs to it."""
-        return engine is self.engine and (engine is not None or (model == self.model and config == self.config))
+        mine = self.model, self.config, self.keep_alive
+        return engine is self.engine and (engine is not None or (model, config, keep_alive) == mine)
 
     def sync(self) -> Engine:
         """The engine for blocking calls from any thread; the first call loads the model.
@@ -102,5 +110,5 @@ class EngineSource:
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineSource:
         return self
 
-    def __reduce__(self) -> tuple[type[EngineSource], tuple[str, dict[str, Any]]]:
-        return EngineSource, (self.model, self.config)
+    def __reduce__(self) -> tuple[type[EngineSource], tuple[str, dict[str, Any], None, float | None]]:
+        return EngineSource, (self.model, self.config, None, self.keep_alive)

@@ -27,7 +27,7 @@ def open_engine(model: str, config: EngineConfig) -> Iterator[Engine]:
     """A loaded engine on a thread of its own, closed on the way out. Raises what loading raises."""
     _check_paths(model, config)
     with _no_collections():
-        handle = shared_engine(model, config=config)
+        handle = shared_engine(model, config=config, keep_alive=0)
         with _saying_so("importing torch") as said:
             # Begun before torch is there, as a first load has kernels to compile. From here on this thread imports
             # nothing: a Ctrl-C that comes while it waits for the lock of all imports may be lost, and leave it locked.
@@ -51,7 +51,7 @@ async def open_async_engine(model: str, config: EngineConfig, *, hosted: bool = 
             yield engine
         return
     with _no_collections():
-        handle = shared_engine(model, config=config)
+        handle = shared_engine(model, config=config, keep_alive=0)
         engine = await handle.aget()
     try:
         yield engine

@@ -36,8 +36,7 @@ def write_json(data: Any) -> None:
 def prepare_streams() -> bool:
     """Make the standard streams fit to be used: what a stream's encoding lacks is printed as "?", a closed stdin is
     empty, a closed stderr swallows. False: stdout is closed."""
-    # Real files, in the order of their numbers: they take those that are free, or the next file that is opened (an
-    # output, a checkpoint) would have the number that libraries print their complaints to.
+    # Real files, in the order of their numbers, or what is opened next would have the one that libraries print to.
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stderr is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -30,6 +30,8 @@ class Process:
     def __init__(self) -> None:
         self.generation = 0
         """How many forks lie between the process that imported this and the one it is in now."""
+        self.make_room: Callable[[], bool] = lambda: False
+        """Close engines that are kept without a user, and wait for their end. False: there were none. (`shared`)"""
         self._loaded_in: int | None = None
         self._changed = threading.Condition()
         self._line: deque[LoadAttempt] = deque()

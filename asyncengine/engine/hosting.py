@@ -82,28 +82,17 @@ class _LoopWatch:
 
     def __call__(self) -> None:
         # In no context: the timer would keep its starter's. Weakly: in a cycle it would outlive the loop's end.
-        self._timer = weakref.ref(self._loop.call_later(WATCH_PERIOD, self, context=Context()))
-
-    def cancel(self) -> None:
-        """On the loop's thread: nobody wants to know any more."""
-        if (timer := self._timer()) is not None:
-            timer.cancel()
+        self.timer = weakref.ref(self._loop.call_later(WATCH_PERIOD, self, context=Context()))
 
 
 def _when_closed(loop: asyncio.AbstractEventLoop, closed: Callable[[], None]) -> weakref.finalize[[], _LoopWatch]:
-    """Call `closed` when `loop` is closed (or collected); `_unwatch` what is returned to hear no more of it.
+    """Call `closed` when `loop` is closed (or collected); `detach` what is returned to hear no more of it.
 
     asyncio has no such hook, and a loop that was closed while a task of it waited says nothing to anybody.
     """
     watching = weakref.finalize(_LoopWatch(loop), closed)
     watching.atexit = False
     return watching
-
-
-def _unwatch(watching: weakref.finalize[[], _LoopWatch]) -> None:
-    """On the loop's thread."""
-    if (found := watching.detach()) is not None:
-        found[0].cancel()
 
 
 class OwnedHost:
@@ -124,8 +113,9 @@ class OwnedHost:
         self._task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        if self._watching is not None:
-            _unwatch(self._watching)
+        found = None if self._watching is None else self._watching.detach()
+        if found is not None and (timer := found[0].timer()) is not None:
+            timer.cancel()
         self._end()
 
     def _lost(self) -> None:

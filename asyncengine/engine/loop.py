@@ -104,6 +104,8 @@ class EngineLoop:
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, WeightUpdate] = {}
         """By number; one is here before its message is posted."""
+        self.on_tick: Callable[[], None] | None = None
+        """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._drain: Drain | None = None
         self._left_queue = (0, 0)
         self._lag_timer: asyncio.TimerHandle | None = None
@@ -298,6 +300,8 @@ class EngineLoop:
         now = self.clock.now()
         self.meter.loop_lag.append(max(0.0, now - due))
         self._lag_timer = asyncio.get_running_loop().call_later(LAG_PROBE, self._probe_lag, now + LAG_PROBE)
+        if self.on_tick is not None:
+            self.on_tick()
 
     # ---------------------------------------------------------------- the end
 
@@ -335,6 +339,8 @@ class EngineLoop:
         for part in (self.grammars, self.adapters):
             if part is not None:
                 part.close()
+        if self.on_tick is not None:
+            self.on_tick()
 
     def fail_update(self, number: int) -> None:
         """The engine closed before its turn came. From any thread; idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from asyncengine.engine.vector_wiring import (
     settings_of,
     tokenizer_folder,
 )
-from asyncengine.errors import InvalidParameter
+from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache import KVCache
@@ -130,6 +131,8 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
     are downloaded side by side and loaded one after another.
 
+    Where memory does not suffice, shared engines that are kept without a user are closed, and it is tried again.
+
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.
     """
@@ -143,10 +146,13 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
         ahead.expect(first_time=True, float32=config.dtype == "float32")
     try:
         return _load_on_own_thread(path, config, trying, ahead)
-    except BaseException:  # a Ctrl-C here does not stop the other thread
-        trying.give_up()
+    except BaseException as error:  # a Ctrl-C here does not stop the other thread
         ahead.close()
-        raise
+        if not (isinstance(error, OutOfMemory) and PROCESS.make_room()):
+            trying.give_up()
+            raise
+    gc.collect()  # only now: the error held what had been loaded
+    return load_frontend(model, config, trying)
 
 
 def _load_on_own_thread(path: str, config: EngineConfig, trying: LoadAttempt, ahead: CompileAhead) -> Frontend:

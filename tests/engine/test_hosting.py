@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from support.fake_engine import executor_of, greedy, idle, in_thread, make_core,
 
 import asyncengine
 from asyncengine import Engine
-from asyncengine.errors import EngineClosed, ModelNotFound, WrongLoop
+from asyncengine.device.process import PROCESS
+from asyncengine.errors import EngineClosed, InvalidParameter, ModelNotFound, OutOfMemory, WrongLoop
+from asyncengine.shared import SOON, _Registry
+from asyncengine.testing import ManualClock
 from asyncengine.testing.leaks import assert_nothing_held
 
 
@@ -142,7 +146,7 @@ def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
 
 
 async def test_handles_are_cheap_and_equal_ones_share_one_engine(loader: Loader):
-    handles = [asyncengine.shared_engine("some/model", max_num_seqs=4) for _ in range(50)]
+    handles = [asyncengine.shared_engine("some/model", keep_alive=0, max_num_seqs=4) for _ in range(50)]
     assert loader.calls == 0
     assert not handles[0].loaded
     engines = await asyncio.gather(*(handle.aget() for handle in handles))
@@ -161,7 +165,7 @@ async def test_handles_are_cheap_and_equal_ones_share_one_engine(loader: Loader)
 
 
 async def test_different_settings_are_different_engines(loader: Loader):
-    one, two = asyncengine.shared_engine("m", max_num_seqs=4), asyncengine.shared_engine("m", max_num_seqs=5)
+    one, two = (asyncengine.shared_engine("m", keep_alive=0, max_num_seqs=n) for n in (4, 5))
     assert await one.aget() is not await two.aget()
     assert loader.calls == 2
     one.close()
@@ -169,7 +173,7 @@ async def test_different_settings_are_different_engines(loader: Loader):
 
 
 async def test_a_dropped_handle_is_given_back(loader: Loader):
-    handle = asyncengine.shared_engine("m")
+    handle = asyncengine.shared_engine("m", keep_alive=0)
     engine = await handle.aget()
     cycle: list[Any] = [handle]
     cycle.append(cycle)
@@ -179,7 +183,7 @@ async def test_a_dropped_handle_is_given_back(loader: Loader):
 
 
 async def test_failing_to_load_is_told_to_everyone_and_tried_again(loader: Loader):
-    handle = asyncengine.shared_engine("m")
+    handle = asyncengine.shared_engine("m", keep_alive=0)
     loader.fail = ModelNotFound("m is not there")
     loader.go.clear()
     waits = [asyncio.create_task(handle.aget()) for _ in range(5)]
@@ -197,7 +201,7 @@ async def test_failing_to_load_is_told_to_everyone_and_tried_again(loader: Loade
 
 
 async def test_one_impatient_caller_does_not_cancel_the_loading_for_the_others(loader: Loader):
-    handle = asyncengine.shared_engine("m")
+    handle = asyncengine.shared_engine("m", keep_alive=0)
     loader.go.clear()
     impatient, patient = asyncio.create_task(handle.aget()), asyncio.create_task(handle.aget())
     await until(lambda: loader.calls == 1)
@@ -211,7 +215,7 @@ async def test_one_impatient_caller_does_not_cancel_the_loading_for_the_others(l
 
 
 async def test_a_handle_closed_while_it_loads_closes_the_engine_when_it_comes(loader: Loader):
-    handle = asyncengine.shared_engine("m")
+    handle = asyncengine.shared_engine("m", keep_alive=0)
     loader.go.clear()
     wait = asyncio.create_task(handle.aget())
     await until(lambda: loader.calls == 1)
@@ -222,7 +226,7 @@ async def test_a_handle_closed_while_it_loads_closes_the_engine_when_it_comes(lo
 
 
 async def test_a_dead_shared_engine_is_replaced_at_the_next_use(loader: Loader):
-    handle = asyncengine.shared_engine("m")
+    handle = asyncengine.shared_engine("m", keep_alive=0)
     first = await handle.aget()
     executor_of(first).failure = RuntimeError("device lost")
     with pytest.raises(asyncengine.EngineDead):
@@ -231,6 +235,159 @@ async def test_a_dead_shared_engine_is_replaced_at_the_next_use(loader: Loader):
     assert second is not first
     assert (await second.generate([2, 3], greedy(3))).token_ids
     handle.close()
+
+
+# -------------------------------------------------------------------- shared engines without a handle
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[ManualClock]:
+    """The clock of a registry of the test's own."""
+    clock = ManualClock(1000.0)
+    registry = _Registry(clock)
+    monkeypatch.setattr("asyncengine.shared._REGISTRY", registry)
+    monkeypatch.setattr(PROCESS, "make_room", registry.make_room)
+    yield clock
+    registry.make_room()
+
+
+async def use(**settings: Any) -> asyncengine.AsyncEngine:
+    """A handle made, used and given back, as by a handler that makes a model object in each request."""
+    handle = asyncengine.shared_engine("m", **settings)
+    engine = await handle.aget()
+    assert (await engine.generate([2, 3], greedy(3))).token_ids
+    handle.close()
+    return engine
+
+
+async def some_ticks(engine: asyncengine.AsyncEngine, count: int = 3) -> None:
+    """Until the engine's loop has looked at the clock so many times since."""
+    seen, loop = [], engine.core.loop
+    tick = loop.on_tick
+    assert tick is not None
+
+    def counting() -> None:
+        tick()
+        seen.append(1)
+
+    loop.on_tick = counting
+    await until(lambda: len(seen) >= count)
+    loop.on_tick = tick
+
+
+async def test_an_engine_stays_for_a_minute_after_its_last_handle(loader: Loader, time: ManualClock):
+    engine = await use()
+    time.advance(59)
+    await some_ticks(engine)
+    assert await use() is engine
+    time.advance(59)  # counted from the last handle
+    await some_ticks(engine)
+    assert engine.alive
+    time.advance(2)
+    await until(lambda: not engine.alive)
+    assert loader.calls == 1
+    assert await use() is not engine
+    assert loader.calls == 2
+
+
+@pytest.mark.parametrize("first", [0, 10])
+async def test_the_last_handle_says_how_long(first: float, loader: Loader, time: ManualClock):
+    short, long = (asyncengine.shared_engine("m", keep_alive=seconds) for seconds in (first, 1000))
+    engine = await short.aget()
+    short.close()
+    long.close()
+    time.advance(999)
+    await some_ticks(engine)
+    assert engine.alive
+    time.advance(1)
+    await until(lambda: not engine.alive)
+
+
+async def test_nothing_is_kept_with_keep_alive_0_and_the_repeat_is_said_once(
+    loader: Loader, time: ManualClock, caplog: pytest.LogCaptureFixture
+):
+    for _ in range(4):
+        engine = await use(keep_alive=0)
+        await until(lambda engine=engine: not engine.alive)
+        time.advance(5)
+    assert loader.calls == 4
+    (said,) = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+    assert said.startswith("m is loaded again, 5 s after")
+    assert "keep_alive" in said
+
+
+async def test_a_load_of_long_ago_is_no_repeat(loader: Loader, time: ManualClock, caplog: pytest.LogCaptureFixture):
+    for _ in range(3):
+        await use(keep_alive=0)
+        time.advance(SOON)
+    assert not [record for record in caplog.records if "again" in record.getMessage()]
+
+
+async def test_a_load_that_nobody_waits_for_any_more_is_kept_for_the_next(loader: Loader, time: ManualClock):
+    """A client that leaves while a model loads for minutes must not have it loaded anew for the one behind."""
+    loader.go.clear()
+    handle = asyncengine.shared_engine("m")
+    wait = asyncio.create_task(handle.aget())
+    await until(lambda: loader.calls == 1)
+    wait.cancel()
+    handle.close()
+    loader.go.set()
+    await use()
+    assert loader.calls == 1
+
+
+async def test_a_failed_load_and_an_engine_that_ended_are_not_kept(loader: Loader, time: ManualClock):
+    loader.fail, handle = ModelNotFound("m is not there"), asyncengine.shared_engine("m")
+    loader.go.clear()
+    wait = asyncio.create_task(handle.aget())
+    await until(lambda: loader.calls == 1)
+    handle.close()
+    registry = asyncengine.shared._REGISTRY  # type: ignore[attr-defined]
+    assert registry._engines
+    loader.go.set()
+    with pytest.raises(ModelNotFound):
+        await wait
+    await until(lambda: not registry._engines)
+    loader.fail = None
+    engine = await use()
+    assert registry._engines
+    await engine.aclose()  # got from a handle, and closed by somebody all the same
+    await until(lambda: not registry._engines)
+    assert await use() is not engine
+
+
+async def test_a_load_that_lacks_memory_closes_what_is_kept_and_tries_again(
+    time: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    tried: list[str] = []
+
+    def load(path: str, *rest: Any) -> Any:
+        tried.append(path)
+        if path == "large" and any(engine.alive for engine in (kept, used)[: 1 + ("used" in lacking)]):
+            raise OutOfMemory("the model does not fit")
+        return make_core()
+
+    lacking: set[str] = set()
+    monkeypatch.setattr("asyncengine.engine.wiring._load_on_own_thread", load)
+    handle = asyncengine.shared_engine("m", max_num_seqs=3)
+    used, kept = await handle.aget(), await use()
+    async with await asyncengine.AsyncEngine.from_pretrained("large") as engine:
+        assert engine.alive
+        assert not kept.alive
+        assert used.alive
+    assert tried == ["m", "m", "large", "large"]
+    lacking.add("used")
+    with pytest.raises(OutOfMemory):  # the one in use is nobody's to close
+        await asyncengine.AsyncEngine.from_pretrained("large")
+    assert used.alive
+    assert tried == ["m", "m", "large", "large", "large"]
+    handle.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, "long", True, float("nan"), float("inf")])
+def test_a_keep_alive_that_is_no_time_is_refused_by_name(wrong: Any):
+    with pytest.raises(InvalidParameter, match="keep_alive"):
+        asyncengine.shared_engine("m", keep_alive=wrong)
 
 
 # -------------------------------------------------------------------- stats

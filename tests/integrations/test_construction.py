@@ -39,17 +39,20 @@ def ask(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_constructing_loads_nothing(kind: Any, model_path: str) -> None:
-    probe = shared_engine(model_path, **OWN)
-    models = [kind(model=model_path, engine_config=OWN, max_tokens=2) for _ in range(10)]
+    settings = {**CONFIG, "max_num_seqs": 5}  # of no engine that another test may have left in memory
+    probe = shared_engine(model_path, keep_alive=0, **settings)
+    models = [kind(model=model_path, engine_config=settings, max_tokens=2, keep_alive=0) for _ in range(10)]
     assert not probe.loaded
     ask(models[3])
     assert probe.loaded
+    del models
+    gc.collect()
     probe.close()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) -> None:
-    first, second = (kind(model=model_path, engine_config=OWN, max_tokens=2) for _ in range(2))
+    first, second = (kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0) for _ in range(2))
     engine = first._engines().sync().aengine
     ask(first)
     del first
@@ -59,6 +62,53 @@ def test_the_engine_lives_as_long_as_a_model_object(kind: Any, model_path: str) 
     del second
     gc.collect()
     assert not engine.alive
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_model_object_made_in_each_call_loads_the_model_once(kind: Any, model_path: str) -> None:
+    """As in a request handler: the engine stays for a while without any."""
+    engines = []
+    for _ in range(3):
+        model = kind(model=model_path, engine_config=OWN, max_tokens=2)
+        ask(model)
+        engines.append(model._engines().sync().aengine)
+        del model
+        gc.collect()
+    assert len(set(map(id, engines))) == 1
+    assert engines[0].alive
+    ask(kind(model=model_path, engine_config=OWN, max_tokens=2, keep_alive=0))  # the last one says how long
+    gc.collect()
+    assert not engines[0].alive
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_keep_alive_is_checked_copied_and_not_for_an_explicit_engine(kind: Any, handle: EngineHandle) -> None:
+    for wrong in (-1, "long", float("nan")):
+        with pytest.raises(ValidationError, match="keep_alive"):
+            kind(model="m", keep_alive=wrong)
+    with pytest.raises(ValidationError, match="keep_alive"):
+        kind(engine=handle, keep_alive=5)
+    model = kind(model="m", keep_alive=5)
+    assert [twin._engines().keep_alive for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))] == [5, 5]
+    model.keep_alive = 6
+    assert model._engines().keep_alive == 6
+
+
+AT_EXIT = """
+from asyncengine.integrations.{package} import {kind} as Model
+for _ in range(2):
+    getattr(Model(model="demo", max_tokens=2, keep_alive=1e6), "{ask}")("Hello")
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "kind", "method"),
+    [("langchain", "ChatAsyncEngine", "invoke"), ("llama_index", "AsyncEngineLLM", "complete")],
+)
+def test_an_engine_that_is_kept_does_not_keep_the_program(package: str, kind: str, method: str) -> None:
+    code = AT_EXIT.format(package=package, kind=kind, ask=method)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -129,8 +129,8 @@ class _Registry:
             outcome.set_exception(error)
             self._expire(shared)
         else:
-            outcome.set_result(engine)
             engine.core.loop.on_tick = partial(self._expire, shared)
+            outcome.set_result(engine)
 
     def _expire(self, shared: _Shared) -> None:
         """Close it if nobody has come for it in time. Its own loop calls this now and then, and at its end."""

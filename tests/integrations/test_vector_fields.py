@@ -166,7 +166,7 @@ def test_copies_share_the_engine(kind: type[Any]) -> None:
         assert other._engines() is made._engines()
     sent = pickle.loads(pickle.dumps(made))
     assert sent.model == "nowhere"
-    assert sent._engines().serves("nowhere", {"num_threads": 1}, None)
+    assert sent._engines().serves("nowhere", {"num_threads": 1}, None, None)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,8 @@ def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: s
 
 def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: LoadAttempt | None = None) -> Frontend:
     """Load model and tokenizer and wire an engine; nothing runs yet. Any number of threads may call it at once: models
-    are downloaded side by side and loaded one after another.
-
-    Where memory does not suffice, shared engines that are kept without a user are closed, and it is tried again.
+    are downloaded side by side and loaded one after another. Where memory does not suffice, shared engines that are
+    kept without a user are closed, and it is tried again.
 
     Blocking: seconds to minutes. Raises `ModelNotFound`, `UnsupportedModel`, `OutOfMemory`, `InvalidParameter`,
     `EngineClosed` once `attempt` is given up, `WrongProcess` in a fork of a process that has loaded an engine.

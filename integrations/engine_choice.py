@@ -103,7 +103,7 @@ class EngineChoice(EngineSettings):
     def get_engine(self) -> Engine:
         """The engine behind this object, for what is no request: `load_adapter`, `adapters`, `stats`. Loads the model.
 
-        The shared engine lives `keep_alive` seconds longer than the model objects that use it; it is not yours to close.
+        The shared engine lives `keep_alive` seconds longer than model objects that use it; it is not yours to close.
         """
         return self._engines().sync()
 

@@ -61,15 +61,20 @@ def test_a_download_asks_no_stream_that_is_not_there(stream: object, monkeypatch
     from asyncengine import EngineConfig, ModelNotFound
     from asyncengine.models.checkpoint import open_checkpoint
 
-    def download(*args: object, tqdm_class: type, **kwargs: object) -> str:
-        bar = tqdm_class(total=3, desc="Fetching")
-        assert bar.disable
-        bar.update(1)
-        bar.close()
+    bars: list[object] = []
+
+    def download(*args: object, tqdm_class: type | None = None, **kwargs: object) -> str:
+        if tqdm_class is not None:
+            bar = tqdm_class(total=3, desc="Fetching")
+            assert bar.disable
+            bar.update(1)
+            bar.close()
+            bars.append(bar)
         return os.devnull
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(sys, "stderr", stream)
     with pytest.raises(ModelNotFound) as refused:
-        open_checkpoint("some/model", EngineConfig())
+        open_checkpoint("some/model", EngineConfig(load_format="dummy"))
     assert "cannot be reached" not in str(refused.value)
+    assert len(bars) == 1

@@ -76,6 +76,8 @@ def refused(metadata: dict[str, Any], kind: type[EngineError] = ModelNotFound) -
         ("token_type", [1, 2], "token_type has 2 entries for"),
         ("token_type", ["normal"] * 4, "token_type holds something else than whole numbers"),
         ("token_type", [1.5] * 4, "token_type holds something else than whole numbers"),
+        ("token_type", [1, 1, 99, 1], r"token_type holds 99 at token 2; known are 0 \(undefined\), 1 \(normal\)"),
+        ("token_type", [1, 1, 3, -1], "token_type holds -1 at token 3"),
         ("token_type", Huge(), "token_type has"),
         ("scores", [0.5], "scores has 1 entries for"),
         ("scores", ["a"], "scores holds something else than numbers"),

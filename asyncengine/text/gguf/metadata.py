@@ -41,6 +41,7 @@ ID_KEYS = {
 class TokenType(IntEnum):
     """What a token is, in the numbers of `tokenizer.ggml.token_type`."""
 
+    UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -140,6 +141,9 @@ def _types(metadata: Mapping[str, Any], count: int) -> list[int]:
     if not all(hasattr(kind, "__index__") for kind in set(map(type, values))):
         raise broken(key, "holds something else than whole numbers")
     types = [operator.index(value) for value in values]
+    for unknown in set(types).difference(TokenType):
+        known = ", ".join(f"{kind.value} ({kind.name.lower()})" for kind in TokenType)
+        raise broken(key, f"holds {unknown} at token {types.index(unknown)}; known are {known}")
     added = sum(map(types.count, (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)))
     if added > MAX_ADDED_TOKENS:
         raise broken(key, f"marks {added} tokens as control or user-defined, the limit is {MAX_ADDED_TOKENS}")

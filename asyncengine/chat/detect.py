@@ -183,7 +183,9 @@ def _call(index: int, ids: str = "zid00000{index}") -> dict[str, Any]:
 def _render(tokenizer: TextTokenizer, messages: list[Any], tools: list[Any] | None, *, prompt: bool = False) -> str:
     try:
         return tokenizer.render_chat(messages, tools, add_generation_prompt=prompt)
-    except InvalidParameter:
+    except InvalidParameter as error:
+        if error.field == "chat_template":  # stopped: it would be with each of the other chats
+            raise
         return ""  # the template does not take such a chat
 
 

@@ -18,6 +18,9 @@ MAX_DEPTH = 64
 MAX_INTEGER_BITS = 4096
 """Python refuses to write integers that are much longer."""
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What an answer's reasoning may be called; the first is what most templates read, gpt-oss' the second."""
+
 _PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video", "videos"))
 """Keys under which others take what is no text (Ollama's `images`): a template would not look at them."""
 
@@ -107,7 +110,7 @@ def _message(name: str, message: object, form: TemplateForm, budget: Budget) -> 
             raise InvalidParameter(f"{name}.{key}", "must be left out: text is served, images and sounds are not")
         if key not in ("role", "content", "tool_calls") and value is not None:
             out[key] = plain(f"{name}.{key[:40]}", value, budget)
-    for key in ("name", "tool_call_id"):
+    for key in ("name", "tool_call_id", *REASONING):
         if not isinstance(out.get(key, ""), str):
             raise InvalidParameter(f"{name}.{key}", "must be a str", out[key])
     calls = message.get("tool_calls")
@@ -116,7 +119,7 @@ def _message(name: str, message: object, form: TemplateForm, budget: Budget) -> 
     content = _content(f"{name}.content", message.get("content"), form, budget)
     if content is not None:
         out["content"] = content
-    elif role != "assistant" or not (out.get("tool_calls") or out.get("reasoning_content")):
+    elif role != "assistant" or not (out.get("tool_calls") or any(map(out.get, REASONING))):
         raise InvalidParameter(f"{name}.content", "must be a str or a list of text blocks")
     elif form.needs_content:
         out["content"] = ""

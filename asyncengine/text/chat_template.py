@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import InvalidParameter
 from asyncengine.text.chat_messages import Budget, TemplateForm, check_messages, check_tools, plain
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from asyncengine.text.template_environment import TemplateEnvironment
 
 RESERVED = frozenset(
     {
@@ -26,23 +30,20 @@ PROBE_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "
 class ChatTemplate:
     """One template text of a tokenizer.
 
-    Rendering happens in the tokenizer: jinja2's ImmutableSandboxedEnvironment, with the environment's usual filters. On
-    top of that, only plain JSON data gets in, only variables the template really reads can be set, and the sizes of
-    input and output are bounded. A template comes with the model (or from the host), never from a request: a template
-    may loop for long, so callers render off the event loop.
+    Whatever the tokenizer is, the template runs in `TemplateEnvironment`: sandboxed, and within limits on its work and
+    on what it makes. Only plain JSON data gets in, only variables the template really reads can be set, and the sizes
+    of input and output are bounded. A template comes with the model (or from the host), never from a request.
 
     Which form of contents and tool arguments the template reads is found out by rendering samples, once.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
-        from asyncengine.text.template_environment import template_environment
-
-        self._tokenizer = tokenizer
-        self._template = template
-        self.variables = template_variables(template)
+        environment, self._compiled = _compiled(template)
+        self._source = template
+        self._special = dict(tokenizer.special_tokens_map)
+        self.variables = frozenset(environment.reads)
         """Names the template reads from outside."""
-        reserved = RESERVED | (set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents"})
-        reserved |= {*tokenizer.special_tokens_map, *template_environment().globals}
+        reserved = RESERVED | self._special.keys() | environment.globals.keys()
         self._tools = next((name for name in TOOLS if name in self.variables), None)
         self.settable = sorted(self.variables - reserved)
         """Those a caller may set by keyword."""
@@ -64,7 +65,9 @@ class ChatTemplate:
             usual = self._tools == "tools"
             inputs[self._tools] = checked if usual else [tool.get("function", tool) for tool in checked]
         try:
-            text = self._render(chat, **inputs, **flags)
+            text = self._render(chat, budget.used, **inputs, **flags)
+        except InvalidParameter:
+            raise
         except Exception as error:  # a template is a program: it can fail in any way, and only this request is affected
             complaint = str(error) or type(error).__name__
             raise InvalidParameter("messages", f"the chat template refused them: {complaint[:500]}") from error
@@ -72,8 +75,22 @@ class ChatTemplate:
             raise InvalidParameter("messages", f"rendered to {len(text)} characters, over max_chat_chars={max_chars}")
         return text
 
-    def _render(self, chat: list[dict[str, Any]], **inputs: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False, **inputs))
+    def _render(self, chat: list[dict[str, Any]], chars: int = 0, **inputs: Any) -> str:
+        """Raises `InvalidParameter` for a template that goes over its limits, or whatever the template raises."""
+        from asyncengine.text.template_environment import render
+        from asyncengine.text.template_limits import OverLimit
+
+        given = {"tools": None, "documents": None, "add_generation_prompt": False, **self._special, **inputs}
+        continued = given.pop("continue_final_message", False)
+        documents = given["documents"]
+        if documents is not None and not all(isinstance(each, dict) for each in documents):
+            raise TypeError("documents must be a list of dicts")
+        try:
+            return render(self._compiled, self._source, chat, given, chars=chars, continued=continued)
+        except OverLimit as error:
+            complaint = str(error)
+        # outside of `except`: the error would keep what the template made
+        raise InvalidParameter("chat_template", f"the model's chat template {complaint}, and was stopped")
 
     def _variable(self, name: str, value: object, budget: Budget) -> Any:
         if name not in self.settable:
@@ -109,18 +126,22 @@ class ChatTemplate:
     def _attempt(self, chat: list[dict[str, Any]]) -> str:
         try:
             return self._render(chat)
+        except InvalidParameter:  # over a limit, with next to nothing to render
+            raise
         except Exception:  # the template cannot read this form: that is the answer
             return ""
 
 
-def template_variables(template: str) -> frozenset[str]:
-    """Names a template reads from outside. Raises `InvalidParameter` if it is not a valid template."""
-    from jinja2 import TemplateError, meta
+def _compiled(template: str) -> tuple[TemplateEnvironment, Template]:
+    """The sandbox of a template, and the template in it. Raises `InvalidParameter` if it is not a valid one."""
+    from asyncengine.text.template_environment import MAX_TEMPLATE_CHARS, TemplateEnvironment
 
-    from asyncengine.text.template_environment import template_environment
-
+    if len(template) > MAX_TEMPLATE_CHARS:
+        limit = f"the model's chat template has {len(template):,} characters, over {MAX_TEMPLATE_CHARS:,}"
+        raise InvalidParameter("chat_template", limit)
+    environment = TemplateEnvironment()
     try:
-        tree = template_environment().parse(template)
-    except TemplateError as error:
-        raise InvalidParameter("chat_template", f"is not a valid template: {error}") from error
-    return frozenset(meta.find_undeclared_variables(tree))
+        return environment, environment.from_string(template)
+    except Exception as error:  # the parser's and Python's compiler's complaints, and those of too deep a nesting
+        complaint = str(error) or type(error).__name__
+    raise InvalidParameter("chat_template", f"is not a valid template: {complaint[:500]}")

@@ -53,7 +53,7 @@ _LARGE = 100_000
 
 
 class PlainTokenizer:
-    """Of a transformers tokenizer what an engine asks of one: ids, text, special tokens and chats.
+    """Of a transformers tokenizer what an engine asks of one: ids, text, special tokens and the chat template.
 
     `special`: {name: token} of the named ones. Any number of threads may use it.
     """
@@ -62,7 +62,6 @@ class PlainTokenizer:
         self.backend_tokenizer = backend
         self.special_tokens_map = dict(special)
         self.chat_template = chat_template
-        self._compiled: dict[str, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlainTokenizer, (self.backend_tokenizer, self.special_tokens_map, self.chat_template)
@@ -94,32 +93,6 @@ class PlainTokenizer:
         if self.chat_template is None:
             raise ValueError("this model has no chat template")
         return self.chat_template
-
-    def apply_chat_template(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str,
-        tokenize: bool = False,
-        tools: object = None,
-        documents: Any = None,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        **variables: Any,
-    ) -> str:
-        """The chat's text. Raises whatever the template raises, `ValueError` for a message that cannot be continued."""
-        from asyncengine.text.template_environment import render, template_environment
-
-        if tokenize:
-            raise ValueError("only text is rendered here")
-        compiled = self._compiled.get(chat_template)
-        if compiled is None:
-            compiled = self._compiled[chat_template] = template_environment().from_string(chat_template)
-        if documents is not None and not all(isinstance(each, dict) for each in documents):
-            raise TypeError("documents must be a list of dicts")
-        given = {**self.special_tokens_map, **variables, "tools": tools, "documents": documents}
-        given["add_generation_prompt"] = add_generation_prompt
-        return render(compiled, chat_template, conversation, given, continued=continue_final_message)
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)

@@ -1,26 +1,77 @@
-"""What chat templates are rendered in: jinja2's sandbox with the names and filters that transformers gives templates.
+"""The sandbox of chat templates: jinja2's, with the names and filters that transformers gives templates, and limits.
 
 The same text comes out as from transformers' `apply_chat_template` (`tests/text/test_plain_tokenizer.py` compares
-them), without importing it. Only jinja2's compiler is needed, and that only once for each template.
+them), without importing it. What is left out has no use in chats and no bound: texts of random words, other files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
-from jinja2 import TemplateError, nodes, utils
-from jinja2.exceptions import SecurityError
+from jinja2 import Template, TemplateError, nodes, pass_context, utils
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension
+from jinja2.filters import FILTERS, ignore_case, make_attrgetter
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import test_in
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What an answer's reasoning may be called; the first is what most templates read, gpt-oss' the second."""
+from asyncengine.text.chat_messages import MAX_INTEGER_BITS, REASONING
+from asyncengine.text.template_limits import CHARS_OF_MESSAGE, DEEP, Format, MeteredContext, checked_key, indent_length
+
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS, MAX_TEMPLATE_BRANCHES = 131_072, 10_000, 300_000
+"""Characters of a template, its tokens (the largest have some 5,000), and its conditions times its names: what
+compiling takes time and memory for."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where the last message ends in what was rendered; it ends in white space, which templates may take away."""
+MAX_TIME_FORMAT = 256
+
+_FREE = ("abs", "count", "d", "default", "first", "last", "length")
+"""Filters that do little whatever they are given."""
+_TEXTS = frozenset(
+    (
+        "capitalize", "center", "e", "escape", "indent", "lower", "replace", "safe", "string", "title", "trim",
+        "truncate", "upper", "wordcount",
+    )
+)  # fmt: skip
+"""Filters that take any value as a text."""
+_NUMBERS = ("float", "int", "round")
+_ITEMS = ("attr", "batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice")
+_DICT = frozenset(dir(dict))
+_TEXT_METHODS = (  # noqa: SIM905 -- forty lines otherwise
+    "capitalize casefold center count endswith find format index isalnum isalpha isascii isdecimal isdigit islower "
+    "isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix removesuffix replace "
+    "rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
+).split()
+_METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
+    {
+        str: frozenset(_TEXT_METHODS), dict: frozenset(("copy", "get", "items", "keys", "values")),
+        list: frozenset(("count", "index")), tuple: frozenset(("count", "index", "grouper", "list")),
+    }
+)  # fmt: skip
+"""What a template may call of the values it has."""
+_SIGNS: Mapping[Any, str] = MappingProxyType(
+    {
+        operator.eq: "eq", operator.ne: "ne", operator.gt: "gt", operator.ge: "gteq", operator.lt: "lt",
+        operator.le: "lteq", test_in: "in",
+    }
+)  # fmt: skip
+_KEY = "checked_key"
+_OWN = (LoopContext, Macro, utils.Cycler, utils.Joiner, utils.Namespace)
+_REFUSED = (
+    nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport, nodes.Block, nodes.EvalContextModifier,
+    nodes.OverlayScope,
+)  # fmt: skip
+"""Statements that need other templates, or would change what the limits rest on."""
 
 
 class _Generation(Extension):
@@ -36,22 +87,37 @@ class _Generation(Extension):
     def _as_it_is(self, caller: Any) -> Any:
         return caller()
 
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for count, token in enumerate(stream):
+            if count == MAX_TEMPLATE_TOKENS:
+                raise TemplateSyntaxError(f"more than {MAX_TEMPLATE_TOKENS:,} tokens", token.lineno)
+            yield token
+
+
+def _checked(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `dict`, of which each key is checked."""
+    if args and not isinstance(args[0], dict):
+        args = ([(checked_key(key), value) for key, value in args[0]], *args[1:])
+    return args
+
 
 class _Dict:
     """`dict`, of which a template can reach nothing but what it is for."""
 
     def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
+        return dict(*_checked(args), **values)
 
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
+    def fromkeys(self, keys: Any, *value: Any) -> dict[Any, Any]:
+        if isinstance(keys, str):
+            raise TypeError("fromkeys takes a list of keys")
+        return dict.fromkeys(map(checked_key, keys), *value)
 
 
 class _Namespace(utils.Namespace):
     """`namespace`, without names that Python itself gives a meaning to."""
 
     def __init__(*args: Any, **values: Any) -> None:  # `self` may be one of the values
-        own, given = args[0], dict(*args[1:], **values)
+        own, given = args[0], dict(*_checked(args[1:]), **values)
         for name in given:
             _check_name(name)
         utils.Namespace.__init__(own, given)
@@ -66,22 +132,228 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace takes no name that begins with an underscore: {name!r}")
 
 
-def template_environment() -> ImmutableSandboxedEnvironment:
-    """A new one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
-    )  # fmt: skip
-    return environment
+class _Compiler(CodeGenerator):
+    """Makes templates that pay: expressions whose work depends on sizes become calls of the `MeteredContext`."""
+
+    def enter_frame(self, frame: Frame) -> None:
+        super().enter_frame(frame)
+        environment = self.environment
+        assert isinstance(environment, TemplateEnvironment)
+        for how, name in frame.symbols.loads.values():
+            if how == "resolve" and name is not None and name not in environment.globals:
+                environment.reads.add(name)
+
+    def _emit(self, call: str, values: Sequence[nodes.Node], frame: Frame) -> None:
+        self.write(f"context.{call}")
+        for value in values:
+            self.visit(value, frame)
+            self.write(", ")
+        self.write(")")
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("context.text(")
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(")")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        self._emit("concat(", node.nodes, frame)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        sides, signs = [node.expr, *(each.expr for each in node.ops)], [each.op for each in node.ops]
+        last = sides[1].items if isinstance(sides[1], (nodes.List, nodes.Tuple)) else sides[1:]
+        small = all(isinstance(side, nodes.Const) for side in last)
+        if signs[0] not in ("in", "notin"):
+            small = small or isinstance(sides[0], nodes.Const)
+        if len(signs) > 1:
+            self._emit(f"compare_all({tuple(signs)!r}, ", sides, frame)
+        elif small:
+            super().visit_Compare(node, frame)  # no more work than the constant is long
+        else:
+            self._emit(f"compare({signs[0]!r}, ", sides, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, nodes.Slice):
+            ends = (node.arg.start, node.arg.stop, node.arg.step)
+            self._emit("cut(", [node.node, *(end or nodes.Const(None) for end in ends)], frame)
+        elif isinstance(node.arg, (nodes.Const, nodes.Neg)):
+            super().visit_Getitem(node, frame)
+        else:
+            self._emit("getitem(", [node.node, node.arg], frame)
+
+    def _binary(self, node: nodes.BinExpr, frame: Frame) -> None:
+        self._emit(f"binary({node.operator!r}, ", [node.left, node.right], frame)
+
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        values: list[nodes.Node] = []
+        left: nodes.Expr = node
+        while isinstance(left, nodes.Add):
+            values.insert(0, left.right)
+            left = left.left
+        self._emit("add(", [left, *values], frame)
+
+    visit_Sub = visit_Mul = visit_Div = visit_FloorDiv = visit_Mod = visit_Pow = _binary  # noqa: N815
 
 
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """The sandbox of one template, which `from_string` compiles.
+
+    Raises `OverLimit`, or whatever jinja2 and Python's compiler raise for a template that is none.
+    """
+
+    code_generator_class = _Compiler
+    context_class = MeteredContext
+    call = staticmethod(MeteredContext.call)  # type: ignore[assignment]
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)  # none at compile time
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        self.reads: set[str] = set()
+        """Names that the template reads from outside."""
+        self._names, self._branches = set[str](), 0
+        metered = {name: _metered(name) for name in (*_TEXTS, *_NUMBERS, *_ITEMS, *DEEP - {"unique"})}
+        own = {"format": _format, "sum": _sum, "tojson": _to_json, "unique": _unique, _KEY: checked_key}
+        self.filters = {**{name: FILTERS[name] for name in _FREE}, **metered, **own}
+        self.tests.update({name: _comparing(_SIGNS[test]) for name, test in self.tests.items() if test in _SIGNS})
+        self.tests.update(
+            odd=pass_context(lambda context, value: context.binary("%", value, 2) == 1),
+            even=pass_context(lambda context, value: context.binary("%", value, 2) == 0),
+            divisibleby=pass_context(lambda context, value, num: context.binary("%", value, num) == 0),
+            lower=pass_context(lambda context, value: context.text(value).islower()),
+            upper=pass_context(lambda context, value: context.text(value).isupper()),
+        )
+        del self.globals["lipsum"]
+        self.globals.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
+
+    def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
+        self._charge(source)
+        if len(self._names) * self._branches > MAX_TEMPLATE_BRANCHES:
+            raise TemplateSyntaxError("too many conditions and names", 1)
+        return super()._generate(source, name, filename, defer_init)
+
+    def _charge(self, node: nodes.Node) -> int:
+        """Make loops and macros pay for their bodies whenever these begin. Gives the steps of `node`."""
+        steps = 1
+        if isinstance(node, _REFUSED):
+            raise TemplateSyntaxError(f"chat templates have no {type(node).__name__}", node.lineno)
+        if isinstance(node, nodes.Const):
+            if isinstance(node.value, int) and node.value.bit_length() > MAX_INTEGER_BITS:
+                raise TemplateSyntaxError(f"a number of more than {MAX_INTEGER_BITS} bits", node.lineno)
+            steps += len(node.value) >> 6 if isinstance(node.value, str) else 0
+        elif isinstance(node, nodes.TemplateData):
+            steps += len(node.data) >> 2
+        elif isinstance(node, nodes.Name):
+            self._names.add(node.name)
+        elif isinstance(node, nodes.If):
+            self._branches += 1
+        elif isinstance(node, nodes.Pair):
+            node.key = self._filtered(node.key, _KEY)
+        elif isinstance(node, (nodes.Call, nodes.Filter, nodes.Test)) and node.dyn_args is not None:
+            node.dyn_args = self._filtered(node.dyn_args, "list")
+        steps += sum(map(self._charge, node.iter_child_nodes()))
+        if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock)):
+            node.body.insert(0, nodes.ExprStmt(_pay(steps)))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(_pay(steps), node.test)
+        return steps
+
+    def _filtered(self, node: nodes.Expr, name: str) -> nodes.Expr:
+        return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=self)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)  # the commonest first, for which jinja2 raises errors inside, and looks up much
+        if kind is dict and attribute not in _DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if (kind is str and attribute in _METHODS[str] and attribute != "format") or (
+            kind in (_Namespace, LoopContext) and hasattr(obj, attribute) and attribute[0] != "_"
+        ):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Of texts, lists and dicts, what `_METHODS` names, and of the sandbox's own objects what is public."""
+        kind = next((kind for kind in _METHODS if isinstance(obj, kind)), None)
+        if kind is not None:
+            return attr in _METHODS[kind]
+        return isinstance(obj, (*_OWN, _Dict)) and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        owner = getattr(value, "__self__", None)
+        return Format(owner) if type(owner) is str and value.__name__ == "format" else None
+
+
+def _pay(steps: int) -> nodes.Expr:
+    """Python code in a template's tree, which only jinja2's own names can be."""
+    name = object.__new__(nodes.InternalName)
+    nodes.Node.__init__(name, f"context.run({steps})")
+    return name
+
+
+_LEADS: Mapping[str, Callable[[MeteredContext], tuple[Any, ...]]] = MappingProxyType(
+    {
+        "": lambda context: (), "context": lambda context: (context,),
+        "eval_context": lambda context: (context.eval_ctx,), "environment": lambda context: (context.environment,),
+    }
+)  # fmt: skip
+"""What a filter of jinja2's wants before the value."""
+
+
+def _metered(name: str) -> Callable[..., Any]:
+    """One of jinja2's filters, that pays first and gives no generator, which would run unpaid."""
+    original = FILTERS[name]
+    lead = _LEADS[getattr(getattr(original, "jinja_pass_arg", None), "name", "")]
+
+    @pass_context
+    def metered(context: MeteredContext, value: Any, *args: Any, **options: Any) -> Any:
+        if name in _TEXTS:
+            value = value if isinstance(value, str) else context.text(value)
+        textual = isinstance(value, str) and (name in _TEXTS or name in _NUMBERS)
+        pay = context.pay_text if textual else context.pay_items
+        pay(name, value, (*args, *options.values()) if options else args, args, options)
+        found = original(*lead(context), value, *args, **options)
+        return list(found) if isinstance(found, Iterator) else found
+
+    return metered
+
+
+def _comparing(sign: str) -> Callable[..., Any]:
+    return pass_context(lambda context, value, other: context.compare(sign, value, other))
+
+
+@pass_context
+def _format(context: MeteredContext, form: Any, *args: Any, **options: Any) -> Any:
+    if args and options:
+        raise TypeError("format takes values or names, not both")
+    return context.binary("%", form if isinstance(form, str) else context.text(form), options or args)
+
+
+@pass_context
+def _sum(context: MeteredContext, items: Any, attribute: Any = None, start: Any = 0) -> Any:
+    context.pay_items("sum", items, (attribute,), (), {})
+    values = items if attribute is None else map(make_attrgetter(context.environment, attribute), items)
+    return reduce(lambda total, value: context.binary("+", total, value), values, start)
+
+
+@pass_context
+def _unique(context: MeteredContext, items: Any, case_sensitive: bool = False, attribute: Any = None) -> list[Any]:
+    context.pay_items("unique", items, (attribute,), (), {})
+    same = None if case_sensitive else ignore_case
+    key = make_attrgetter(context.environment, attribute, postprocess=same)
+    found: dict[Any, Any] = {}
+    for item in items:
+        found.setdefault(checked_key(key(item)), item)
+    return list(found.values())
+
+
+@pass_context
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+    context: MeteredContext, value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
     """As Python writes it: jinja2's own filter writes for HTML."""
+    context.weigh(value, sum(map(len, separators or ())), indent_length(indent))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -90,31 +362,41 @@ def _raise(message: Any) -> None:
 
 
 def _now(form: str) -> str:
+    if len(form) > MAX_TIME_FORMAT:  # a width in it may make each character some hundreds
+        raise TemplateError(f"a time's format has more than {MAX_TIME_FORMAT} characters")
     return datetime.now().strftime(form)
 
 
 def render(
-    template: Any, source: str, chat: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, continued: bool
-) -> str:
-    """The text of a chat of plain JSON data. `template`: what the environment made of `source`. `continued`: it ends
-    where the last message's content does.
+    template: Template, source: str, chat: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, chars: int,
+    continued: bool,
+) -> str:  # fmt: skip
+    """The text of a chat of plain JSON data. `template`: what the environment made of `source`. `chars`: the size of
+    all that it is given, by which its limits are. `continued`: it ends where the last message's content does.
 
-    Raises whatever the template raises, and `ValueError` for a last message that cannot be continued.
+    Raises `OverLimit`, whatever the template raises, and `ValueError` for a last message that cannot be continued.
     """
     messages = [_with_reasoning({key: value for key, value in each.items() if value is not None}) for each in chat]
     if not continued:
-        return str(template.render(messages=messages, **variables))
+        return _run(template, chars, {**variables, "messages": messages})
     final = _mark_end(messages[-1], source)
-    text = str(template.render(messages=messages, **variables))
+    text = _run(template, chars, {**variables, "messages": messages})
     if final.strip() not in text or _TAG.strip() not in text:
         raise ValueError("the last message cannot be continued: the template does not write its content as it is")
     end = text.rindex(_TAG.strip())
     return text[:end] if text[end : end + len(_TAG)] == _TAG else text[:end].rstrip()
 
 
+def _run(template: Template, chars: int, variables: dict[str, Any]) -> str:
+    context = template.new_context(variables)
+    assert isinstance(context, MeteredContext)
+    context.allow(chars + CHARS_OF_MESSAGE * len(variables["messages"]))
+    return "".join(template.root_render_func(context))
+
+
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Under the names that templates read it by."""
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 

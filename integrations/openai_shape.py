@@ -15,8 +15,12 @@ def message(role: str, content: str, name: str | None = None) -> Message:
     return {"role": role, "content": content, **({"name": name} if name else {})}
 
 
-def assistant_message(content: str, tool_calls: list[Message], name: str | None = None) -> Message:
+def assistant_message(
+    content: str, tool_calls: list[Message], name: str | None = None, reasoning: str | None = None
+) -> Message:
+    """`reasoning`: what the model thought before. Chat templates drop it where their models do not want it back."""
     made = message("assistant", content, name)
+    made |= {"reasoning_content": reasoning} if reasoning else {}
     return {**made, "tool_calls": tool_calls} if tool_calls else made
 
 

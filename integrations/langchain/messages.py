@@ -27,7 +27,7 @@ from asyncengine.integrations.openai_shape import (
 
 _TEXT = {"text", "input_text", "output_text", "text-plain"}
 _THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
-"""Left out of the history, as the chat templates of reasoning models do."""
+"""What `_reasoning` reads; what is redacted, only its maker can read."""
 _CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 _RESULT = {"tool_result", "function_call_output"}
 
@@ -44,7 +44,8 @@ def _convert(item: BaseMessage, where: str) -> list[Message]:
     if isinstance(item, AIMessage):
         # A call that was no valid JSON cannot be rendered as a call; as text the model sees what it wrote.
         texts = [_text(item.content, where, skip=_CALL), *(bad["args"] or "" for bad in item.invalid_tool_calls)]
-        return [assistant_message("\n".join(filter(None, texts)), _tool_calls(item), item.name)]
+        text = "\n".join(filter(None, texts))
+        return [assistant_message(text, _tool_calls(item), item.name, _reasoning(item, where))]
     if isinstance(item, ToolMessage):
         return [tool_message(_text(item.content, where), item.tool_call_id, item.name)]
     if isinstance(item, FunctionMessage):
@@ -82,6 +83,23 @@ def _tool_calls(item: AIMessage) -> list[Message]:
         for block in _blocks(item.content)
         if block.get("type") in _CALL and block.get("name")
     ]
+
+
+def _reasoning(item: AIMessage, where: str) -> str:
+    """An answer's reasoning, where the adapter writes it, or else of its content blocks, which repeat it."""
+    kept = item.additional_kwargs.get("reasoning_content")
+    found = [] if kept is None else [(f"{where}.additional_kwargs['reasoning_content']", kept)]
+    for position, block in enumerate([] if kept else item.content):
+        if isinstance(block, dict) and (key := block.get("type")) in ("thinking", "reasoning"):
+            summary = block.get("summary") or ()  # OpenAI's way, for those that may be shown one
+            parts = (
+                [block[key]] if key in block else [part.get("text") for part in summary if isinstance(part, Mapping)]
+            )
+            found += [(f"{where}.content[{position}].{key}", part) for part in parts]
+    for name, text in found:
+        if not isinstance(text, str):
+            raise InvalidParameter(name, "must be a str", text)
+    return "\n".join(text for _, text in found if text)
 
 
 def _arguments(block: Mapping[str, Any]) -> Mapping[str, Any] | str:

@@ -54,7 +54,8 @@ def _convert(item: ChatMessage, where: str) -> Message:
     text = "\n".join(_texts(item.blocks, f"{where}.content"))
     name = item.additional_kwargs.get("name")
     if role == "assistant":
-        return assistant_message(text, tool_calls(item), name)
+        thoughts = [block.content for block in item.blocks if isinstance(block, ThinkingBlock) and block.content]
+        return assistant_message(text, tool_calls(item), name, "\n".join(thoughts))
     if role == "tool":
         return tool_message(text, item.additional_kwargs.get("tool_call_id"), name)
     return message(role, text, name)
@@ -69,7 +70,7 @@ def _texts(blocks: Sequence[Any], where: str) -> list[str]:
             texts += _texts(block.content, where)
         elif isinstance(block, CitationBlock):
             texts += _texts([block.cited_content], where)
-        # Calls are read by `tool_calls`; thoughts stay out of the history; cache points need no marking here.
+        # Calls are read by `tool_calls`, thoughts by `_convert`; cache points need no marking here.
         elif not isinstance(block, (ToolCallBlock, ThinkingBlock, CachePoint)):
             raise refuse_block(where, getattr(block, "block_type", type(block).__name__))
     return texts

@@ -42,11 +42,20 @@ AS_OPENAI = {"id": "c1", "type": "function", "function": {"name": "add", "argume
         ),
         (
             AIMessage([{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "a"}]),
-            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
         ),
         (
             AIMessage([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "a"}]),
-            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+        ),
+        (  # OpenAI's
+            AIMessage([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}, "a"]),
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
+        ),
+        (AIMessage([{"type": "redacted_thinking", "data": "x"}, "a"]), {"role": "assistant", "content": "a"}),
+        (  # as this adapter writes it; blocks repeat it
+            AIMessage([{"type": "reasoning", "reasoning": "hm"}, "a"], additional_kwargs={"reasoning_content": "hm"}),
+            {"role": "assistant", "content": "a", "reasoning_content": "hm"},
         ),
         (
             AIMessage([{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1, "ü": "é"}}]),
@@ -108,3 +117,20 @@ def test_what_is_not_text_is_refused_by_place_and_kind(block: dict[str, Any]) ->
 def test_a_message_that_is_no_message_is_refused() -> None:
     with pytest.raises(InvalidParameter, match="RemoveMessage"):
         to_openai([RemoveMessage(id="x")])
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (
+            AIMessage("a", additional_kwargs={"reasoning_content": 5}),
+            "messages[0].additional_kwargs['reasoning_content']",
+        ),
+        (AIMessage(["a", {"type": "thinking", "thinking": {"x": 1}}]), "messages[0].content[1].thinking"),
+        (AIMessage([{"type": "reasoning", "reasoning": ["x"]}]), "messages[0].content[0].reasoning"),
+    ],
+)
+def test_reasoning_that_is_no_text_is_named(given: AIMessage, field: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        to_openai([given])
+    assert caught.value.field == field

@@ -50,7 +50,7 @@ def call_block(arguments: dict[str, Any] | str) -> ToolCallBlock:
         ),
         (
             ChatMessage([ThinkingBlock(content="hm"), TextBlock(text="a"), call_block({"a": 1})], role="assistant"),
-            {"role": "assistant", "content": "a", "tool_calls": [AS_OPENAI]},
+            {"role": "assistant", "content": "a", "reasoning_content": "hm", "tool_calls": [AS_OPENAI]},
         ),
         (
             ChatMessage([call_block('{"a": 1}')], role="assistant", additional_kwargs={"tool_calls": [AS_OPENAI]}),

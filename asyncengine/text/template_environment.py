@@ -28,7 +28,7 @@ from jinja2.tests import test_in
 from asyncengine.text.chat_messages import MAX_INTEGER_BITS, REASONING
 from asyncengine.text.template_limits import CHARS_OF_MESSAGE, DEEP, Format, MeteredContext, checked_key, indent_length
 
-MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS, MAX_TEMPLATE_BRANCHES = 131_072, 10_000, 300_000
+MAX_TEMPLATE_CHARS, MAX_TEMPLATE_TOKENS, MAX_TEMPLATE_BRANCHES = 98_304, 10_000, 300_000
 """Characters of a template, its tokens (the largest have some 5,000), and its conditions times its names: what
 compiling takes time and memory for."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "

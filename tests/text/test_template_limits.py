@@ -102,7 +102,7 @@ def test_long_chats_are_within_the_limits() -> None:
     [
         ("{% include 'x' %}", "no Include"),
         ("{{ x | pprint }}", "No filter named 'pprint'"),
-        ("x" * 131_073, "131,073 characters, over 131,072"),
+        ("x" * 98_305, "98,305 characters, over 98,304"),
         ("{{ x }}" * 3400, "more than 10,000 tokens"),
     ],
 )

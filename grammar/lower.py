@@ -10,7 +10,7 @@ from typing import Any
 from asyncengine.grammar.canonical import canonical_json, parse_json
 from asyncengine.grammar.keywords import explain
 from asyncengine.grammar.lark import literal, regex, replace_json
-from asyncengine.grammar.number_schemas import lowered, owns_numbers, without_bounds
+from asyncengine.grammar.number_schemas import lowered, without_bounds
 from asyncengine.grammar.schemas import subschemas
 from asyncengine.grammar.spec import Grammar
 
@@ -46,8 +46,6 @@ def to_llguidance(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         lenient = grammar.unsupported != "error"
         schema = _object(grammar.text, lenient)
-        if not owns_numbers(schema):
-            return _from_schema(grammar, schema, {**OPTIONS[grammar.whitespace], **_escapes(schema)}, lenient)
         return str(LLMatcher.grammar_from_lark(_own_numbers(grammar, schema, OPTIONS[grammar.whitespace], lenient)))
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(replace_json(grammar.text, partial(_embedded, grammar))))
@@ -97,12 +95,10 @@ def _own_numbers(grammar: Grammar, schema: dict[str, Any], options: dict[str, An
     return lowered(schema, merged, lenient, by_library)
 
 
-def _embedded(grammar: Grammar, text: str) -> str | None:
-    """What stands for `%json text` in a Lark grammar; None: what is there."""
+def _embedded(grammar: Grammar, text: str) -> str:
+    """What stands for `%json text` in a Lark grammar."""
     schema = json.loads(text)
-    if not isinstance(schema, dict) or not owns_numbers(schema):
-        return None
-    own = schema.get("x-guidance")
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True
     return "%lark {\n" + _own_numbers(grammar, _object(text, lenient), {}, lenient) + "}"
 

@@ -16,11 +16,6 @@ MAX_FACTOR = 1 << 15
 """Of one lone `multipleOf` left to the library, whose arithmetic has 32 bits."""
 
 
-def owns_numbers(schema: Any) -> bool:
-    """It has a bound, a `multipleOf`, or a number that a double does not hold. Errs on the side of yes."""
-    return any(_is_bound(key, value) or _unsafe(value) for node in _dicts(schema) for key, value in node.items())
-
-
 def without_bounds(schema: Any) -> Any:
     """A copy for the library to complain about: no bounds, no large numbers, everything else as it is."""
     copy = json.loads(json.dumps(schema))

@@ -28,6 +28,11 @@ MAX_ENDINGS = 1000
 """Last digits that make a number a multiple."""
 SAFE = 2**53
 """Integers up to here reach the grammar library as they are."""
+LIBRARY_END = 10**18
+"""The end of multiples that the library counts and that have none: a double, and less than its 64 bits."""
+WRITTEN_DIGITS = 308
+"""Digits before and after the point that are written where a schema says nothing. A whole number of so many is a finite
+double; Python reads 4,300, and a chat's history takes 1,233 (`MAX_INTEGER_BITS`)."""
 
 
 class Spelling(NamedTuple):
@@ -131,14 +136,16 @@ class Numbers:
         low, high = self.ends()
         return low is not None and high is not None and low > high
 
-    def spelling(self, pointer: str) -> Spelling:
+    def spelling(self, pointer: str, most: int | None = WRITTEN_DIGITS) -> Spelling:
         """For a set that is not empty. Raises `GrammarUnsupported` for a step that cannot be combined (`pointer`: of
-        the schema that has it)."""
+        the schema that has it). `most`: digits before the point where no bound is given; None: any number."""
+        if self.free:
+            return Spelling((_any_number(self.integer, most),))
         if self.listed is not None:
             texts = [text for value, text in self.listed if self._within(value)]
             return Spelling((f"(?:{'|'.join(map(escaped_text, texts))})",))
         (low, high), unit, digits = self.ends(), self.unit, self.places
-        bounds = range_pattern(low, high, digits)
+        bounds = range_pattern(*((low, high) if most is None else _ended(low, high, digits, most)), digits)
         if unit == 1:
             return Spelling((bounds,))
         if low is not None and high is not None and (high - low) // unit < MAX_LISTED:
@@ -151,12 +158,13 @@ class Numbers:
     def _library(self, low: int | None, high: int | None, pointer: str) -> dict[str, Any]:
         """llguidance's own automaton for multiples, with bounds that survive its arithmetic."""
         if not self.places and all(end is None or abs(end) <= SAFE for end in (low, high)) and self.unit < 2**32:
-            below, above = (low, -self.unit if high is None else min(high, -self.unit)), (max(low or 0, 0), high)
-            halves = [half for half in (below, above) if half[0] is None or half[1] is None or half[0] <= half[1]]
+            low, high = -LIBRARY_END if low is None else low, LIBRARY_END if high is None else high
+            halves = [half for half in ((low, min(high, -self.unit)), (max(low, 0), high)) if half[0] <= half[1]]
             # below zero and above it apart, or there would be a -0
             return {"anyOf": [_whole(first, last, self.unit) for first, last in halves]}
         if low is None and high is None and self.step is not None and _survives(self.step):
-            return {"type": "number", "multipleOf": float(self.step)}
+            ends = {"minimum": -LIBRARY_END, "maximum": LIBRARY_END}
+            return {"type": "number", "multipleOf": float(self.step), **ends}
         detail = f"multiples of {text_of(self.step)} between such bounds have no pattern of bearable size"
         raise GrammarUnsupported("grammar", [("multipleOf", f"{pointer}/multipleOf")], detail)
 
@@ -238,6 +246,23 @@ def text_of(value: Fraction | None) -> str:
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
+def _any_number(integer: bool, most: int | None) -> str:
+    """The pattern of any number with at most `most` digits before and after the point. One with an exponent (299 at
+    most) has nine before it, so that it is finite as a double. `most` None: any number at all."""
+    if most is None:
+        return r"-?(?:0|[1-9][0-9]*)" + ("" if integer else r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+    whole, fraction = rf"-?(?:0|[1-9][0-9]{{0,{most - 1}}})", rf"(?:\.[0-9]{{1,{most}}})?"
+    exponent = r"[eE](?:\+?[0-2]?[0-9]{1,2}|-[0-9]{1,3})"
+    return whole if integer else f"(?:{whole}{fraction}|-?(?:0|[1-9][0-9]{{0,8}}){fraction}{exponent})"
+
+
+def _ended(low: int | None, high: int | None, digits: int, most: int) -> tuple[int, int]:
+    """Both ends, one that is missing at `most` digits before the point, or at `MAX_DIGITS` behind a bound beyond."""
+    end = max(abs(low or 0), abs(high or 0)) * 10
+    end = 10 ** ((most if end <= 10 ** (most + digits) else MAX_DIGITS) + digits) - 1
+    return -end if low is None else low, end if high is None else high
+
+
 def _tighter(
     one: Fraction | None, one_open: bool, two: Fraction | None, two_open: bool, sign: int
 ) -> tuple[Fraction | None, bool]:
@@ -252,9 +277,8 @@ def _lcm(one: Fraction, two: Fraction) -> Fraction:
     return Fraction(math.lcm(one.numerator, two.numerator), math.gcd(one.denominator, two.denominator))
 
 
-def _whole(low: int | None, high: int | None, step: int) -> dict[str, Any]:
-    ends = {"minimum": low, "maximum": high}
-    return {"type": "integer", "multipleOf": step, **{key: end for key, end in ends.items() if end is not None}}
+def _whole(low: int, high: int, step: int) -> dict[str, Any]:
+    return {"type": "integer", "multipleOf": step, "minimum": low, "maximum": high}
 
 
 def _survives(step: Fraction) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 MAX_RULES = 20_000
+MAX_NESTING = 62
+"""Brackets open at once where a schema would let them nest without end. A chat's history takes 64 (`MAX_DEPTH` of
+`text/chat_messages.py`), some of which are the call's around the value; pydantic reads 200."""
 
 
 class Repeat(NamedTuple):
@@ -87,12 +91,45 @@ class Rules:
                     if rule in self.alternatives and rule not in seen:
                         seen[rule] = True
                         order.append(rule)
-        lines = [f"start: {start}"]
+        deep = self._endless(order)
+        lines = [f"start: {start}{'::0' if start in deep else ''}"]
         for name in order:
-            unique = dict.fromkeys(" ".join(map(_written, symbols)) or '""' for symbols in self.alternatives[name])
-            lines.append(f"{name}: {' | '.join(unique)}")
+            unique = dict.fromkeys(_alternative(symbols, deep) for symbols in self.alternatives[name])
+            lines.append(f"{name}{'::_' if name in deep else ''}: {' | '.join(unique)}")
         lines += [f"{name}: {text}" for text, name in self.names()]
         return "\n".join(lines) + "\n"
+
+    def _endless(self, names: list[str]) -> dict[str, bool]:
+        """Those of `names` whose texts may nest without end: what is left when rules are taken out one by one that lead
+        to none but rules taken out before."""
+        users: dict[str, list[str]] = {name: [] for name in names}
+        waiting: dict[str, int] = {}
+        for name in names:
+            used = dict.fromkeys(_rule(symbol) for symbols in self.alternatives[name] for symbol in symbols)
+            leads = [rule for rule in used if rule in users]
+            waiting[name] = len(leads)
+            for rule in leads:
+                users[rule].append(name)
+        ready = [name for name in names if not waiting[name]]
+        for name in ready:  # grows while it is walked
+            for user in users[name]:
+                waiting[user] -= 1
+                if not waiting[user]:
+                    ready.append(user)
+        return dict.fromkeys((name for name in names if waiting[name]), True)
+
+
+def _rule(symbol: Symbol) -> str:
+    return symbol.rule if isinstance(symbol, Repeat) else symbol
+
+
+def _alternative(symbols: list[Symbol], deep: Container[str]) -> str:
+    """Rules in `deep` pass on how many brackets are open: their parameter, which an opening bracket raises."""
+    bracket = symbols[:1] in (['"["'], ['"{"'])
+    passed = "::incr(_)" if bracket else "::_"
+    text = " ".join(_written(symbol, passed if _rule(symbol) in deep else "") for symbol in symbols)
+    counts = bracket and any(_rule(symbol) in deep for symbol in symbols)
+    return f"{text} %if lt(_, {MAX_NESTING})" if counts else text or '""'
 
 
 def _needed(symbol: Symbol) -> str:
@@ -102,9 +139,9 @@ def _needed(symbol: Symbol) -> str:
     return symbol
 
 
-def _written(symbol: Symbol) -> str:
+def _written(symbol: Symbol, passed: str) -> str:
     if not isinstance(symbol, Repeat):
-        return symbol
+        return symbol + passed
     if symbol.most is None:
-        return f"{symbol.rule}*" if not symbol.least else f"{symbol.rule}{{{symbol.least},}}"
-    return f"{symbol.rule}{{{symbol.least},{symbol.most}}}"
+        return f"{symbol.rule}{passed}" + (f"{{{symbol.least},}}" if symbol.least else "*")
+    return f"{symbol.rule}{passed}{{{symbol.least},{symbol.most}}}"

@@ -10,7 +10,6 @@ As in its own compiler, properties come in the order of the schema, undeclared k
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from asyncengine.errors import GrammarImpossible, GrammarTooLarge, GrammarUnsupported
@@ -31,13 +30,13 @@ from asyncengine.grammar.schema_members import (
 )
 from asyncengine.grammar.schema_terms import Alternatives, Conjunction, Entry, Term
 
-NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-INTEGER = r"-?(?:0|[1-9][0-9]*)"
 STRING = ("minLength", "maxLength", "pattern", "format", "enum", "const")
 ARRAY = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 OBJECT = (
     "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties",
 )  # fmt: skip
+LEAF_OPTIONS = ("json_allowed_escapes", "json_allow_general_unicode_escapes", "lenient")
+"""Options of llguidance that say something about a string."""
 MAX_PREFIX = 100
 """Items with a schema of their own."""
 Member = tuple[str, bool]
@@ -67,7 +66,7 @@ class _Builder:
         self._known: dict[tuple[str, ...], str] = {}
         self._todo: list[tuple[str, Conjunction]] = []
         self._empty: list[str] = []
-        self._leaf_options = {key: options[key] for key in options if key not in ("lenient", "coerce_one_of")}
+        self._leaf_options = {key: options[key] for key in LEAF_OPTIONS if options.get(key)}
         usual = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
         blank = usual if (given := options.get("whitespace_pattern")) is None else given
         self._blank: list[Symbol] = [self.rules.text(f"{regex(blank)}?")] if blank else []
@@ -96,14 +95,14 @@ class _Builder:
         entries = {entry.pointer: entry for entry in conjunction if entry.schema is not True}
         key = tuple(entries)
         if key not in self._known:
-            self._known[key] = self.rules.new() if key else self._json({})
-            if key:
-                self._todo.append((self._known[key], tuple(entries.values())))
+            self._known[key] = self.rules.new()
+            self._todo.append((self._known[key], tuple(entries.values())))
         return self._known[key]
 
     def _term(self, name: str, term: Term) -> None:
-        if not any(set(entry.schema) & _SAYING for entry in term.entries):
-            self.rules.add(name, [self._json({})])
+        if term.entries and not term.having(*_SAYING):
+            if len(term.having("$ref", "allOf", "anyOf", "oneOf")) < len(term.entries):  # else it only leads to itself
+                self.rules.add(name, [self.node(())])
             return
         kinds = term.types
         for kind in kinds:
@@ -114,9 +113,9 @@ class _Builder:
             elif kind == "string":
                 self._string(name, term)
             elif kind == "array":
-                self._generic(name, term, kind, ARRAY, self._array)
+                self._array(name, term)
             elif kind == "object":
-                self._generic(name, term, kind, OBJECT, self._object)
+                self._object(name, term)
 
     def _json(self, schema: dict[str, Any]) -> str:
         return self.rules.text("%json " + canonical_json({"x-guidance": self._leaf_options, **schema}))
@@ -127,21 +126,10 @@ class _Builder:
             if all(json.loads(text) in entry.schema["enum"] for entry in listed if entry.plain):
                 self.rules.add(name, [f'"{text}"'])
 
-    def _generic(
-        self, name: str, term: Term, kind: str, keywords: tuple[str, ...], build: Callable[[str, Term], None]
-    ) -> None:
-        if term.having(*keywords):
-            build(name, term)
-        else:
-            self.rules.add(name, [self._json({"type": kind})])
-
     # ---------------------------------------------------------------- scalars
 
     def _number(self, name: str, term: Term) -> None:
         numbers = term.numbers()
-        if numbers.free:
-            self.rules.add(name, [self.rules.terminal(regex(INTEGER if numbers.integer else NUMBER))])
-            return
         if numbers.empty:
             self._empty.append(f"{numbers} (at {term.where() or '/'})")
             return
@@ -175,7 +163,7 @@ class _Builder:
         least = max((count_of(entry, "minItems") or 0 for entry in term.entries), default=0)
         tops = [count_of(entry, "maxItems") for entry in term.entries]
         most = min((top for top in tops if top is not None), default=None)
-        width = max(len(prefix) for prefix, _ in shapes)
+        width = max((len(prefix) for prefix, _ in shapes), default=0)
         if width > MAX_PREFIX:
             raise GrammarTooLarge("grammar", f"prefixItems beside bounds of numbers must not exceed {MAX_PREFIX}")
         if most is not None and least > most:
@@ -271,13 +259,15 @@ class _Builder:
             self.rules.add(found, [key, *self._colon, value])
         rest = tuple(additional(entry) for entry in entries)
         if not any(entry.schema is False for entry in rest):
-            plain = PLAIN_KEY if patterns else KEY
-            key = self.rules.terminal(regex(plain) + others + "".join(f" & ~{text}" for text in written.values()))
+            key = self._json({"type": "string"})
+            if names or patterns:
+                plain = PLAIN_KEY if patterns else KEY
+                key = self.rules.terminal(regex(plain) + others + "".join(f" & ~{text}" for text in written.values()))
             self.rules.add(found, [key, *self._colon, self.node(rest)])
         return found if self.rules.alternatives[found] else None
 
 
-_SAYING = frozenset((*KEYWORDS, *STRING, *ARRAY, *OBJECT, "type"))
+_SAYING = (*KEYWORDS, *STRING, *ARRAY, *OBJECT, "type")
 
 
 def _repeat(rule: str, least: int, most: int | None, taken: int) -> list[Symbol]:

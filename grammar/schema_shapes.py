@@ -15,7 +15,7 @@ from asyncengine.grammar.canonical import parse_json
 from asyncengine.grammar.lower import json_options
 from asyncengine.grammar.regex_shapes import RAW, regex_shape, searched_shape
 from asyncengine.grammar.rules import Repeat, Rules, Symbol
-from asyncengine.grammar.schema_rules import NUMBER, schema_grammar
+from asyncengine.grammar.schema_rules import schema_grammar
 from asyncengine.grammar.shapes import (
     Chain,
     Either,
@@ -58,7 +58,6 @@ class _Reader:
         self._rules = rules
         self._texts = {name: text for text, name in rules.names()}
         self._shapes: dict[str, Shape] = {}
-        self._values: dict[str, Shape] = {}
         self.start = self._named(start)
         pending = [start]
         while pending:
@@ -95,32 +94,7 @@ class _Reader:
         return Times(shape, 0, 1) if match[2] else shape
 
     def _json(self, schema: dict[str, Any]) -> Shape:
-        options = schema.get("x-guidance", {})
-        if schema.get("type") == "string":
-            return _string(schema)
-        values = self._json_values(options)
-        if set(schema) - {"x-guidance", "type"}:
-            return Opaque()
-        return values[schema.get("type", "")] if schema.get("type", "") in values else Opaque()
-
-    def _json_values(self, options: dict[str, Any]) -> dict[str, Shape]:
-        """Any JSON, any array, any object."""
-        if not self._values:
-            flexible = None if options.get("whitespace_flexible") is False else r"[ \t\n\r]+"
-            pattern = options.get("whitespace_pattern", flexible)
-            blank = Chain([]) if pattern is None else Times(_or_opaque(pattern), 0, 1)
-            comma = Chain([blank, literal(options.get("item_separator", ",").encode()), blank])
-            colon = Chain([blank, literal(options.get("key_separator", ":").encode()), blank])
-            value, text = Named(), _string({})
-            member = Chain([text, colon, value])
-            for kind, first, item in (("array", b"[]", value), ("object", b"{}", member)):
-                some = Chain([item, Times(Chain([comma, item]), 0, None), blank])
-                inner = Either([Chain([]), some])
-                self._values[kind] = Chain([literal(first[:1]), blank, inner, literal(first[1:])])
-            plain = [literal(word) for word in (b"null", b"true", b"false")]
-            value.target = Either([*plain, regex_shape(NUMBER), text, *list(self._values.values())])
-            self._values[""] = value
-        return self._values
+        return _string(schema) if schema.get("type") == "string" else Opaque()
 
 
 def _or_opaque(pattern: str) -> Shape:

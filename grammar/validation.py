@@ -25,7 +25,7 @@ def text_check(grammar: Grammar | None) -> Callable[[str], str | None] | None:
 
         try:
             instance = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"not JSON: {error}"
         kind = validator_for(schema)
         try:

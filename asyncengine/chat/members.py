@@ -10,6 +10,7 @@ from asyncengine.chat.tools import Tool
 from asyncengine.chat.values import BARE_KEY, STRING_KEYS, ValueRules, chain, checked_key
 from asyncengine.errors import GrammarUnsupported
 from asyncengine.grammar.lower import inline_json
+from asyncengine.grammar.numbers import Numbers
 
 JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 SCALARS = {"number": JSON_NUMBER, "boolean": "(true|false)", "null": "null"}
@@ -111,7 +112,8 @@ class _Writer:
     def _scalar(self, kind: str, option: Schema) -> str:
         """JSON that a string could begin like: text for the lexer, up to the close."""
         self._reader.only(option, ("type",))
-        pattern = r"-?(0|[1-9][0-9]*)" if kind == "integer" else SCALARS[kind]
+        written = Numbers(integer=kind == "integer").spelling("").patterns[0]
+        pattern = SCALARS[kind] if kind in ("boolean", "null") else written
         return self._values.closed(f"/{pattern}/", self._members.value_close)
 
     def _json(self, option: Schema) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from asyncengine.errors import GrammarError
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lower import to_llguidance
 
@@ -23,8 +24,11 @@ def matcher(grammar: Grammar) -> Any:
 
 
 def complaint(grammar: Grammar) -> str:
-    """What the library says about it; empty if it compiles."""
-    return str(matcher(grammar).get_error())
+    """The reason why it does not compile, ours or the library's; empty if it does."""
+    try:
+        return str(matcher(grammar).get_error())
+    except GrammarError as error:
+        return str(error)
 
 
 def accepts(grammar: Grammar, text: str) -> bool:

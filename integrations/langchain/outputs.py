@@ -57,14 +57,18 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text} if text else {}
 
 
-def _calls(sample: Sample) -> list[ToolCall]:
-    return [tool_call(name=call.name, args=json.loads(call.arguments), id=call.id) for call in sample.tool_calls]
-
-
-def _broken_calls(sample: Sample) -> list[InvalidToolCall]:
-    error = "the arguments are no JSON object: the call was cut off"
-    return [
-        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=error) for call in sample.broken_calls
+def _calls(sample: Sample) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    """The calls, and those whose arguments Python does not read."""
+    calls = []
+    broken = [(call, "it was cut off, or holds a number Python does not read") for call in sample.broken_calls]
+    for call in sample.tool_calls:
+        try:
+            calls.append(tool_call(name=call.name, args=json.loads(call.arguments), id=call.id))
+        except (ValueError, RecursionError) as error:  # a caller deep in its stack reads less deep than the engine
+            broken.append((call, f"{type(error).__name__}: {error}"))
+    said = "the arguments are no JSON object: "
+    return calls, [
+        invalid_tool_call(name=call.name, args=call.arguments, id=call.id, error=said + why) for call, why in broken
     ]
 
 
@@ -74,10 +78,11 @@ def chat_result(completion: Completion, model_name: str) -> ChatResult:
     generations = []
     for index, sample in enumerate(completion.samples):
         info = _info(sample.finish_reason, sample.logprobs)
+        calls, broken = _calls(sample)
         answer = AIMessage(
             content=sample.text,
-            tool_calls=_calls(sample),
-            invalid_tool_calls=_broken_calls(sample),
+            tool_calls=calls,
+            invalid_tool_calls=broken,
             additional_kwargs=_reasoning(sample.reasoning),
             response_metadata={**_answer(model_name), **info},
             usage_metadata=None if index else usage_metadata(completion.usage),

@@ -59,7 +59,8 @@ class Answer:
 
     def whole(self, completion: Completion) -> Answer:
         self.text, self.reasoning = completion.text, completion.reasoning
-        self.calls = [GrowingCall(call.id, call.name, call.arguments) for call in completion.tool_calls]
+        calls = (*completion.tool_calls, *completion.broken_calls)
+        self.calls = [GrowingCall(call.id, call.name, call.arguments) for call in calls]
         return self._take(completion.finish_reason, completion.usage, completion.logprobs)
 
     def grow(self, chunk: Chunk) -> Answer:
@@ -85,9 +86,12 @@ class Answer:
         return self
 
     def _close_calls(self) -> None:
-        """A call that was cut off is none: an agent would run it with what it has."""
+        """A call that was cut off is none: an agent would run it with what it has. `raw["broken_calls"]` has it."""
         for call in self.calls:
             call.kwargs = _object(call.arguments)
+        broken = [tool_call(call.id, call.name, call.arguments) for call in self.calls if call.kwargs is None]
+        if broken:
+            self.raw["broken_calls"] = broken
         self.calls = [call for call in self.calls if call.kwargs is not None]
 
     def checked(self) -> Answer:

@@ -67,7 +67,8 @@ def selections(response: ChatResponse, error_on_no_tool_call: bool) -> list[Tool
         raw = response.raw if isinstance(response.raw, Mapping) else {}
         raise ValueError(
             "Expected at least one tool call, but got 0 tool calls "
-            f"(finish_reason {raw.get('finish_reason')!r}, content {response.message.content!r})"
+            f"(finish_reason {raw.get('finish_reason')!r}, content {response.message.content!r}, "
+            f"{len(raw.get('broken_calls', ()))} calls without readable arguments)"
         )
     return [
         ToolSelection(

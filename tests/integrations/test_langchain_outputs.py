@@ -139,3 +139,15 @@ def test_every_error_of_the_engine_has_a_langchain_twin() -> None:
         with pytest.raises(kind) as caught, mapped_errors():
             raise error
         assert (type(caught.value) is kind) is (kind in ours), kind
+
+
+def test_a_call_that_python_does_not_read_is_an_invalid_one() -> None:
+    """Of whatever made it: too long a number, or nesting beyond what is left of the stack."""
+    for arguments in ('{"n": ' + "9" * 5000 + "}", '{"n": ' + "[" * 100_000):
+        unread = Sample("", [1], "stop", tool_calls=[ToolCall("id1", "g", arguments)])
+        [generation] = chat_result(replace(completion(), samples=[unread]), "m").generations
+        assert isinstance(generation.message, AIMessage)
+        assert generation.message.tool_calls == []
+        [found] = generation.message.invalid_tool_calls
+        assert (found["name"], found["args"]) == ("g", arguments)
+        assert "no JSON object: " in str(found["error"])

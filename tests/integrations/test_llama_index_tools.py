@@ -222,3 +222,14 @@ def test_metadata_says_whether_tools_may_be_offered(llm: AsyncEngineLLM) -> None
     assert llm.metadata.is_function_calling_model
     assert not demo_llm(is_function_calling_model=False).metadata.is_function_calling_model
     assert not demo_llm(is_chat_model=False).metadata.is_function_calling_model
+
+
+def test_a_call_that_cannot_be_read_is_told_of_and_not_run() -> None:
+    answer = Answer("m")
+    for index, arguments in enumerate(('{"n": 1}', '{"n": ' + "9" * 5000 + "}")):
+        answer.grow(Chunk("", [1], None, 0, tool_calls=[ToolCallDelta(index, f"id{index}", "f", arguments)]))
+    response = answer.grow(Chunk("", [], "stop", 0)).chat()
+    assert [call.tool_kwargs for call in response.message.blocks if isinstance(call, ToolCallBlock)] == [{"n": 1}]
+    assert isinstance(response.raw, dict)
+    [broken] = response.raw["broken_calls"]
+    assert (broken["id"], broken["function"]["name"], len(broken["function"]["arguments"])) == ("id1", "f", 5007)

@@ -28,13 +28,21 @@ _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _LONG, _SHORT = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])", "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _DAY = f"(?:{_LONG}|{_SHORT}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
-_ZONE = "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:(?:[0-5][0-9]|60)(?:\.[0-9]+)?{_ZONE}"
-DATES = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
-"""RFC 3339, years 1 to 9999. Read only."""
+DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+_TIME = rf"{CLOCK}(?:\.[0-9]{{1,6}})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_PARTS = "(?:N{0}(?:N{1}(?:N{2})?)?|N{1}(?:N{2})?|N{2})".replace("N", "[0-9]{{1,6}}")
+_YEARS, _HOURS = _PARTS.format(*"YMD"), _PARTS.format(*"HMS")
+DATES = {
+    "date": f"^{DATE}$",
+    "date-time": f"^{DATE}T{_TIME}$",
+    "time": f"^{_TIME}$",
+    "duration": f"^P(?:{_YEARS}(?:T{_HOURS})?|T{_HOURS}|[0-9]{{1,6}}W)$",
+}
+"""RFC 3339 as Python and pydantic read it: years 1 to 9999, no 60th second, capitals, and durations that a `timedelta`
+holds. Read only."""
 MAX_HOSTNAME = 253
-_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":"date', '"format":"hostname"')
+_MENDED = ('"uniqueItems":false', '"if":', "[^", '"format":')
 """Signs that a schema has something the functions below change."""
 _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
@@ -187,14 +195,14 @@ def _enforce_classes(node: dict[str, Any]) -> None:
 
 
 def _enforce_formats(node: dict[str, Any]) -> None:
-    """llguidance 1.9.1 takes 29 February for a day of every year, and host names of any length."""
+    """llguidance 1.9.1 knows 29 February in every year, a second 60, and hosts and durations of any size."""
     if node.get("format") == "hostname":
         longest = node.get("maxLength")
         node["maxLength"] = min(longest, MAX_HOSTNAME) if isinstance(longest, int) else MAX_HOSTNAME
     pattern = DATES.get(node["format"]) if isinstance(node.get("format"), str) else None
-    if pattern is not None and "pattern" not in node:
-        node["pattern"] = pattern
+    if pattern is not None:
         del node["format"]
+        node["allOf"] = [*node.get("allOf", ()), {"pattern": pattern}]
 
 
 def _with_nul(pattern: str) -> str:

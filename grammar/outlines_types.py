@@ -8,13 +8,15 @@ something that cannot be part of it (a newline, a bracket).
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from outlines.types import dsl
 
 from asyncengine.errors import GrammarError, GrammarTooLarge
 from asyncengine.grammar.lark import ebnf_to_lark, literal, regex
-from asyncengine.grammar.lower import inline_json
+from asyncengine.grammar.lower import CLOCK, DATE, inline_json
+from asyncengine.grammar.numbers import WRITTEN_DIGITS
 from asyncengine.grammar.python_types import is_json, json_of, union_members
 from asyncengine.grammar.regexes import escaped, portable
 from asyncengine.grammar.schemas import schema_text
@@ -23,6 +25,13 @@ from asyncengine.grammar.spec import Grammar
 MAX_TERM_DEPTH = 64
 """Deepest nesting of terms."""
 
+_TEXTS: dict[type, str] = {
+    int: rf"[+-]?(?:0|[1-9][0-9]{{0,{WRITTEN_DIGITS - 1}}})",
+    datetime.date: DATE,
+    datetime.time: CLOCK,
+    datetime.datetime: f"{DATE} {CLOCK}",
+}
+"""Types whose terms in outlines match what Python does not read: 30 February, 24 o'clock, 10,000 digits. Read only."""
 _REPEATS = (
     dsl.KleeneStar, dsl.KleenePlus, dsl.Optional, dsl.QuantifyExact, dsl.QuantifyMinimum, dsl.QuantifyMaximum,
     dsl.QuantifyBetween,
@@ -59,6 +68,8 @@ def type_term(spec: Any) -> Any:
         return dsl.Regex("None")
     if isinstance(spec, dsl.Term):
         return spec
+    if isinstance(spec, type) and spec in _TEXTS:
+        return dsl.Regex(_TEXTS[spec])
     if is_json(spec):
         return dsl.JsonSchema(schema_text(json_of(spec)))
     try:

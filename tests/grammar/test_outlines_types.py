@@ -187,7 +187,7 @@ def test_python_types(spec: Any, good: list[str], bad: list[str]) -> None:
 
 
 def test_scalars_are_what_outlines_makes_of_them() -> None:
-    assert Grammar.of(int) == Grammar.of(types.integer)
+    assert Grammar.of(float) == Grammar.of(types.number)
     assert Grammar.of(Colour) == Grammar.choice(["red", "red, dark"])
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import re
+from ipaddress import IPv4Address, IPv6Address
+from random import Random
 from typing import Any
+from uuid import UUID
 
+import numpy as np
 import pytest
+from pydantic import AnyUrl, TypeAdapter
 from pydantic_core import from_json
 
 from asyncengine.errors import GrammarTooLarge
@@ -16,6 +23,7 @@ from asyncengine.grammar.numbers import MAX_DIGITS, WRITTEN_DIGITS
 from asyncengine.grammar.rules import MAX_NESTING
 from asyncengine.text.chat_messages import MAX_DEPTH, MAX_INTEGER_BITS
 
+from .bytes_tokenizer import END
 from .oracle import accepts, matcher
 
 FREE = {"type": "integer"}, {"type": "number"}, {}, {"type": ["integer", "null"]}, {"anyOf": [{"type": "number"}]}
@@ -98,3 +106,65 @@ def test_a_bound_beyond_is_kept_or_refused_by_name() -> None:
     assert len(longest(far, "1", "0")) == MAX_DIGITS
     with pytest.raises(GrammarTooLarge, match="/n/minimum must not exceed 400 digits"):
         to_llguidance(Grammar.json_schema({"properties": {"n": {"type": "integer", "minimum": 10**2000}}}))
+
+
+def text_of_walk(found: Any, random: Random) -> str:
+    """A string of JSON that the grammar allows, byte for byte at random; ended as soon as it is long."""
+    found.reset()
+    out = bytearray()
+    while True:
+        bits = np.unpackbits(np.frombuffer(found.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [int(place) for place in np.flatnonzero(bits)]
+        quote = ord('"') in allowed and out and (len(out) > 40 or random.random() < 0.2)
+        if allowed == [END]:
+            return str(json.loads(out))
+        symbol = ord('"') if quote else random.choice([place for place in allowed if place != END])
+        assert found.consume_token(symbol)
+        out.append(symbol)
+
+
+READERS: dict[str, Any] = {
+    "date": datetime.date, "time": datetime.time, "date-time": datetime.datetime, "duration": datetime.timedelta,
+    "uuid": UUID, "ipv4": IPv4Address, "ipv6": IPv6Address, "uri": AnyUrl,
+}  # fmt: skip
+OTHERS = {"email": r"[^@\s]+@[^@\s]+", "hostname": r"[A-Za-z0-9.-]{1,253}"}
+"""Formats of plain texts."""
+
+
+@pytest.mark.parametrize("name", [*READERS, *OTHERS])
+def test_every_format_is_read_by_pydantic(name: str) -> None:
+    found = matcher(Grammar.json_schema({"type": "string", "format": name}))
+    random = Random(name)
+    for _ in range(300):
+        text = text_of_walk(found, random)
+        if name in OTHERS:
+            assert re.fullmatch(OTHERS[name], text), text
+            continue
+        TypeAdapter(READERS[name]).validate_python(text)
+        if "date" in name or name == "time":
+            READERS[name].fromisoformat(text)
+
+
+def test_a_format_holds_beside_a_pattern() -> None:
+    grammar = Grammar.json_schema({"type": "string", "format": "time", "pattern": "^23:5"})
+    assert accepts(grammar, '"23:59:59Z"')
+    for text in ("23:59:60Z", "22:59:59Z", "23:59:59z"):
+        assert not accepts(grammar, f'"{text}"')
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "unread"),
+    [
+        (datetime.date, "2024-02-29", "2023-02-29"),
+        (datetime.time, "23:59:59", "24:00:00"),
+        (datetime.datetime, "2024-02-29 01:02:03", "2024-02-30 01:02:03"),
+        (int, "+" + "9" * 308, "9" * 5000),
+    ],
+)
+def test_texts_of_python_types_are_read(kind: Any, read: str, unread: str) -> None:
+    make = kind if kind is int else kind.fromisoformat
+    assert accepts(Grammar.of(kind), read)
+    make(read)
+    assert not accepts(Grammar.of(kind), unread)
+    with pytest.raises(ValueError, match=r"."):
+        make(unread)

@@ -70,7 +70,7 @@ class RequestOptions:
     """Requests share cached prefixes only with those of the same salt."""
     prediction: Prompt | Mapping[str, Any] | None = None
     """The output that is expected, as text, token ids or {"type": "content", "content": ...}: what of it comes true is
-    computed many tokens at a time. It changes nothing but time."""
+    computed many tokens at a time. It changes nothing but time; what of it no answer could reach is left out."""
     speculation: bool | Literal["auto", "off"] | None = None
     """False or "off": nothing is drafted for this request. None, True or "auto": as the engine's `speculation` says."""
 

@@ -247,10 +247,7 @@ class RequestValidator:
             vocab = self.info.vocab_size
             if not all(type(token) is int and 0 <= token < vocab for token in tokens):
                 raise InvalidParameter("prediction", f"must be a text or token ids below {vocab}", prediction)
-        if len(tokens) > self.info.max_model_len:
-            limit = self.info.max_model_len
-            raise ContextLengthExceeded("prediction", f"has {len(tokens)} tokens; the context holds {limit}")
-        return tokens
+        return tokens[: self.info.max_model_len]  # no answer gets further
 
     def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
         """Most tokens of prompt and output together. Raises `ContextLengthExceeded` for what can never fit."""

@@ -15,7 +15,7 @@ from support import small_grammars
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
 from asyncengine.demo import MODEL_PATH
-from asyncengine.errors import BudgetTooSmall, ContextLengthExceeded, InvalidParameter, ModelNotFound, OutOfMemory
+from asyncengine.errors import BudgetTooSmall, InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
@@ -296,6 +296,23 @@ def test_predictions() -> None:
         assert (off.token_ids, off.usage.accepted_prediction_tokens) == (plain.token_ids, 0)
 
 
+def test_any_prediction_changes_nothing_but_time() -> None:
+    """Empty, longer than the context, as long as the prompt, with special tokens, or of something else."""
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    costs = (1.0, 1.01, 1.02, 1.04, 1.08)
+    chat = [{"role": "user", "content": CHATS[0]}]
+    with Engine.from_pretrained("demo", dtype="float32", speculation_costs=costs) as engine:
+        plain = engine.chat(chat, params=params, speculation=False)
+        long = [*plain.token_ids, *[5] * 100_000]
+        given = ("", [], {"type": "content", "content": []}, long, plain.text + " and" * 20_000, CHATS[0])
+        specials = sorted(engine.info.eos_token_ids)
+        for prediction in (*given, [*specials, *plain.token_ids], [*plain.token_ids, *specials]):
+            found = engine.chat(chat, params=params, prediction=prediction)
+            assert (found.token_ids, found.finish_reason) == (plain.token_ids, plain.finish_reason)
+            if prediction is long:
+                assert found.usage.accepted_prediction_tokens > 0.5 * len(plain.token_ids)
+
+
 def test_predictions_through_the_frameworks() -> None:
     settings: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 60}
     engine = {"speculation_costs": (1.0, 1.01, 1.02, 1.04, 1.08)}
@@ -332,8 +349,6 @@ def test_bad_input() -> None:
         for keywords, named in BAD:
             with pytest.raises(InvalidParameter, match=named):
                 engine.generate("a", **keywords)
-        with pytest.raises(ContextLengthExceeded, match="prediction"):
-            engine.generate("a", prediction=[5] * 100_000)
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
         with pytest.raises(InvalidParameter, match="tool_choice"):
             engine.chat([{"role": "user", "content": "a"}], tools=tools, tool_choice="required", prediction="a")

@@ -102,8 +102,13 @@ class GrammarUnsupported(GrammarError):
         more = f" and {len(self.features) - 8} more" if len(self.features) > 8 else ""
         found = f"cannot enforce {shown}{more}" if self.features else "cannot be enforced"
         advice = "leave it out"
+        if any(keyword == "uniqueItems" for keyword, _ in self.features):
+            advice = "declare a list in place of a set"
         if any(pointer for _, pointer in self.features):  # a schema: the only kind that can do with less
-            advice += ', or pass unsupported="ignore" (not enforced) or "validate" (checked at the end)'
+            advice += (
+                ', or have it not enforced: "strict": False in a tool or a json_schema response_format, or '
+                'Grammar.json_schema(..., unsupported="ignore"), or "validate" to check it at the end'
+            )
         super().__init__(field, f"{found}{f' ({detail})' if detail else ''}; {advice}")
 
 

@@ -11,7 +11,7 @@ from asyncengine.grammar import Grammar
 from asyncengine.grammar.keywords import explain, find_unsupported, summary
 from asyncengine.grammar.lower import to_llguidance
 
-from .oracle import matcher
+from .oracle import accepts, matcher
 
 
 def explained(grammar: Grammar) -> GrammarError:
@@ -157,3 +157,19 @@ def test_messages_are_bounded_and_echo_no_schema() -> None:
 def test_a_message_about_something_else_finds_nothing() -> None:
     assert find_unsupported({"not": {}}, "lexer error") == []
     assert find_unsupported(True, 'Unimplemented keys: ["not"]') == []
+
+
+def test_a_set_is_refused_with_what_its_author_can_do() -> None:
+    """By a list; or by what is written where the schema is given, in OpenAI's shape or as a `Grammar`."""
+    with pytest.raises(GrammarUnsupported) as refused:
+        to_llguidance(Grammar.of(set[int]))
+    said = str(refused.value)
+    for advice in (
+        "'uniqueItems' at /uniqueItems",
+        "a list in place of a set",
+        '"strict": False in a tool',
+        '"ignore"',
+    ):
+        assert advice in said
+    as_list = Grammar.json_schema({"type": "array", "uniqueItems": True}, unsupported="ignore")
+    assert accepts(as_list, "[1, 1]")

@@ -15,7 +15,7 @@ Whitespace = Literal["flexible", "single_space", "compact"]
 Unsupported = Literal["error", "ignore", "validate"]
 Backend = Literal["auto", "llguidance", "outlines_core"]
 
-KEY_VERSION = 2
+KEY_VERSION = 3
 """Goes into `Grammar.key`; raise it when the same text comes to mean something else."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncengine.grammar import Grammar
+from asyncengine.grammar.lower import to_llguidance
 from asyncengine.text import TextTokenizer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -72,6 +74,9 @@ def tokenizer(template: str | None, special: Sequence[str] = TURNS, added: Seque
     return TextTokenizer(hf)
 
 
+lowered = functools.lru_cache(to_llguidance)
+
+
 class Oracle:
     """Tells what a grammar accepts, one token after the other."""
 
@@ -91,7 +96,7 @@ class Oracle:
 
     def matcher(self, grammar: Grammar) -> Any:
         assert grammar.kind == "lark"
-        found = llguidance.LLMatcher(self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar.text), log_level=0)
+        found = llguidance.LLMatcher(self._tokenizer, lowered(grammar), log_level=0)
         assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
         return found
 

@@ -15,6 +15,7 @@ from chat.zoo import CASES, DROPS, KIMI, SIGNS, Case
 from asyncengine.chat import TOOL_FORMATS, ChatPlan, ChatPlanner, find_tool_format
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
+from asyncengine.grammar.numbers import WRITTEN_DIGITS
 from asyncengine.text import TextTokenizer
 
 START = "<|im_start|>assistant\n"
@@ -275,3 +276,31 @@ def test_what_a_format_cannot_be_held_to_is_named() -> None:
         assert planner.plan(START, tools=[{**tool, "strict": False}]).grammar is not None
     with pytest.raises(InvalidParameter, match="a b"):
         planner.plan(START, tools=[{"name": "f", "parameters": {"properties": {"a b": {}}}}])
+
+
+SUM: dict[str, Any] = {
+    "name": "sum",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "whole": {"type": "integer"},
+            "some": {"type": "number"},
+            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "above": {"type": "integer", "minimum": 1},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("key", SUM["parameters"]["properties"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_format_lets_be_written_is_read_again(name: str, key: str) -> None:
+    """A number of as many digits as a call may have, by its parser and as the next turn's history; no more of them."""
+    text, planner, oracle = model(name)
+    plan = planner.plan("", tools=[SUM], tool_choice="required")
+    assert plan.grammar is not None
+    longest = {key: 10**WRITTEN_DIGITS - 1}
+    written = rendered(text, [("sum", longest)]).lstrip()
+    assert oracle.accepts(plan.grammar, written)
+    assert read(plan, [written])[1:] == ([("sum", longest)], [])
+    assert not oracle.accepts(plan.grammar, rendered(text, [("sum", {key: 10**WRITTEN_DIGITS})]).lstrip())

@@ -1,4 +1,4 @@
-"""Which schemas have numbers that llguidance would not hold to, and what of them it may see."""
+"""Schemas as rules of ours, and what of their numbers llguidance may see."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A JSON schema as Lark, for schemas whose numbers llguidance would not hold to.
+"""A JSON schema as Lark, whose numbers and nesting llguidance would not hold to.
 
 llguidance 1.9.1 counts in doubles: bounds beyond 2**53 are rounded, exclusive decimal bounds are not kept, and the
-least int64 makes it recurse without end. Its JSON compiler takes no pattern for a number, so what
-surrounds the numbers is written here as well: objects, arrays, choices, references. Strings stay `%json`.
+least int64 makes it recurse without end. Numbers without bounds and values inside one another have no end with it. Its
+JSON compiler takes no pattern for a number, so what surrounds the numbers is written here as well: objects, arrays,
+choices, references. Strings stay `%json`.
 
 As in its own compiler, properties come in the order of the schema, undeclared keys after them (they may repeat).
 """

@@ -52,6 +52,7 @@ from asyncengine.outputs import (
     ToolCallDelta,
     Usage,
 )
+from asyncengine.policies import Policy, WeightedFair
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.shared import EngineHandle, shared_engine
 from asyncengine.stats import EngineStats
@@ -97,6 +98,7 @@ __all__ = [
     "ModelInfo",
     "ModelNotFound",
     "OutOfMemory",
+    "Policy",
     "QueueFull",
     "Ranked",
     "Ranking",
@@ -114,6 +116,7 @@ __all__ = [
     "UnsupportedModel",
     "Usage",
     "VectorKeywords",
+    "WeightedFair",
     "WrongLoop",
     "WrongProcess",
     "shared_engine",

@@ -6,12 +6,14 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from asyncengine.checks import MAX_BYTES, MAX_COUNT, as_integer, as_seconds, check_known, knows_its_fields
 from asyncengine.errors import InvalidParameter
+from asyncengine.kvcache.eviction import STRATEGIES
+from asyncengine.policies import POLICIES, Policy, check_policy
 
 STEP_SIZES = 5
 """How many sizes of steps have a cost (`speculation.costs`)."""
@@ -76,11 +78,12 @@ class EngineConfig:
     of what is free, enough for `max_num_seqs` running requests and as many snapshots at most."""
     prefix_caching: bool = True
     eviction: str = "lru"
-    """"lru", "lfu", "fifo" or "priority"."""
+    """Which cached page goes first."""
 
     # -- scheduling
-    policy: str = "fcfs"
-    """"fcfs", "priority", "longest-prefix-match" or "shortest-remaining"."""
+    policy: str | Policy = "fcfs"
+    """Who goes first when not all can, and who gives way: a name, or an object like `asyncengine.Policy`. Each engine
+    works with a copy of its own."""
     max_num_seqs: int = 256
     """Most requests running at once."""
     max_num_batched_tokens: int = 1024
@@ -208,11 +211,13 @@ class EngineConfig:
             if value is None and name in _OPTIONAL:
                 continue
             object.__setattr__(self, name, as_seconds(name, value))
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if not isinstance(value, str) or value not in choices:
+            if name == "policy":
+                check_policy(value)
+            elif not isinstance(value, str) or value not in choices:
                 raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), value)
         for name in _NAMES:
             value = getattr(self, name)
@@ -280,7 +285,7 @@ _MAXIMUM = {
     "max_loras": 4096, "max_lora_rank": 2**16, "speculation_tokens": 31,
 }  # fmt: skip
 """Where memory or threads are taken for as many; others count something and may be as large as a count can be."""
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {  # a policy may be an object as well
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "attention_backend": ("auto", "torch", "compiled", "flashinfer"),
     "task": ("auto", "generate", "embed", "rerank", "classify"),
@@ -288,8 +293,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "quantization": ("int8", "int4"),
     "speculation": ("auto", "lookup", "off"),
     "kv_cache_dtype": ("auto", "fp8"),
-    "eviction": ("lru", "lfu", "fifo", "priority"),
-    "policy": ("fcfs", "priority", "longest-prefix-match", "shortest-remaining"),
+    "eviction": STRATEGIES,
+    "policy": POLICIES,
     "when_full": ("error", "wait"),
     "grammar_backend": ("llguidance", "outlines_core", "none"),
     "tool_format": (

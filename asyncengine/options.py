@@ -29,6 +29,7 @@ class RequestKeywords(TypedDict, total=False):
     priority: int
     timeout: float | None
     cache_salt: str | None
+    tenant: str | None
     prediction: Prompt | Mapping[str, Any] | None
     speculation: bool | Literal["auto", "off"] | None
 
@@ -41,6 +42,7 @@ class VectorKeywords(TypedDict, total=False):
     priority: int
     timeout: float | None
     cache_salt: str | None
+    tenant: str | None
 
 
 class ChatKeywords(RequestKeywords, total=False):
@@ -68,6 +70,8 @@ class RequestOptions:
     """Seconds from submit to end; then the request ends with reason "timeout" and what it has."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with those of the same salt."""
+    tenant: str | None = None
+    """On whose behalf it is asked (policy "weighted-fair")."""
     prediction: Prompt | Mapping[str, Any] | None = None
     """The output that is expected, as text, token ids or {"type": "content", "content": ...}: what of it comes true is
     computed many tokens at a time. It changes nothing but time; what of it no answer could reach is left out."""
@@ -92,7 +96,7 @@ class RequestOptions:
         Done when the request is prepared, not on construction: `stream(...)` raises where its consumer first awaits.
         Whether the adapter is known is for the engine to say.
         """
-        for name in ("request_id", "cache_salt"):
+        for name in ("request_id", "cache_salt", "tenant"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidParameter(name, "must be a str or None", value)

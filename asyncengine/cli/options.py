@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import CHOICES, EngineConfig
 from asyncengine.errors import ContextLengthExceeded
 from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def add_flags(
             dest=name,
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
-            **_how_to_parse(hints[name]),
+            **_how_to_parse(name, hints[name]),
         )
 
 
@@ -84,11 +84,16 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     return EngineConfig(**{**defaults, **given(args, ENGINE_FIELDS)})
 
 
-def _how_to_parse(hint: Any) -> dict[str, Any]:
+_MOST_CHOICES = 9
+"""Names that a flag lists; more stand in the documentation."""
+
+
+def _how_to_parse(name: str, hint: Any) -> dict[str, Any]:
     """argparse keywords for a field's type. Ranges are checked by the settings class, which names the field."""
     options = [kind for kind in _members(hint) if kind is not type(None)]
-    if get_origin(options[0]) is Literal:
-        return {"metavar": "{" + ",".join(get_args(options[0])) + "}"}
+    choices = get_args(options[0]) if get_origin(options[0]) is Literal else CHOICES.get(name, ())
+    if 0 < len(choices) <= _MOST_CHOICES:
+        return {"metavar": "{" + ",".join(choices) + "}"}
     if options == [bool]:
         return {"action": argparse.BooleanOptionalAction}
     if str in options:

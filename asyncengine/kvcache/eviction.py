@@ -42,11 +42,11 @@ class ByPriority:
         return (-node.priority, node.last_used)
 
 
-_STRATEGIES: tuple[type[LRU | LFU | FIFO | ByPriority], ...] = (LRU, LFU, FIFO, ByPriority)
+STRATEGIES: dict[str, type[LRU | LFU | FIFO | ByPriority]] = {rule.name: rule for rule in (LRU, LFU, FIFO, ByPriority)}
+"""By name; the setting's choices."""
 
 
 def eviction_strategy(name: str) -> EvictionStrategy:
-    for strategy in _STRATEGIES:
-        if strategy.name == name:
-            return strategy()
-    raise InvalidParameter("eviction", "must be one of " + ", ".join(s.name for s in _STRATEGIES), name)
+    if name not in STRATEGIES:
+        raise InvalidParameter("eviction", "must be one of " + ", ".join(STRATEGIES), name)
+    return STRATEGIES[name]()

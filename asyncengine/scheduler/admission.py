@@ -7,20 +7,25 @@ the first sample is still computing, and prompts whose next page or snapshot a r
 request that has been passed over `max_passes` times is not skipped any more; nobody starts before it. If what it lacks
 is a slot for its adapter, only that is kept from others: of the adapters that run, the one that will be done first
 takes no more requests until its slot is free (the drain rule of S-LoRA and SGLang #15129, for one slot instead of all).
+
+Where the policy says so, the first in order takes the place of a running request, the least important of those that it
+goes before: its slot, its pages, its state, or the slot of an adapter that only such requests use. What is on its way
+back is waited for, nobody gives way in vain, and in a step in which somebody gave way only those start that go before
+him, too. One that is overdue keeps its place.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.policies import Policy, overrides, victim_rank
 from asyncengine.scheduler.frontiers import Frontiers, frontiers
-from asyncengine.scheduler.policy import Policy
 from asyncengine.scheduler.queues import WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.rows import TokenBudget
@@ -39,6 +44,8 @@ class Verdict(Enum):
     """Like SKIPPED: its adapter does not fit beside the running ones. Nor does it for others with that adapter."""
     FULL = "full"
     """No memory or slot for it; those behind it must not take them either."""
+    HOPELESS = "hopeless"
+    """Like FULL, and it would not help if those gave way that it goes before."""
 
 
 class Admission:
@@ -50,12 +57,25 @@ class Admission:
         self._slots = slots
         self._lookahead = config.admission_lookahead
         self._max_passes = config.max_passes
+        self.preempts = overrides(policy, "preempts")
+        self.rank = victim_rank(policy)
 
     def admit(
-        self, waiting: WaitingQueue, running: dict[int, Request], requests: dict[int, Request], budget: TokenBudget
+        self,
+        waiting: WaitingQueue,
+        running: dict[int, Request],
+        requests: dict[int, Request],
+        budget: TokenBudget,
+        behind: list[Request],
+        preempt: Callable[[Request], None],
     ) -> Iterator[Request]:
-        """Yield each request as it is admitted; the caller takes its share of the budget before asking for the next."""
-        self._refresh_hints(waiting)
+        """Yield each request as it is admitted; the caller takes its share of the budget before asking for the next.
+
+        Only those start that go before each of `behind`. `preempt`: makes a running request give way.
+        """
+        if not (self.preempts or self._kv.states or (budget.left and self._slots.num_free)):
+            return  # nobody can start, take a place, or say which state it will want to start from
+        self._refresh_keys(waiting)
         ahead = frontiers(self._kv, running.values())
         self._foresee(waiting, ahead)
         admitted: list[Request] = []
@@ -63,13 +83,22 @@ class Admission:
         draining = ""
         skipped = 0
         for request in islice(waiting.in_order(), _WALK * (self._lookahead + 1)):
-            if not budget.left or skipped > self._lookahead:
+            if skipped > self._lookahead or not all(self.goes_before(request, other) for other in behind):
                 break
             if request.adapter_digest in blocked:
                 continue
-            if not budget.grant(len(request.tokens), request.spec.whole):
-                break  # it goes first in the next step
-            verdict = self._try(request, running, requests, ahead)
+            verdict = self._try(request, running, requests, ahead, budget)
+            while self.preempts and (verdict is Verdict.FULL or (verdict is Verdict.NO_SLOT and not draining)):
+                victims = self._victims(request, running.values(), verdict)
+                if not victims or self._slots.retiring:  # what is on its way back may be enough
+                    verdict = Verdict.FULL if victims else verdict
+                    break
+                for victim in victims:
+                    preempt(victim)
+                behind = [*behind, *victims]
+                ahead = frontiers(self._kv, running.values())
+                self._foresee(waiting, ahead)
+                verdict = self._try(request, running, requests, ahead, budget)
             if verdict is Verdict.ADMITTED:
                 waiting.remove(request)
                 request.move(RequestState.RUNNING)
@@ -80,15 +109,37 @@ class Admission:
                 self._foresee(waiting, ahead, request)
             elif verdict is Verdict.NO_SLOT:
                 skipped += 1
-                blocked[request.adapter_digest] = None
                 if request.overdue and not draining:
                     draining = _done_first(running.values())
-                    blocked.update({draining: None} if draining else {})
-            elif verdict is Verdict.FULL or request.overdue:
+                kept = (request.adapter_digest, draining, *self._given_up(running.values()))
+                blocked |= dict.fromkeys(filter(None, kept))
+            elif verdict is not Verdict.SKIPPED or request.overdue:
                 break
             else:
                 skipped += 1
         self._count_passes(waiting, admitted)
+
+    def goes_before(self, request: Request, other: Request) -> bool:
+        """Whether waiting `request` would take the place of `other`."""
+        return not other.overdue and self._policy.preempts(request, other)
+
+    def _victims(self, request: Request, running: Iterable[Request], verdict: Verdict) -> list[Request]:
+        """Who gives way next for `request`, of which `verdict` was said: the least important, or all that use an
+        adapter that nobody else does."""
+        giving = sorted((other for other in running if self.goes_before(request, other)), key=self.rank)
+        if verdict is Verdict.FULL or not giving:
+            return giving[-1:]
+        staying = {"", *(other.adapter_digest for other in running if not self.goes_before(request, other))}
+        users: dict[str, list[Request]] = {}
+        for other in giving:
+            if other.adapter_digest not in staying:
+                users.setdefault(other.adapter_digest, []).append(other)
+        return list(users.values())[-1] if users else []
+
+    def _given_up(self, running: Iterable[Request]) -> list[str]:
+        """Adapters whose slots are on their way back, where that may be for somebody who goes before their users."""
+        used = {other.adapter_digest for other in running}
+        return [adapter for adapter in self._slots.retiring if self.preempts and adapter not in used]
 
     def _try(
         self,
@@ -96,15 +147,18 @@ class Admission:
         running: dict[int, Request],
         requests: dict[int, Request],
         ahead: Frontiers,
+        budget: TokenBudget,
     ) -> Verdict:
-        if not self._slots.num_free or (self._kv.states is not None and not self._kv.states.num_available):
-            return Verdict.FULL
         if request.num_pending:
             return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
-        if not self._slots.adapter_fits(request):
-            return Verdict.NO_SLOT
         if not request.overdue and self._awaits_first_sample(request, requests):
             return Verdict.SKIPPED
+        if not self._slots.num_free or (self._kv.states is not None and not self._kv.states.num_available):
+            return Verdict.FULL
+        if not budget.grant(len(request.tokens), request.spec.whole):
+            return Verdict.HOPELESS  # it goes first in the next step
+        if not self._slots.adapter_fits(request):
+            return Verdict.NO_SLOT
         if request.spec.whole:  # nothing is kept of it: it needs no page
             self._slots.acquire(request, running.values())
             return Verdict.ADMITTED
@@ -122,11 +176,11 @@ class Admission:
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
         if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
-        pages, windows = self._promised(running)
+        pages, windows = self._promised(running.values())
         pages += self._kv.missing(table, len(request.tokens))
         windows += self._kv.missing_windows(table, len(request.tokens))
         if not self._kv.has_room(pages, windows):
-            return Verdict.FULL
+            return Verdict.FULL if self.preempts and self._room_beside(request, table, running) else Verdict.HOPELESS
         if self._kv.states is not None and not self._kv.take_state(
             table, len(request.tokens), shared=self._kv.prefix_caching or request.spec.group is not None
         ):
@@ -134,14 +188,22 @@ class Admission:
         self._slots.acquire(request, running.values())
         return Verdict.ADMITTED
 
-    def _promised(self, running: dict[int, Request]) -> tuple[int, int]:
+    def _room_beside(self, request: Request, table: PageTable, running: dict[int, Request]) -> bool:
+        """Would there be pages for `request`, which could start with `table`, if all gave way that it goes before?"""
+        staying = [other for other in running.values() if not self.goes_before(request, other)]
+        tables = [table, *(other.table for other in staying if other.table is not None)]
+        held = len({page for each in tables for page in each.pages if page})
+        pages, _ = self._promised(staying)
+        return held + pages + self._kv.missing(table, len(request.tokens)) <= self._kv.pool.capacity
+
+    def _promised(self, running: Iterable[Request]) -> tuple[int, int]:
         """Pages and window pages that running requests will need for tokens they already have, and one each to go on
         decoding.
 
         Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
         """
         pages = windows = 0
-        for request in running.values():
+        for request in running:
             if request.spec.whole:
                 continue
             assert request.table is not None
@@ -182,21 +244,24 @@ class Admission:
         for request in islice(waiting.in_order(), self._lookahead + 1):
             ahead.foresee(request, self.namespace(request), self._match_limit(request), leader)
 
-    def _refresh_hints(self, waiting: WaitingQueue) -> None:
-        if not self._policy.dynamic:
-            return
-        for count, request in enumerate(waiting):
-            inside = count <= self._lookahead
-            limit = self._match_limit(request) if inside else 0
-            request.prefix_hint = self._kv.peek(self.namespace(request), request.tokens, limit)
+    def _refresh_keys(self, waiting: WaitingQueue) -> None:
+        if self._policy.prefix_hints:
+            for count, request in enumerate(waiting):
+                limit = self._match_limit(request) if count <= self._lookahead else 0
+                request.prefix_hint = self._kv.peek(self.namespace(request), request.tokens, limit)
+        if self._policy.dynamic:
+            self._policy.prepare(waiting)
 
     def _count_passes(self, waiting: WaitingQueue, admitted: list[Request]) -> None:
-        """Each waiting request was passed over by every later one that has just been admitted."""
+        """Each waiting request was passed over by every later one of its flow that has just been admitted."""
         if not admitted or not waiting:
             return
-        tickets = sorted(other.ticket for other in admitted)
+        tickets: dict[Hashable, list[int]] = {}
+        for other in sorted(admitted, key=lambda each: each.ticket):
+            tickets.setdefault(self._policy.flow(other), []).append(other.ticket)
         for request in list(waiting):
-            passed_by = len(tickets) - bisect_right(tickets, request.ticket)
+            later = tickets.get(self._policy.flow(request), [])
+            passed_by = len(later) - bisect_right(later, request.ticket)
             if passed_by:
                 request.passes += passed_by
                 if request.passes >= self._max_passes and not request.overdue:

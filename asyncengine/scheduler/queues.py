@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import Any
 
-from asyncengine.scheduler.policy import Policy
+from asyncengine.policies import Policy
 from asyncengine.scheduler.request import Request
 
 
@@ -21,7 +21,7 @@ class WaitingQueue:
         self._requests: list[Request] = []
 
     def _key(self, request: Request) -> Any:
-        return (0, request.ticket) if request.overdue else (1, self._policy.key(request))
+        return (not request.overdue, 0 if request.overdue else self._policy.key(request), request.ticket)
 
     def add(self, request: Request) -> None:
         if self._policy.dynamic or not self._requests or self._key(self._requests[-1]) < self._key(request):
@@ -46,6 +46,11 @@ class WaitingQueue:
         self.remove(request)
         request.overdue = True
         self.add(request)
+
+    @property
+    def first(self) -> Request | None:
+        """Of a static policy: the first to be admitted."""
+        return self._requests[0] if self._requests else None
 
     def in_order(self) -> list[Request]:
         """A snapshot, first to be admitted first."""

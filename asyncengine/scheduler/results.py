@@ -130,6 +130,7 @@ class Results:
         if constrained is not None and request.num_pending and (constrained.replaced or len(tokens) > 1):
             request.discard_launched()
         request.drafts_launched = 0
+        self._roster.policy.charge(request, accepted)
         last = len(tokens) - 1
         for place, token in enumerate(tokens):
             if place < accepted:

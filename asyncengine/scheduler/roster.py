@@ -13,11 +13,11 @@ from typing import Any
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
+from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.drafts import end_drafting
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.output import Counters, Output, with_counts
-from asyncengine.scheduler.policy import Policy
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.slots import Slots
@@ -40,6 +40,7 @@ class Roster:
         self.kv = kv
         self.slots = slots
         self.drafts = drafts
+        self.policy = policy
         self.requests: dict[int, Request] = {}
         """Every request that has not ended, by ticket, in order of arrival."""
         self.waiting = WaitingQueue(policy)
@@ -61,6 +62,7 @@ class Roster:
         request = Request(spec)
         self.weights.note_arrival(request)
         self.requests[spec.ticket] = request
+        self.policy.arrive(request)
         self.deadlines.add(request)
         if spec.options.adapter is not None:
             self.adapter_queue[spec.ticket] = request
@@ -174,6 +176,7 @@ class Roster:
         if self.drafts is not None:
             end_drafting(self.drafts, request, self._namespace(request))
         self.deadlines.discard(request)
+        self.policy.leave(request)
         del self.requests[request.ticket]
 
     def _count_left_queue(self, request: Request) -> None:

@@ -17,11 +17,13 @@ readings, same results: same batches. That is what makes a recorded run replayab
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.lora.interface import AdapterAdmission
+from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.drafts import add_drafts, draft_planner, worth_waiting
@@ -37,7 +39,6 @@ from asyncengine.scheduler.messages import (
     WithdrawUpdate,
 )
 from asyncengine.scheduler.output import Output
-from asyncengine.scheduler.policy import choose_victim, scheduling_policy
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.results import Results
 from asyncengine.scheduler.roster import Roster
@@ -63,7 +64,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.last_step = 0
-        self._policy = scheduling_policy(config.policy)
+        self._policy = start_policy(config.policy)
         # A decode must never wait for budget: then every running request advances in every step.
         slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
         self._admission = Admission(config, kv, self._policy, slots)
@@ -76,6 +77,7 @@ class Scheduler:
         self.counters = roster.counters
         self._results = Results(roster)
         self._in_flight: deque[InFlight] = deque()
+        self._charge = self._policy.charge if overrides(self._policy, "charge") else None
         self._guess_with_adapters = bool(config.speculation_with_adapters)
 
     # ---------------------------------------------------------------- apply
@@ -120,10 +122,13 @@ class Scheduler:
         rows: dict[int, Row] = {}
         preemptions = self.counters.preemptions
         self._force_preemption()
-        self._schedule_running(rows, budget)
+        held = self._schedule_running(rows, budget)
         had_to_preempt = self.counters.preemptions > preemptions
         if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
-            self._admit(rows, budget, now)
+            self._admit(rows, budget, now, held)
+        for request in held:
+            if request.state is RequestState.RUNNING and request.ticket not in rows:
+                self._schedule_prompt(request, rows, budget)
         if budget.threshold is not None and rows and len(self.running) == 1:
             (request,) = self.running.values()
             rows[request.ticket] = widened(rows[request.ticket], request, budget, self.kv)
@@ -134,8 +139,9 @@ class Scheduler:
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
         return None
 
-    def _schedule_running(self, rows: dict[int, Row], budget: TokenBudget) -> None:
-        """Decodes first, so that no prompt delays them; then prompts share what is left of the budget."""
+    def _schedule_running(self, rows: dict[int, Row], budget: TokenBudget) -> list[Request]:
+        """Decodes first, so that no prompt delays them; then prompts share what is left of the budget. Returns those
+        that get what the first in the queue leaves, which goes before them."""
         prompts: list[Request] = []
         page_size = self.kv.page_size
         for request in list(self.running.values()):
@@ -153,11 +159,18 @@ class Scheduler:
                 continue
             rows[request.spec.ticket] = next_row(request, 1)
             budget.left -= 1
-        for request in prompts:
+        first = None
+        if self._admission.preempts:  # else they are in order of admission
+            prompts.sort(key=self._admission.rank)
+            first = None if self._policy.dynamic else self.waiting.first
+        for place, request in enumerate(prompts):
             if not budget.left:
                 break
+            if first is not None and self._admission.goes_before(first, request):
+                return prompts[place:]
             if request.state is RequestState.RUNNING:
                 self._schedule_prompt(request, rows, budget)
+        return []
 
     def _waits(self, request: Request) -> bool:
         namespace, adapters = self._admission.namespace, self._guess_with_adapters
@@ -185,14 +198,17 @@ class Scheduler:
                 needed = self.kv.pages_for(num_tokens)
                 self.roster.end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")
                 return False
-            victim = choose_victim(self.running.values(), self._policy)
-            planned = rows.pop(victim.ticket, None)
-            if planned is not None:
-                budget.give_back(planned.num_scheduled)
-            self.roster.preempt(victim)
+            victim = max(self.running.values(), key=self._admission.rank)
+            self._preempt(victim, rows, budget)
             if victim is request:
                 return False
         return True
+
+    def _preempt(self, victim: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
+        planned = rows.pop(victim.ticket, None)
+        if planned is not None:
+            budget.give_back(planned.num_scheduled)
+        self.roster.preempt(victim)
 
     def _force_preemption(self) -> None:
         """For tests. Only who has got a token since it was admitted is taken: else chunks and preemptions in step with
@@ -202,10 +218,11 @@ class Scheduler:
             ahead = [r for r in self.running.values() if r.num_output and len(r.tokens) > r.num_kept]
             ahead = [r for r in ahead if r.num_computed >= len(r.tokens) - 1]
             if ahead:
-                self.roster.preempt(choose_victim(ahead, self._policy))
+                self.roster.preempt(max(ahead, key=self._admission.rank))
 
-    def _admit(self, rows: dict[int, Row], budget: TokenBudget, now: float) -> None:
-        for request in self._admission.admit(self.waiting, self.running, self.requests, budget):
+    def _admit(self, rows: dict[int, Row], budget: TokenBudget, now: float, held: list[Request]) -> None:
+        preempt = partial(self._preempt, rows=rows, budget=budget)
+        for request in self._admission.admit(self.waiting, self.running, self.requests, budget, held, preempt):
             self.roster.note_start(request, now)
             whole, behind = request.spec.whole, len(request.tokens)
             count = budget.grant(behind if whole else self.kv.most_at_once(behind, request.num_launched), whole)
@@ -218,10 +235,13 @@ class Scheduler:
         """Make the plan a fact: from here on results for it will come."""
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
+        charge = self._charge
         for request, row in zip(requests, rows.values(), strict=True):
             request.drafts_launched = len(row.drafts)
             request.num_launched = row.start + row.num_scheduled - request.drafts_launched
             request.last_step = self.last_step
+            if charge is not None:
+                charge(request, row.num_scheduled - request.drafts_launched)
             if row.samples:
                 request.num_pending += 1
         planned = tuple(rows.values())

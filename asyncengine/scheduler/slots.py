@@ -28,6 +28,11 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def retiring(self) -> list[str]:
+        """The adapters, "" for none, of requests whose slots, and all else they had, are on their way back."""
+        return [adapter for _, _, adapter in self._retiring]
+
     def adapter_fits(self, request: Request) -> bool:
         """Could the adapter of `request`, if it has one, run beside those of the running requests?"""
         if not request.adapter_digest:

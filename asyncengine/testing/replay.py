@@ -61,7 +61,7 @@ class Recording:
 
     def save(self, path: str | Path) -> Path:
         """Write as JSON lines. Grammars are saved, matchers are not: `replay` makes them anew. Errors become their
-        texts. Raises `TypeError` for a grammar that is not a `Grammar`."""
+        texts. Raises `TypeError` for a grammar that is not a `Grammar`, and for a policy that has no name alone."""
         path = Path(path)
         head = {"config": asdict(self.config), "num_pages": self.num_pages}
         kept = {"num_states": self.num_states, "windows": self.windows, "num_window_pages": self.num_window_pages}

@@ -52,6 +52,7 @@ class AdapterLife(EngineByHand):
         rng = random.Random(seed)
         super().__init__(rng, grammars=grammars, depth=depth)
         self.seed = seed
+        self.tenants = random.Random(seed)
         self.faults = faults
         self.prefixes = [[rng.randrange(2, 97) for _ in range(rng.randrange(14))] for _ in range(3)]
         self.names = [f"n{index}" for index in range(rng.choice([3, 6, 9]))]
@@ -115,6 +116,7 @@ class AdapterLife(EngineByHand):
             priority=rng.randrange(3),
             timeout=rng.random() * 40 if rng.random() < 0.08 else None,
             cache_salt=rng.choice([None, None, "tenant"]),
+            tenant=self.tenants.choice([None, "a", "b"]),
         )
         try:
             prepared = self.core.prepare(prompt, params, options)

@@ -19,6 +19,7 @@ from asyncengine.engine.loop import Launched
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import AdapterError
 from asyncengine.lora.registry import AdapterRegistry
+from asyncengine.policies import POLICIES
 from asyncengine.scheduler import Output
 from asyncengine.scheduler.messages import StopText
 from asyncengine.step import Batch
@@ -68,7 +69,7 @@ class EngineByHand:
             self.executor,
             wiring={**wiring, "grammars": self.compiler},
             page_size=page_size,
-            policy=rng.choice(["fcfs", "priority", "priority", "longest-prefix-match", "shortest-remaining"]),
+            policy=rng.choice([*POLICIES]),
             max_num_seqs=rng.choice([2, 4, 16]),
             max_num_batched_tokens=rng.choice([5, 16, 64, 1000]),
             prefix_caching=rng.random() < 0.8,

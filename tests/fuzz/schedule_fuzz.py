@@ -24,6 +24,7 @@ from asyncengine.testing.fake_vectors import fake_vector
 
 EOS = 1
 MAX_TURNS = 20_000
+TENANTS = [None, "a", "b"]
 LONGEST = 3
 """Pools that a request may be long, where it need not fit into one."""
 
@@ -78,11 +79,12 @@ class Life:
         """`states`: of a model that keeps recurrent states. `windows`: of one that sees no further than so far.
         `mixed`: of one of which some layers do, in pages of their own. `vectors`: the share of requests for vectors."""
         self.seed = seed
+        self.tenants = random.Random(seed)
         self.share_of_vectors = vectors
         self.rng = rng = random.Random(seed)
         num_pages = rng.choice([12, 20, 40, 80])
         self.config = EngineConfig(
-            policy=rng.choice(["fcfs", "priority", "longest-prefix-match", "shortest-remaining"]),
+            policy=self._policy(rng.choice(["fcfs", "priority", "longest-prefix-match", "shortest-remaining"])),
             page_size=rng.choice([2, 4, 16]),
             max_num_seqs=rng.choice([1, 2, 4, 16]),
             max_num_batched_tokens=rng.choice([1, 7, 16, 64, 1000]),
@@ -139,6 +141,10 @@ class Life:
         self.vectors: dict[int, list[float]] = {}
         self.outputs: list[Output] = []
 
+    def _policy(self, drawn: str) -> str:
+        """Every fifth life shares its engine among tenants."""
+        return "weighted-fair" if self.seed % 5 == 4 else drawn
+
     def run(self) -> None:
         """To the end of all requests. Raises with the path of a replay file if anything is not as it must be."""
         try:
@@ -187,7 +193,7 @@ class Life:
                 tuple(prompt),
                 SamplingParams(),
                 max_total,
-                RequestOptions(priority=priority, cache_salt=salt),
+                RequestOptions(priority=priority, cache_salt=salt, tenant=self.tenants.choice(TENANTS)),
                 seed=seed,
                 stop_ids=(EOS,),
                 arrival=self.now,
@@ -206,7 +212,11 @@ class Life:
         text = rng.choice(self.prefixes) + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 30))]
         text = text if pooled.whole else text[: self.capacity]
         self.last_ticket = ticket = self.last_ticket + 1
-        options = RequestOptions(priority=rng.randrange(3), cache_salt=rng.choice([None, None, "tenant"]))
+        options = RequestOptions(
+            priority=rng.randrange(3),
+            cache_salt=rng.choice([None, None, "tenant"]),
+            tenant=self.tenants.choice(TENANTS),
+        )
         deadline = self.now + rng.random() * 60 if rng.random() < 0.1 else None
         spec = RequestSpec(
             ticket, tuple(text), SamplingParams(), len(text), options, arrival=self.now, deadline=deadline,

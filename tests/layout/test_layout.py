@@ -154,7 +154,8 @@ ROOT_ONLY = {"async_engine", "sync_engine", "engine_group", "shared", "stream", 
 ALLOWED = {
     "kvcache": {"kvcache"},
     "speculation": {"speculation"},
-    "scheduler": {"scheduler", "kvcache", "speculation"},
+    "policies": {"policies", "scheduler"},  # of that, types alone: see `test_nothing_imports_in_a_circle`
+    "scheduler": {"scheduler", "kvcache", "policies", "speculation"},
     "cluster": {"cluster", "kvcache"},
     "kernels": {"kernels"},
     "device": {"device", "kernels"},
@@ -183,8 +184,8 @@ ALLOWED = {
     "lora.layers": {"lora.layers", "layers", "attention", "device", "kernels"},
 }
 PURE = (
-    "kvcache", "scheduler", "speculation", "cluster", "step", "sampling_params", "options", "request_spec", "config",
-    "checks", "outputs", "info", "lora.interface",
+    "kvcache", "policies", "scheduler", "speculation", "cluster", "step", "sampling_params", "options", "request_spec",
+    "config", "checks", "outputs", "info", "lora.interface",
 )  # fmt: skip
 """No await, no torch."""
 OUTERMOST = ("cluster.fleet",)
@@ -294,6 +295,34 @@ def test_nothing_imports_in_a_circle() -> None:
         for here in leaves:
             del arrows[here]
     assert not arrows
+
+
+def test_a_policy_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name stands in its class; the setting, the command line and the engine go by the registry."""
+    from support.fake_engine import Steps
+
+    from asyncengine.cli.main import main
+    from asyncengine.policies import POLICIES
+    from asyncengine.policies.orders import ShortestRemaining
+
+    monkeypatch.setitem(POLICIES, "brand-new", type("BrandNew", (ShortestRemaining,), {"name": "brand-new"}))
+    steps = Steps(policy="brand-new", max_num_seqs=1)
+    tickets = [steps.add([2, 3], count) for count in (3, 2, 1)]
+    steps.run()
+    assert [*steps.ended] == tickets[::-1]
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    assert ",".join(POLICIES) in "".join(capsys.readouterr().out.split())
+    page = (ROOT / "docs" / "howto" / "deadlines_and_backpressure.md").read_text(encoding="utf-8")
+    assert [name for name in POLICIES if f"`{name}`" not in page] == ["brand-new"]
+    elsewhere = [
+        f"{module}: {node.value}"
+        for module, path in sources()
+        if room(module) != "policies"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in {*POLICIES} - {"priority"}  # a field's name as well
+    ]
+    assert elsewhere == ["asyncengine.config: fcfs"], "the default"
 
 
 def test_only_wiring_wires() -> None:

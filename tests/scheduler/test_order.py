@@ -5,8 +5,8 @@ import random
 import pytest
 from support.fake_engine import Steps
 
+from asyncengine import EngineConfig
 from asyncengine.errors import InvalidParameter
-from asyncengine.scheduler.policy import scheduling_policy
 
 
 def starts(steps: Steps) -> list[int]:
@@ -64,8 +64,8 @@ def test_longest_prefix_match_starts_what_the_cache_knows_first():
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(InvalidParameter, match="policy: must be one of fcfs, priority"):
-        scheduling_policy("random")
+    with pytest.raises(InvalidParameter, match=r"policy: must be one of .fcfs., .priority."):
+        EngineConfig(policy="random")
 
 
 # -------------------------------------------------------------------- bounded waiting (contract 8)

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 from support.fake_engine import Steps, rows
 
+from asyncengine import Policy
+from asyncengine.policies.orders import ByPriority
 
-def squeeze(policy: str = "fcfs", **settings: Any) -> Steps:
+
+def squeeze(policy: str | Policy = "fcfs", **settings: Any) -> Steps:
     """Three decoding requests in a cache that cannot hold all of them to their ends."""
     steps = Steps(pages=13, policy=policy, prefix_caching=False, **settings)
     for i in range(3):
@@ -49,9 +52,15 @@ def test_one_that_waited_too_long_is_preempted_last():
     assert first_victim(steps) == tickets[2]
 
 
+class Patient(ByPriority):
+    """Priorities that order the queue and choose victims, and take nobody's place."""
+
+    preempts = Policy.preempts
+
+
 def test_nobody_starts_in_a_step_that_preempted():
     """Not even an urgent request that would fit into what the victim gave back."""
-    steps = squeeze("priority", max_num_seqs=3)
+    steps = squeeze(Patient(), max_num_seqs=3)
     steps.step()
     steps.add([3], 2, priority=-1)
     for _ in range(200):
@@ -89,7 +98,7 @@ def test_a_preempted_request_goes_to_the_front_of_its_class():
 
 
 def test_a_preempted_request_stays_behind_more_important_ones():
-    steps = squeeze("priority", max_num_seqs=3)
+    steps = squeeze(Patient(), max_num_seqs=3)
     steps.step()
     urgent = steps.add([40, 3], 2, priority=-1)
     background = steps.add([41, 3], 2, priority=5)

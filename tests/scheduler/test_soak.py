@@ -15,6 +15,7 @@ SETTINGS = [
     {"policy": "priority", "pages": 18, "max_steps_in_flight": 2, "max_passes": 8},
     {"policy": "shortest-remaining", "pages": 18, "prefix_caching": False, "max_passes": 8},
     {"policy": "longest-prefix-match", "pages": 18, "max_steps_in_flight": 2, "eviction": "lfu", "max_passes": 8},
+    {"policy": "weighted-fair", "pages": 18, "max_steps_in_flight": 2, "max_passes": 8},
 ]
 
 
@@ -49,7 +50,15 @@ def test_every_request_of_a_random_soak_finishes(settings: dict):
             else:
                 adapter = rng.choice(["", "", "A", "B", "C"])
                 deadline = steps.now + rng.random() if rng.random() < 0.05 else None
-                steps.add(prompt, output, priority=rng.randrange(3), adapter=adapter, stop_ids=(1,), deadline=deadline)
+                steps.add(
+                    prompt,
+                    output,
+                    priority=rng.randrange(3),
+                    adapter=adapter,
+                    stop_ids=(1,),
+                    deadline=deadline,
+                    tenant=rng.choice("abc"),
+                )
         if compiling and rng.random() < 0.3:
             ticket = compiling.pop(rng.randrange(len(compiling)))
             steps.apply(GrammarReady(ticket, constrained[ticket]))

@@ -90,6 +90,7 @@ class Steps:
         adapter_loading: bool = False,
         priority: int = 0,
         salt: str | None = None,
+        tenant: str | None = None,
         **fields: Any,
     ) -> int:
         """Submit one sample; its ticket. `fields` of its `RequestSpec`. What the test brings a matcher for, or an
@@ -99,7 +100,7 @@ class Steps:
         if needs_grammar and params.grammar is None:
             params = params.replace(grammar="the test's")
         adapter = adapter or ("A" if adapter_loading else None)
-        options = RequestOptions(adapter=adapter, priority=priority, cache_salt=salt)
+        options = RequestOptions(adapter=adapter, priority=priority, cache_salt=salt, tenant=tenant)
         total = len(prompt) + max_tokens
         spec = RequestSpec(self._tickets, tuple(prompt), params, total, options, arrival=self.now, **fields)
         self.expected[self._tickets] = self.executor.model.oracle(prompt, max_tokens, spec.seed, spec.stop_ids)

@@ -1,0 +1,109 @@
+"""Policies as objects: what a configuration takes, what it refuses by name, and that an engine runs by it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from support.fake_engine import Steps, make_engine, oracle
+
+from asyncengine import EngineConfig, InvalidParameter, Policy, SamplingParams, WeightedFair
+from asyncengine.policies import POLICIES
+from asyncengine.testing import FakeModel, Recording
+
+
+class LastComeFirstServed(Policy):
+    name = "lifo"
+
+    def key(self, request: Any) -> int:
+        return -request.ticket
+
+
+class Parts:
+    """An object that inherits from nothing."""
+
+    name = "parts"
+    dynamic = prefix_hints = False
+    key = LastComeFirstServed.key
+    victim_key, preempts, flow = Policy.victim_key, Policy.preempts, Policy.flow
+    prepare, arrive, charge, leave = Policy.prepare, Policy.arrive, Policy.charge, Policy.leave
+
+
+class Nameless(Policy):
+    key = LastComeFirstServed.key
+
+
+class Keyless(Policy):
+    name = "keyless"
+
+
+class Mutable(LastComeFirstServed):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@pytest.mark.parametrize("policy", [LastComeFirstServed(), Parts()])
+def test_an_object_orders_the_queue(policy: Any) -> None:
+    steps = Steps(policy=policy, max_num_seqs=1)
+    tickets = [steps.add([2 + i, 3], 2) for i in range(4)]
+    steps.run()
+    steps.assert_right()
+    assert [*steps.ended] == tickets[::-1]
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("best", "or an object like asyncengine.Policy, got 'best'"),
+        (None, "or an object like asyncengine.Policy"),
+        (WeightedFair, "got <class"),
+        (3, "int lacks name, key, dynamic, prefix_hints, victim_key, preempts, flow, prepare, arrive, charge, leave"),
+        (Nameless(), "Nameless lacks name"),
+        (Keyless(), "Keyless lacks key"),
+        (Mutable(), "must be hashable"),
+    ],
+)
+def test_what_is_no_policy_is_refused_by_name(policy: Any, said: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"^policy: .*{said}"):
+        EngineConfig(policy=policy)
+
+
+def test_a_configuration_with_an_object_is_one_like_another() -> None:
+    config = EngineConfig(policy=WeightedFair({"a": 3}))
+    same = EngineConfig.from_dict({"policy": WeightedFair({"a": 3.0})})
+    assert config == same == pickle.loads(pickle.dumps(config))
+    assert len({config, same, EngineConfig(), config.replace(policy="fcfs")}) == 2
+
+
+async def test_an_engine_runs_by_an_object_and_by_tenant() -> None:
+    async with make_engine(policy=LastComeFirstServed(), max_num_seqs=1) as engine:
+        assert engine.core.config.policy.name == "lifo"  # type: ignore[union-attr]
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=3)
+        completion = await engine.generate([2, 3, 4], params, tenant="a")
+        assert [*completion.token_ids] == oracle(engine, [2, 3, 4], 3)
+        with pytest.raises(InvalidParameter, match=r"^tenant: must be a str"):
+            await engine.generate([2, 3, 4], params, tenant=3)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", [*POLICIES])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preemption_is_invisible_under_any(name: str, depth: int) -> None:
+    steps = Steps(
+        17, policy=name, max_steps_in_flight=depth, max_num_seqs=3, preempt_every=5, max_num_batched_tokens=16,
+        model=FakeModel(eos_every=30),
+    )  # fmt: skip
+    for i in range(14):
+        steps.add(range(i, i + 3 + i % 7), 11, priority=i % 3, tenant="ab"[i % 2], stop_ids=(1,))
+        steps.step()
+    steps.run()
+    steps.assert_right()
+    steps.assert_empty()
+    assert steps.scheduler.counters.preemptions
+
+
+def test_an_object_is_not_saved_in_a_recording(tmp_path: Any) -> None:
+    with pytest.raises(TypeError, match="LastComeFirstServed"):
+        Recording(EngineConfig(policy=LastComeFirstServed()), 20).save(tmp_path / "one.jsonl")

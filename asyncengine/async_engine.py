@@ -311,7 +311,7 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------- weights
 
-    async def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait") -> None:
+    async def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False) -> None:
         """Give the model other weights of the same shapes: those of a checkpoint (a folder, file or hub id), or tensors
         by the checkpoint's names, of any float type (a `state_dict`, or pairs of name and tensor).
 
@@ -321,6 +321,8 @@ class AsyncEngine:
         prefix cache and what speculation keeps of finished outputs emptied, and the engine then answers to the bit as a
         new one on them would; adapters stay, on top. Tokenizer, chat template and defaults stay the old ones.
 
+        `partial`: those that are not given stay. Of some that are packed into one matrix all must be given.
+
         `mode` "wait": requests submitted before end first, on the old weights. "recompute": they go on with the new
         ones after at most one more step; their tokens stay, and are computed again like those of a preempted request.
         In both, requests that come later wait, and are answered by the new weights alone.
@@ -328,7 +330,7 @@ class AsyncEngine:
         Cancelling the call takes it back unless writing has begun. An error while writing (a file that vanishes) ends
         the engine, as its weights would be some of each: `EngineDead`.
         """
-        await finished(self._awaited.update_weights(weights, mode))
+        await finished(self._awaited.update_weights(weights, mode, partial))
 
     # ---------------------------------------------------------------- requests that run
 

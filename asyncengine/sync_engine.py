@@ -210,10 +210,10 @@ class Engine:
         """As `AsyncEngine.adapters`."""
         return self.aengine.adapters()
 
-    def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait") -> None:
+    def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False) -> None:
         """As `AsyncEngine.update_weights`."""
         self._check_thread()
-        finished_blocking(self.aengine.core.update_weights(weights, mode))
+        finished_blocking(self.aengine.core.update_weights(weights, mode, partial))
 
     def abort(self, request_id: str) -> bool:
         """As `AsyncEngine.abort`."""

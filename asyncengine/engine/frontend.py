@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from asyncengine.lora.naming import AdapterInfo
     from asyncengine.lora.registry import AdapterRegistry
 
-PrepareUpdate = Callable[[WeightSource, EngineConfig], Callable[[], None]]
+PrepareUpdate = Callable[[WeightSource, EngineConfig, bool], Callable[[], None]]
 """Look at weights; what writes them, while no step runs. Raises what refuses them."""
 PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
@@ -328,11 +328,13 @@ class Frontend:
 
     # ---------------------------------------------------------------- other weights
 
-    def update_weights(self, weights: WeightSource, mode: UpdateMode) -> Future[None]:
+    def update_weights(self, weights: WeightSource, mode: UpdateMode, partial: bool) -> Future[None]:
         """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
         self.check_open()
         if mode not in get_args(UpdateMode):
             raise InvalidParameter("mode", 'must be "wait" or "recompute"', mode)
+        if not isinstance(partial, bool):
+            raise InvalidParameter("partial", "must be True or False", partial)
         if self._prepare_update is None:
             raise UnsupportedModel("this engine's weights cannot be exchanged")
         prepare, number = self._prepare_update, next(self._update_numbers)
@@ -340,7 +342,7 @@ class Frontend:
 
         def work() -> None:
             try:
-                update = WeightUpdate(prepare(weights, self.config), done)
+                update = WeightUpdate(prepare(weights, self.config, partial), done)
             except BaseException as error:
                 with suppress(InvalidStateError):  # its owner cancelled it
                     done.set_exception(error)

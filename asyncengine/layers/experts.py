@@ -90,7 +90,8 @@ class ExpertMatrices:
     def slot(self, expert: int, first: int, outputs: int) -> TensorSlot:
         """The place of those rows of one expert's matrix."""
         form, begin = self._place(expert, first)
-        return TensorSlot((outputs, self.inputs), partial(self.load, expert, first), takes=form.takes(begin))
+        load = partial(self.load, expert, first)
+        return TensorSlot((outputs, self.inputs), load, takes=form.takes(begin), waits_with=form.waiting)
 
     def takes(self, first: int) -> StoredForm | None:
         """What the first expert's rows from `first` on take, as `WeightForm.takes` says it."""
@@ -232,7 +233,8 @@ class Experts:
         names = tuple(self._prefix + name.format(expert) for expert in range(config.experts) for name in replaced)
         if config.transposed:
             shape = (shape[0], shape[2], shape[1])
-        return TensorSlot(shape, load, other_shape=turned_shape, replaces=names, takes=matrices.takes(first))
+        takes, waiting = matrices.takes(first), matrices.forms[0].waiting
+        return TensorSlot(shape, load, other_shape=turned_shape, replaces=names, takes=takes, waits_with=waiting)
 
 
 def _forms(

@@ -66,7 +66,8 @@ class Linear:
         """What it takes from a checkpoint, by name."""
         for part, first in zip(self.parts, self._firsts, strict=False):
             shape = (self.inputs, part.outputs) if self.transposed else (part.outputs, self.inputs)
-            yield f"{part.path}.weight", TensorSlot(shape, self._loader(first), takes=self.weight.takes(first))
+            takes, waiting = self.weight.takes(first), self.weight.waiting
+            yield f"{part.path}.weight", TensorSlot(shape, self._loader(first), takes=takes, waits_with=waiting)
             if self.bias is not None:
                 yield f"{part.path}.bias", TensorSlot.into(self.bias[first : first + part.outputs], initial=0.0)
 

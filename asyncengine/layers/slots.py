@@ -25,6 +25,8 @@ class TensorSlot:
     """What the tensor may be shaped like instead: `load` tells by the shape what it is given."""
     replaces: tuple[str, ...] = ()
     """Of a tensor that checkpoints may have instead of others: the names of these."""
+    waits_with: object = None
+    """What it has in common with slots that it is packed together with, once all of them are filled."""
     takes: StoredForm | None = None
     """The only form that it takes, since memory was made for that; None: any, and plain numbers."""
 

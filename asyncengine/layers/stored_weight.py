@@ -136,6 +136,7 @@ class SideBySide:
         self.forms = tuple(forms)
         self.inputs, self.outputs = forms[0].inputs, sum(form.outputs for form in forms)
         self.bias_dtype = torch.float32
+        self.waiting = next((form.waiting for form in forms if form.waiting is not None), None)
         self._firsts = [0, *accumulate(form.outputs for form in forms)]
 
     @property

@@ -70,6 +70,8 @@ class WeightForm(Protocol):
     inputs: int
     bias_dtype: torch.dtype
     """Of the bias that `multiply` takes."""
+    waiting: WaitingRows | None
+    """Where rows wait for the others; None: they are taken as they come."""
 
     @property
     def name(self) -> str:
@@ -108,6 +110,7 @@ class DenseWeight:
     """As torch has it: for GPUs, and for dtypes that nothing else takes."""
 
     name = "dense"
+    waiting = None
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, release: Release = keep_all,
@@ -194,14 +197,14 @@ class OneDnnWeight:
         self.outputs, self.inputs, self.bias_dtype = outputs, inputs, dtype
         self._dtype = dtype
         self._packed: torch.Tensor | None = None
-        self._waiting = WaitingRows(outputs, inputs, dtype)
+        self.waiting = WaitingRows(outputs, inputs, dtype)
 
     @property
     def nbytes(self) -> int:
         return self.outputs * self.inputs * self._dtype.itemsize
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        whole = self._waiting.add(first, weight)
+        whole = self.waiting.add(first, weight)
         if whole is not None:
             self._packed = None  # before there is another
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole)
@@ -230,6 +233,7 @@ class PackedWeight:
     """
 
     name = "packed"
+    waiting = None
 
     def __init__(
         self, outputs: int, inputs: int, dtype: torch.dtype, release: Release = keep_all, empty: Empty = ordinary
@@ -274,6 +278,8 @@ class PanelWeight:
 
     A row's result depends neither on the rows beside it nor on the number of threads.
     """
+
+    waiting: WaitingRows | None = None
 
     def __init__(
         self, outputs: int, inputs: int, form: Any, row_scales: bool, ordered: bool, dtype: torch.dtype,
@@ -339,9 +345,8 @@ class QuantizedWeight(PanelWeight):
         self._quantizing = quantizing
         self._release = release
         self._panel = PANEL
-        self._meets = any(bound % PANEL for bound in bounds)
-        """Rows of two matrices share a panel: they wait until all are there."""
-        self._waiting = WaitingRows(outputs, inputs, dtype)
+        meets = any(bound % PANEL for bound in bounds)  # rows of two matrices share a panel
+        self.waiting = WaitingRows(outputs, inputs, dtype) if meets else None
 
     @property
     def name(self) -> str:
@@ -349,14 +354,14 @@ class QuantizedWeight(PanelWeight):
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
         """Raises `ValueError` for rows that share a panel with others where `bounds` has not said so."""
-        if not self._meets:
+        if self.waiting is None:
             last, panel = first + weight.shape[0], self._panel
             if first % panel or (last % panel and last != self.outputs):
                 raise ValueError(f"rows {first} to {last} are no whole panels of {panel}")
             for begin, part in parts_of(weight, self._release):
                 self._round(part.to(self._dtype), first + begin)
             return
-        whole = self._waiting.add(first, weight)
+        whole = self.waiting.add(first, weight)
         if whole is not None:
             self._round(whole, 0)
 

@@ -88,13 +88,19 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def prepare_update(
-    decoder: Decoder, weights: WeightSource, config: EngineConfig, *, has_other_parts: bool = False
+    decoder: Decoder,
+    weights: WeightSource,
+    config: EngineConfig,
+    *,
+    partial: bool = False,
+    has_other_parts: bool = False,
 ) -> Callable[[], None]:
     """What writes `weights` into `decoder`, after all that can be refused has been: names, shapes, stored forms, and of
     a checkpoint its configuration. Nobody may run the decoder while it writes.
 
-    `has_other_parts`: the decoder is a part of a model that reads images or sounds as well. Raises `ModelNotFound`
-    naming what is missing, unknown, misshapen, or otherwise than the model has it; `InvalidParameter`.
+    `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
+    sounds as well. Raises `ModelNotFound` naming what is missing, unknown, misshapen, or otherwise than the model has
+    it; `InvalidParameter`.
     """
     checkpoint: CheckpointSource
     if isinstance(weights, (str, os.PathLike)):
@@ -103,13 +109,15 @@ def prepare_update(
         checkpoint, described = GivenTensors(weights, decoder.device), decoder.config
         if has_other_parts:
             checkpoint = text_part(checkpoint, described)
+    if partial:
+        described = replace(described, tied=decoder.config.tied)  # which may have been told by a tensor that stays
     described = settle_tie(described, checkpoint)
     difference = _difference(replace(described, ignored=()), replace(decoder.config, ignored=()))
     if difference is not None:
         where, new, old = difference
         raise ModelNotFound(f"{checkpoint.folder} is of another model: its {where} is {new}, not {old}; load a new one")
     slots = slots_of(decoder, checkpoint)
-    names = assign(checkpoint, slots, described.ignored)
+    names = assign(checkpoint, slots, described.ignored, partial=partial)
     return lambda: load_weights(checkpoint, slots, names, LoadProgress(False))
 
 

@@ -29,12 +29,15 @@ _SPREAD = 0.02
 """Standard deviation of made-up weights."""
 
 
-def assign(checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str]) -> dict[str, str]:
+def assign(
+    checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str], *, partial: bool = False
+) -> dict[str, str]:
     """The slot of each of the checkpoint's tensors that has one, {name in the file: name of the slot}.
 
     A checkpoint may leave out what all names begin with ("model."), or be without the output layer's tensor where that
-    is the embedding. Raises `ModelNotFound` naming the first tensor that is missing, misshapen, of no float type,
-    unknown and not `ignored`, or stored otherwise than the model keeps it.
+    is the embedding; if `partial`, without all but one, and those that are packed together with it. Raises
+    `ModelNotFound` naming the first tensor that is missing, misshapen, of no float type, unknown and not `ignored`, or
+    stored otherwise than the model keeps it.
     """
     found: dict[str, str] = {}
     prefixes = sorted({name.split(".")[0] + "." for name in slots})
@@ -49,7 +52,13 @@ def assign(checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignore
         _check_form(checkpoint, name, slots[slot].takes)
         found[name] = slot
     missing = sorted(slots.keys() - set(found.values()))
-    if missing:
+    if partial and found:
+        begun = {slots[name].waits_with: name for name in found.values() if slots[name].waits_with is not None}
+        for name in missing:
+            if beside := begun.get(slots[name].waits_with):
+                said = f"lacks the tensor {name}, which this model packs together with {beside}: give both"
+                raise ModelNotFound(f"{checkpoint.folder} {said}")
+    elif missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ModelNotFound(f"{checkpoint.folder} lacks the tensor {missing[0]}{more}")
     return found

@@ -136,7 +136,7 @@ class ModelRunner:
                 return False
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 
-    def prepare_update(self, weights: WeightSource, config: EngineConfig) -> Callable[[], None]:
+    def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:
         """What gives the model other weights, while no step runs, once they have been looked at. From any thread.
 
         Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
@@ -147,7 +147,7 @@ class ModelRunner:
         model = self._model
         if not isinstance(model, Decoder):
             raise UnsupportedModel("a model that runs through transformers' modules cannot be given other weights")
-        write = prepare_update(model, weights, config, has_other_parts=self._has_other_parts)
+        write = prepare_update(model, weights, config, partial=partial, has_other_parts=self._has_other_parts)
 
         def run() -> None:
             with on_device(self._device), self.cores.loading():

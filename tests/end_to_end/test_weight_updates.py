@@ -14,7 +14,7 @@ from support.checkpoints import Checkpoint
 from support.panels import use_panels
 from support.peft_checkpoints import make_peft
 
-from asyncengine import AsyncEngine, Engine, SamplingParams, UnsupportedModel
+from asyncengine import AsyncEngine, Engine, InvalidParameter, ModelNotFound, SamplingParams, UnsupportedModel
 from asyncengine.testing import assert_nothing_held
 
 PROMPTS = [[3 + i, *range(7, 40), 5] for i in range(4)]
@@ -71,6 +71,28 @@ async def test_afterwards_it_is_an_engine_on_the_new_checkpoint(
         assert await answers(live) == before
         assert len((await running).token_ids) == 200
         assert_nothing_held(live.core)
+
+
+async def test_a_part_of_the_tensors(checkpoint: Checkpoint) -> None:
+    """Nothing that the replaced ones computed is used, async and blocking; the rest has stayed."""
+    first, second = (load_file(checkpoint("qwen3", seed=seed) / "model.safetensors") for seed in (0, 1))
+    attention = {name: tensor for name, tensor in second.items() if ".self_attn." in name}
+    async with await engine_on(checkpoint("qwen3"), hosted=True) as live, await engine_on(checkpoint("qwen3")) as fresh:
+        before = [await live.generate(prompt, PARAMS) for prompt in PROMPTS]
+        await live.update_weights(attention, partial=True)
+        await fresh.update_weights({**first, **attention})
+        between = [await live.generate(prompt, PARAMS) for prompt in PROMPTS]
+        again = [await fresh.generate(prompt, PARAMS) for prompt in PROMPTS]
+        assert [each.logprobs for each in between] == [each.logprobs for each in again]
+        assert [each.logprobs for each in between] != [each.logprobs for each in before]
+        old = {name: first[name] for name in attention}
+        await asyncio.to_thread(lambda: Engine(live).update_weights(old, partial=True))
+        after = [await live.generate(prompt, PARAMS) for prompt in PROMPTS]
+        assert [each.logprobs for each in after] == [each.logprobs for each in before]
+        with pytest.raises(InvalidParameter, match=r"^partial: must be True or False"):
+            await live.update_weights(old, partial="yes")  # type: ignore[arg-type]
+        with pytest.raises(ModelNotFound, match="lacks the tensor"):
+            await live.update_weights(old)
 
 
 async def test_a_model_that_runs_through_transformers_says_so(checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
 class Updatable(SteppedExecutor):
     """Its weights are a number."""
 
-    def prepare_update(self, weights: Any, config: Any) -> Callable[[], None]:
+    def prepare_update(self, weights: Any, config: Any, partial: bool) -> Callable[[], None]:
         if weights == "missing":
             raise ModelNotFound("the update lacks the tensor model.norm.weight")
 

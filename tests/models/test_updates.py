@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import transformers as hf
 from models.test_weights import Tensors, changed, load, tensors_of
 from support.checkpoints import Checkpoint
 from support.forwards import logits_of
+from support.panels import use_panels
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound
@@ -113,3 +115,112 @@ def test_two_heads_are_not_one(checkpoint: Checkpoint) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).clone()
     with pytest.raises(ModelNotFound, match=r"configuration\.tied is False, not True"):
         prepare_update(live, tensors, QUIET)
+
+
+# ---------------------------------------------------------------- a part of the tensors
+
+PARTS: list[tuple[str, str, Any]] = [
+    ("llama", "float32", None), ("qwen3", "float32", "int8"), ("qwen3", "bfloat16", None), ("qwen2", "float16", None),
+    ("phi3", "float32", None), ("gpt2", "float32", None), ("gpt-oss", "bfloat16", "int4"),
+    ("ernie4.5moe", "float32", "int8"), ("gemma4moe", "float32", None), ("granitehybrid", "float32", None),
+]  # fmt: skip
+TOGETHER: list[tuple[str, str, Any]] = [
+    ("llama", "bfloat16", "int4"), ("qwen2moe", "float32", None), ("qwen3next", "float32", None),
+    ("kimi-linear", "float32", None),
+]  # fmt: skip
+"""Some matrices share a panel, or lie in a layout that is made of whole ones."""
+"""Merged matrices, biases, tied ones, transposed ones, mixtures with their experts apart and together, states."""
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization"), [*PARTS, *TOGETHER])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_part_of_the_tensors(
+    name: str, dtype: str, quantization: Any, first: int, checkpoint: Checkpoint, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every second tensor, so that of query, key and value one or two are new: to the bit a fresh model on what the
+    checkpoint would be. Then the rest. A partner that is lacking is named, before anything is written."""
+    pytest.importorskip("numba")
+    use_panels(True, monkeypatch)
+    options = {"dtype": dtype, "quantization": quantization}
+    live, new = load(checkpoint(name), **options), tensors_of(checkpoint(name, seed=1))
+    before, half = logits_of(live, IDS), {key: new[key] for key in sorted(new)[first::2]}
+    named = complete(live, half, new)
+    assert named or (name, dtype, quantization) not in TOGETHER
+    assert torch.equal(logits_of(live, IDS), before)
+    prepare_update(live, half, QUIET, partial=True)()
+    mixed = load(changed(checkpoint(name), tmp_path / "mixed", lambda tensors: tensors.update(half)), **options)
+    expected = logits_of(mixed, IDS)
+    assert torch.equal(logits_of(live, IDS), expected)
+    for other in (checkpoint(name), checkpoint(name, seed=1)):
+        assert not torch.equal(logits_of(load(other, **options), IDS), expected)
+    rest = {key: tensor for key, tensor in new.items() if key not in half}
+    complete(live, rest, new)
+    prepare_update(live, rest, QUIET, partial=True)()
+    assert torch.equal(logits_of(live, IDS), logits_of(load(checkpoint(name, seed=1), **options), IDS))
+
+
+def complete(live: Any, part: Tensors, whole: Tensors) -> list[str]:
+    """Add to `part` the tensors without which it is refused; their names."""
+    said = re.compile(r"the update lacks the tensor (\S+), which this model packs together with \S+: give both")
+    named: list[str] = []
+    while len(part) < len(whole):
+        try:
+            prepare_update(live, part, QUIET, partial=True)
+            break
+        except ModelNotFound as error:
+            (name,) = said.findall(str(error))
+            named.append(name)
+            part[name] = whole[name]
+    return named
+
+
+@pytest.mark.parametrize("spelling", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_the_one_matrix_of_a_tied_model_has_two_names(spelling: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    live, table = load(checkpoint("qwen3")), tensors_of(checkpoint("qwen3", seed=1))["model.embed_tokens.weight"]
+    prepare_update(live, {spelling: table}, QUIET, partial=True)()
+    both = changed(checkpoint("qwen3"), tmp_path / "a", lambda t: t.update({"model.embed_tokens.weight": table}))
+    assert torch.equal(logits_of(live, IDS), logits_of(load(both), IDS))
+
+
+def test_a_folder_may_hold_a_part(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Also of a model that is not tied though its configuration says so, which the folder cannot know."""
+
+    def untie(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).clone()
+
+    live = load(changed(checkpoint("qwen3"), tmp_path / "untied", untie))
+    new = tensors_of(checkpoint("qwen3", seed=1))
+    up = {name: tensor for name, tensor in new.items() if ".mlp." in name}
+
+    def only(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors.update(up)
+
+    prepare_update(live, changed(checkpoint("qwen3"), tmp_path / "part", only), QUIET, partial=True)()
+    whole = changed(tmp_path / "untied", tmp_path / "whole", lambda tensors: tensors.update(up))
+    assert torch.equal(logits_of(live, IDS), logits_of(load(whole), IDS))
+
+
+PARTIAL: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "nothing": (lambda t: {}, "the update lacks the tensor .* more tensors"),
+    "unknown": (lambda t: {UP: t[UP], "model.layers.9.mlp.up_proj.weight": t[UP]}, "does not have: model.layers.9"),
+    "misshapen": (lambda t: {UP: t[UP][:7]}, rf"wrong shape for the tensor {UP}"),
+}
+
+
+@pytest.mark.parametrize("case", PARTIAL)
+def test_a_part_is_refused_by_name_before_anything_is_written(case: str, checkpoint: Checkpoint) -> None:
+    change, message = PARTIAL[case]
+    live = load(checkpoint("llama"))
+    before = logits_of(live, IDS)
+    with pytest.raises(ModelNotFound, match=message):
+        prepare_update(live, change(tensors_of(checkpoint("llama", seed=1))), QUIET, partial=True)
+    assert torch.equal(logits_of(live, IDS), before)
+
+
+def test_a_part_of_a_tied_model_does_not_untie_it(checkpoint: Checkpoint) -> None:
+    live, table = load(checkpoint("qwen3")), tensors_of(checkpoint("qwen3", seed=1))["model.embed_tokens.weight"]
+    two = {"model.embed_tokens.weight": table, "lm_head.weight": table.flip(0).clone()}
+    with pytest.raises(ModelNotFound, match=r"configuration\.tied is False, not True"):
+        prepare_update(live, two, QUIET, partial=True)

@@ -44,12 +44,20 @@ _SMALL: Mapping[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "image_size": 16, "patch_size": 4, "n_shared_experts": 1,
 }  # fmt: skip
 """Fields of configurations and what a tiny model has in them."""
-_CHANGES: Sequence[Mapping[str, Any]] = (
+CHANGES: Sequence[Mapping[str, Any]] = (
     {},
     {"num_key_value_heads": 4, "num_kv_heads": 4},
     {"head_dim": None},
     {"num_key_value_heads": 4, "head_dim": 32, "qk_head_dim": 32},
     {"head_dim": None, "num_kv_heads": None, "num_key_value_heads": None},
+    {"num_key_value_heads": 4, "qk_head_dim": 32},  # latent attention, half of it turned by position
+    {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": 160,
+        "hidden_size_per_layer_input": 16,
+    },  # layers that attend over the keys of another
 )
 """What is tried in turn beside it, where a class takes no such sizes; None: the field is left as it is."""
 _MOST = 50_000_000
@@ -102,9 +110,9 @@ def tried_row(family: str) -> Row:
         return Row(family, UNTRIED, "loading one tells")
     try:
         check_config(default, Checkpoint(Path(), {}, (), {}), None)
-        for change in _CHANGES:
+        for change in CHANGES:
             with tempfile.TemporaryDirectory() as folder:
-                if _save_tiny(family, Path(folder), change):
+                if save_tiny(family, Path(folder), change):
                     load_model(folder, EngineConfig(device="cpu", show_progress=False))
                     return Row(family, TRANSFORMERS, "")
     except EngineError as error:
@@ -112,7 +120,7 @@ def tried_row(family: str) -> Row:
     return Row(family, UNTRIED, "loading one tells")
 
 
-def _save_tiny(family: str, folder: Path, change: Mapping[str, Any]) -> bool:
+def save_tiny(family: str, folder: Path, change: Mapping[str, Any]) -> bool:
     """Write a tiny random checkpoint. False: this family's classes take none of such sizes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

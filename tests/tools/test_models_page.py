@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-import transformers
+from pathlib import Path
 
+import pytest
+import torch
+import transformers
+from support.drive import greedy_reference, prompts
+
+from asyncengine import Engine, SamplingParams
 from asyncengine.models.families import MULTIMODAL, NATIVE
 from tools import models_page
 from tools.models_page import OWN, REFUSED, TRANSFORMERS, families, own_row, page, read_page, tried_row
@@ -48,7 +53,28 @@ def test_what_has_a_file_and_is_refused_still_is() -> None:
 
 
 def test_others_are_tried() -> None:
-    for family, served in (("gpt_neox", TRANSFORMERS), ("rwkv", REFUSED)):
+    cases = (
+        ("gpt_neox", TRANSFORMERS),
+        ("rwkv", REFUSED),
+        ("longcat_flash", TRANSFORMERS),
+        ("gemma3n_text", TRANSFORMERS),
+    )
+    for family, served in cases:
         assert own_row(family) is None
         assert tried_row(family) == read_page()[family]
         assert read_page()[family].served == served
+
+
+@pytest.mark.parametrize("family", ["longcat_flash", "gemma3n_text"])
+def test_a_tiny_model_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    """Token for token, in chunks, together and preempted: what the page says of those that were tried."""
+    assert any(models_page.save_tiny(family, tmp_path, change) for change in models_page.CHANGES)
+    module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    texts = prompts([5, 17, 30, 9], 160)
+    rights = [greedy_reference(module, text, 12) for text in texts]
+    settings = {"max_num_batched_tokens": 7, "preempt_every": 5, "page_size": 4, "kv_cache_memory": "8MiB"}
+    with Engine.from_pretrained(tmp_path, dtype="float32", show_progress=False, **settings) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        for _ in range(2):  # the second time from cached pages
+            assert [[*each.token_ids] for each in engine.generate_many(texts, params)] == rights
+        assert engine.stats().preemptions

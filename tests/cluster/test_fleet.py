@@ -239,6 +239,25 @@ async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyP
         await empty(fleet, carrier)
 
 
+async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by who is least busy alone: that decides among equals."""
+    fleet, carrier = await local_fleet(monkeypatch, replicas=4)
+    async with fleet:
+        first, second, third, fourth = carrier.hosts
+        carrier.hold()
+        asking = asyncio.create_task(fleet.generate(TEXTS[0], SAMPLED))
+        await until(lambda: sum(fleet.door.fleet.router.loads().values()) > 0)
+        busy = max(fleet.door.fleet.router.loads().items(), key=lambda pair: pair[1])[0]
+        idle = [name for name in (first, second, third, fourth) if name != busy]
+        carrier.scores = {busy: 0.25, idle[0]: 0.5}
+        carrier.release()
+        await fleet.scale(3)
+        assert {*carrier.hosts} == {*idle}
+        await fleet.scale(2)
+        assert {*carrier.hosts} == {*idle[1:]}
+        assert (await asking).finish_reason == "length"
+
+
 async def test_the_door_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, carrier = await local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2)
     async with fleet:

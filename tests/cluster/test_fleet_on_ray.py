@@ -196,6 +196,9 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         took = await come(lambda: len(members) == REPLICAS, "a replacement")
         print(f"replaced {time.monotonic() - killed_at:.1f} s after the node was killed (waited {took:.1f} s)")
         assert (await fleet.generate(TEXTS[0], PARAMS)).token_ids == right[TEXTS[0]]
+        await fleet.scale(3)  # on the two nodes that are left
+        await fleet.scale(2)
+        assert len({member.host.node for member in members.values()}) == 2, "one of those that shared a node went"
 
 
 @pytest.mark.ray

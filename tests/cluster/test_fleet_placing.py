@@ -23,6 +23,7 @@ from asyncengine.cluster.fleet.placing import (
     claim_of,
     place_replica,
     read_claim,
+    removal_scores,
 )
 from asyncengine.cluster.fleet.replica import unpacked
 from asyncengine.demo import MODEL_PATH
@@ -65,6 +66,25 @@ def test_replicas_spread_or_fill_nodes_and_never_take_more_than_there_is() -> No
         in_turn(known, FleetConfig(), 9)
     with pytest.raises(AssertionError, match=r"2 with too little free host memory"):
         in_turn(known, FleetConfig(num_cpus=0.5), 6, memory=3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("placement", "where", "first"),
+    [("spread", "aab", {"a"}), ("spread", "abbb", {"b"}), ("binpack", "aaab", {"b"}), ("spread", "abc", {"gone"})],
+)
+def test_replicas_go_from_where_they_are_least_wanted(placement: str, where: str, first: set[str]) -> None:
+    """By GPUStack's rule, with what nodes have as Ray tells it; on a node that is gone, first of all."""
+    settings, ours = FleetConfig(placement=placement), []  # type: ignore[arg-type]
+    for number, node in enumerate(where):
+        found = placed([ray_node(node)], settings, ours=[one for one in ours if one.shares[0].node == node])
+        assert isinstance(found, Placement)
+        ours.append(found.instance(f"fleet/{number}"))
+    known = [ray_node(node) for node in "ab"]
+    scores = removal_scores(known, ours, {node.id: node.device_memory() or () for node in known}, settings)
+    nodes = {one.name: one.shares[0].node if one.name in scores else "gone" for one in ours}
+    least = min(scores.get(name, 0.0) for name in nodes)
+    assert {node for name, node in nodes.items() if scores.get(name, 0.0) == least} == first
+    assert removal_scores(known, [], {}, settings) == {}
 
 
 def test_a_refusal_counts_every_node_by_what_it_fell_to() -> None:

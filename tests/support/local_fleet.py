@@ -129,6 +129,8 @@ class LocalCarrier:
         self._config, self._line = config, line
         self.room = 100
         self.head = True
+        self.scores: dict[str, float] = {}
+        """The worth of keeping replicas, as tests say; others have 1."""
         self.hosts: dict[str, LocalHost] = {}
         self.ever: list[LocalHost] = []
         self._serial = itertools.count()
@@ -153,6 +155,9 @@ class LocalCarrier:
     def release(self) -> None:
         for host in list(self.hosts.values()):
             host.release()
+
+    def removal_scores(self) -> dict[str, float]:
+        return {name: self.scores.get(name, 1.0) for name in self.hosts}
 
     def head_answers(self) -> bool:
         return self.head

@@ -20,7 +20,14 @@ from asyncengine.cluster import Claim, Instance, Refusal, Share
 from asyncengine.cluster.fleet.lifeline import until_gone
 from asyncengine.cluster.fleet.line import UNSENT
 from asyncengine.cluster.fleet.link import Link
-from asyncengine.cluster.fleet.placing import RayNode, asked_claim, asked_devices, place_replica, read_claim
+from asyncengine.cluster.fleet.placing import (
+    RayNode,
+    asked_claim,
+    asked_devices,
+    place_replica,
+    read_claim,
+    removal_scores,
+)
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
@@ -151,6 +158,13 @@ class Carrier:
                     self._hosts[name] = host
                 return host
             full.append(node.id)
+
+    def removal_scores(self) -> dict[str, float]:
+        """The worth of keeping each replica where it is, by name (`placing`). Raises `FleetError`."""
+        known = self._known()
+        with self._lock:
+            ours = [host.placed for host in self._hosts.values()]
+        return removal_scores(known, ours, self._devices_of(known), self._config)
 
     def _known(self) -> list[RayNode]:
         """The nodes that are alive, as Ray knows them now."""

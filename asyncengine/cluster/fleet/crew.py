@@ -260,9 +260,13 @@ class Crew:
             await self._let_go()
 
     async def _let_go(self) -> None:
-        """Retire whoever is one too many, the least busy first."""
+        """Retire whoever is one too many: first where fewest are wanted, of equals the least busy."""
+        if sum(not member.closing for member in self.members.values()) <= self.target:
+            return
+        scores = await anyio.to_thread.run_sync(self.carrier.removal_scores)
         loads = self._fleet.router.loads()
-        staying = sorted((m for m in self.members.values() if not m.closing), key=lambda member: loads[member.name])
+        staying = [member for member in self.members.values() if not member.closing]
+        staying.sort(key=lambda member: (scores.get(member.name, 0.0), loads[member.name]))
         surplus = staying[: max(0, len(staying) - self.target)]
         await asyncio.gather(*(self._retire(member) for member in surplus))
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place
+from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placement, Refusal, place, rank_for_removal
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.cluster.nodes import MAX_MEMORY
 from asyncengine.config import EngineConfig, parse_bytes
@@ -114,6 +114,18 @@ def place_replica(
         if isinstance(found, Placement):
             return found
     return found if found is not None else place(claim, Cluster())
+
+
+def removal_scores(
+    known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
+) -> dict[str, float]:
+    """The worth of keeping each of `ours` where it is, by name; those on nodes that are gone are not in it."""
+    on = {node.id: [one for one in ours if one.shares[0].node == node.id] for node in known}
+    nodes = [_as_node(each, on[each.id], devices.get(each.id, ()), settings) for each in known]
+    table = Cluster(nodes, [one for here in on.values() for one in here])
+    models = dict.fromkeys(one.model for one in ours)
+    ranked = (rank_for_removal(table, model, strategy=settings.placement) for model in models)
+    return {each.instance.name: each.score for some in ranked for each in some}
 
 
 def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], settings: FleetConfig) -> Node:

@@ -70,8 +70,11 @@ class WeightForm(Protocol):
     inputs: int
     bias_dtype: torch.dtype
     """Of the bias that `multiply` takes."""
-    waiting: WaitingRows | None
-    """Where rows wait for the others; None: they are taken as they come."""
+
+    @property
+    def waiting(self) -> WaitingRows | None:
+        """Where rows wait for the others; None: they are taken as they come."""
+        ...
 
     @property
     def name(self) -> str:

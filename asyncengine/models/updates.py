@@ -88,13 +88,9 @@ def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def prepare_update(
-    decoder: Decoder,
-    weights: WeightSource,
-    config: EngineConfig,
-    *,
-    partial: bool = False,
+    decoder: Decoder, weights: WeightSource, config: EngineConfig, *, partial: bool = False,
     has_other_parts: bool = False,
-) -> Callable[[], None]:
+) -> Callable[[], None]:  # fmt: skip
     """What writes `weights` into `decoder`, after all that can be refused has been: names, shapes, stored forms, and of
     a checkpoint its configuration. Nobody may run the decoder while it writes.
 

@@ -66,10 +66,7 @@ class WeightedFair(Policy):
         for request in sorted(waiting, key=lambda each: each.ticket):
             flow = self.flow(request)
             self._tags[request.ticket] = ahead[flow]
-            ahead[flow] += self._cost(flow, len(request.tokens))
-
-    def _cost(self, flow: str, tokens: int) -> float:
-        return tokens / self.terms[1].get(flow, 1.0)
+            ahead[flow] += len(request.tokens) / self.terms[1].get(flow, 1.0)
 
     def arrive(self, request: Request) -> None:
         flow = self.flow(request)
@@ -82,7 +79,7 @@ class WeightedFair(Policy):
 
     def charge(self, request: Request, tokens: int) -> None:
         flow = self.flow(request)
-        self._accounts[flow] += self._cost(flow, tokens)
+        self._accounts[flow] += tokens / self.terms[1].get(flow, 1.0)
 
     def leave(self, request: Request) -> None:
         flow = self.flow(request)

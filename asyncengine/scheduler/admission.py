@@ -61,14 +61,9 @@ class Admission:
         self.rank = victim_rank(policy)
 
     def admit(
-        self,
-        waiting: WaitingQueue,
-        running: dict[int, Request],
-        requests: dict[int, Request],
-        budget: TokenBudget,
-        behind: list[Request],
-        preempt: Callable[[Request], None],
-    ) -> Iterator[Request]:
+        self, waiting: WaitingQueue, running: dict[int, Request], requests: dict[int, Request], budget: TokenBudget,
+        behind: list[Request], preempt: Callable[[Request], None],
+    ) -> Iterator[Request]:  # fmt: skip
         """Yield each request as it is admitted; the caller takes its share of the budget before asking for the next.
 
         Only those start that go before each of `behind`. `preempt`: makes a running request give way.
@@ -142,13 +137,9 @@ class Admission:
         return [adapter for adapter in self._slots.retiring if self.preempts and adapter not in used]
 
     def _try(
-        self,
-        request: Request,
-        running: dict[int, Request],
-        requests: dict[int, Request],
-        ahead: Frontiers,
+        self, request: Request, running: dict[int, Request], requests: dict[int, Request], ahead: Frontiers,
         budget: TokenBudget,
-    ) -> Verdict:
+    ) -> Verdict:  # fmt: skip
         if request.num_pending:
             return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
         if not request.overdue and self._awaits_first_sample(request, requests):

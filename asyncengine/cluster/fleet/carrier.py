@@ -27,7 +27,7 @@ from asyncengine.cluster.fleet.placing import (
     place_replica,
     read_claim,
     removal_scores,
-)
+)  # fmt: skip
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig

@@ -7,9 +7,15 @@ One engine with drafts and one without, on the same random weights, in one proce
 knows the answers and is right with a given chance, one that is always right, and one that is always wrong. Gains on
 random weights by looking back would mean nothing: they loop. Medians of the ratios of times, off over on, of `--rows`
 requests at once: from the first token to the last of all, and of each request's own time, as those with guesses end one
-after the other. What the planner has learnt is forgotten before each round. With --useless, drafts that are always
-wrong only; with --demo, the bundled model on real text instead (`guesses_on_texts`), with
---draft too by its draft model only, alone and beside look-ups.
+after the other. What the planner has learnt is forgotten before each round.
+
+Beside each ratio stands what it is made of: tokens that a request got in one pass (counted), and how long such a pass
+took, in plain steps of the same rounds (the engine's own clock). Their quotient is what that round allows. The table of
+costs that the planner goes by is of the load, another minute: on a machine whose memory moves, or that others use, a
+ratio may well lie beyond what that table says, and says nothing by it.
+
+With --useless, drafts that are always wrong only; with --demo, the bundled model on real text instead
+(`guesses_on_texts`), with --draft too by its draft model only, alone and beside look-ups.
 """
 
 from __future__ import annotations
@@ -23,9 +29,10 @@ import tempfile
 import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncengine import AsyncEngine, SamplingParams
+from asyncengine.events import Event, StepDone
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation.evidence import Evidence
 from asyncengine.speculation.lookup import Draft
@@ -47,6 +54,35 @@ class Planted:
         rest = self._answer[done : done + limit]
         right = [token if self._random.random() < self._rate else token ^ 1 for token in rest]
         return Draft(tuple(right), Evidence.LONG)
+
+
+class Passes(NamedTuple):
+    """Steps behind the prompts' in one run, and the tokens that they gave."""
+
+    tokens: int
+    """Tokens of all requests but their first ones."""
+    passes: int
+    """Rows of these steps: a request takes part in one pass at a time."""
+    seconds: float
+    """Median time of a step, from launch to result: others' use of the machine shows in few of them."""
+
+    @classmethod
+    def counted(cls, steps: Sequence[StepDone], rows: int, tokens: int) -> Passes:
+        """`steps`: all of a run of `rows` prompts of `PROMPT` tokens, each answered by `tokens`. Steps with a prompt in
+        them are left out: plain and guessed runs have the same."""
+        decoding = [step for step in steps if step.tokens < PROMPT or step.tokens == step.rows]
+        if not decoding:
+            raise ValueError("no step is without a prompt: answers are too short to say anything")
+        seconds = statistics.median(step.seconds for step in decoding)
+        return cls(rows * (tokens - 1), sum(step.rows for step in decoding), seconds)
+
+    def allows(self, plain: Passes, most: int) -> tuple[float, float]:
+        """Tokens that a request got in a pass, and the time of a pass in that of a plain step. Raises `ValueError` where
+        a pass gave more than its `most` guesses and one token."""
+        each = self.tokens / self.passes
+        if each > most + 1:
+            raise ValueError(f"{each:.2f} tokens a pass of {most} guesses and one: passes are not counted")
+        return each, self.seconds / plain.seconds
 
 
 async def timed(
@@ -97,22 +133,31 @@ async def compare(
 
     planner._make, planner._most = make, most
     before = on.stats().speculation
-    ratios = []
+    ratios, made_of = [], []
     for turn in range(options.rounds):
-        pair = {}
+        pair, passes = {}, {}
         planner.clear()
         for name, engine in (("off", off), ("on", on)) if turn % 2 else (("on", on), ("off", off)):
+            steps: list[Event] = []
+            forget = engine.on_event(steps.append)
             pair[name], found = await timed(engine, prompts, options.tokens)
+            forget()
             assert found == answers, "speculation was seen"
+            done = [step for step in steps if isinstance(step, StepDone)]
+            passes[name] = Passes.counted(done, rows, options.tokens)
+        made_of.append(passes["on"].allows(passes["off"], most))
         ratios.append([plain / guessed for plain, guessed in zip(pair["off"], pair["on"], strict=True)])
     after = on.stats().speculation
     assert before is not None and after is not None  # noqa: PT018
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
     whole, own = zip(*ratios, strict=True)
+    each, took = (statistics.median(parts) for parts in zip(*made_of, strict=True))
+    allowed = statistics.median(tokens / cost for tokens, cost in made_of)
     print(
         f"{rows:3} rows, right {rate:.0%}, K <= {most:2}: {statistics.median(whole):.2f} of off "
         f"({min(whole):.2f} to {max(whole):.2f}), each by itself {statistics.median(own):.2f} "
-        f"({min(own):.2f} to {max(own):.2f}); drafted {drafted}, right {accepted}",
+        f"({min(own):.2f} to {max(own):.2f}); {each:.2f} tokens a pass of {took:.2f} plain steps: {allowed:.2f} by the "
+        f"steps; drafted {drafted}, right {accepted}",
         flush=True,
     )
 

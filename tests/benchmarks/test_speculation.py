@@ -1,0 +1,51 @@
+"""What planted guesses gain is told with what it is made of, which no disturbed minute can make impossible."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncengine import AsyncEngine
+from asyncengine.events import StepDone
+from benchmarks import speculation
+from benchmarks.speculation import PROMPT, Passes
+
+
+def steps(*shapes: tuple[int, int, float]) -> list[StepDone]:
+    return [StepDone(number, rows, tokens, seconds, rows, 0) for number, (rows, tokens, seconds) in enumerate(shapes)]
+
+
+def test_passes_are_counted_behind_prompts() -> None:
+    """Two requests of five tokens: both prompts in one step, then four plain steps, or two with two guesses each."""
+    plain = Passes.counted(steps((2, 2 * PROMPT, 9.0), *[(2, 2, 1.0)] * 4), 2, 5)
+    guessed = Passes.counted(steps((2, 2 * PROMPT, 9.0), (2, 6, 1.5), (2, 6, 1.5)), 2, 5)
+    assert plain == Passes(8, 8, 1.0)
+    assert guessed.allows(plain, most=2) == (2.0, 1.5)
+
+
+def test_many_plain_rows_are_no_prompt() -> None:
+    assert Passes.counted(steps((64, 64 * PROMPT, 9.0), (64, 64, 2.0)), 64, 2) == Passes(64, 64, 2.0)
+
+
+def test_more_tokens_a_pass_than_were_guessed_are_refused() -> None:
+    plain = Passes.counted(steps((1, PROMPT, 1.0), *[(1, 1, 1.0)] * 8), 1, 9)
+    with pytest.raises(ValueError, match="4.00 tokens a pass of 2 guesses"):
+        Passes.counted(steps((1, PROMPT, 1.0), *[(1, 3, 1.0)] * 2), 1, 9).allows(plain, most=2)
+
+
+async def test_a_ratio_stands_beside_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Always right with seven guesses: eight tokens of a pass at most, in 32 tokens four passes behind the first."""
+    shape = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100_000, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    shared: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "prefix_caching": False}
+    async with (
+        await AsyncEngine.from_pretrained(tmp_path, speculation="off", **shared) as off,
+        await AsyncEngine.from_pretrained(tmp_path, speculation_costs=(1.0,) * 5, speculation_memory=1, **shared) as on,
+    ):
+        await speculation.compare(off, on, 1, 1.0, 7, Namespace(tokens=33, rounds=2))
+    assert "8.00 tokens a pass of " in capsys.readouterr().out

@@ -77,13 +77,14 @@ class EngineConfig:
     convolution): one for each running request, and what is left for snapshots of shared prefixes. None takes a share
     of what is free, enough for `max_num_seqs` running requests and as many snapshots at most."""
     prefix_caching: bool = True
+    """Keep the pages of finished requests, and compute a prefix that they share with a later prompt only once."""
     eviction: str = "lru"
-    """Which cached page goes first."""
+    """Which cached pages go first when memory is short."""
 
     # -- scheduling
     policy: str | Policy = "fcfs"
-    """Who goes first when not all can, and who gives way: a name, or an object like `asyncengine.Policy`. Each engine
-    works with a copy of its own."""
+    """Order in which waiting requests are admitted, and which running one gives way: a name, or an object like
+    `asyncengine.Policy`. Each engine works with a copy of its own."""
     max_num_seqs: int = 256
     """Most requests running at once."""
     max_num_batched_tokens: int = 1024
@@ -122,13 +123,13 @@ class EngineConfig:
     """Times of steps of 1, 4, 8, 16 and 32 tokens, by which is decided how many guesses a step is worth. None: they are
     measured when the engine is built."""
     draft_costs: tuple[float, ...] | None = None
-    """Those of the draft model's steps."""
+    """Times of the draft model's steps of as many tokens. None: they are measured, too."""
 
     # -- admission and deadlines
     max_queued_requests: int | None = None
     """Waiting samples (a request with n counts n) before submit says QueueFull; 0 refuses what cannot start at once."""
     max_queued_tokens: int | None = None
-    """The same, in prompt tokens."""
+    """Prompt tokens of waiting requests before submit says QueueFull."""
     when_full: Literal["error", "wait"] = "error"
     """At a full queue: raise QueueFull, or await a place."""
     waiting_timeout: float | None = None
@@ -146,12 +147,17 @@ class EngineConfig:
     max_chat_chars: int = 4_000_000
     """Characters of a chat, before and after the template."""
     max_n: int = 128
+    """Largest `n`, samples of one prompt."""
     max_stop_strings: int = 64
+    """Most stop strings of a request."""
     max_stop_string_length: int = 1024
-    """Characters."""
+    """Characters of a stop string, at most."""
     max_stop_token_ids: int = 1024
+    """Most stop token ids of a request."""
     max_top_logprobs: int = 50
+    """Largest `top_logprobs`, alternatives at each position."""
     max_logit_bias: int = 1024
+    """Most token ids in a request's `logit_bias`."""
 
     # -- grammars
     grammar_backend: str = "llguidance"
@@ -298,39 +304,12 @@ CHOICES: dict[str, Collection[str]] = {  # a policy may be an object as well
     "when_full": ("error", "wait"),
     "grammar_backend": ("llguidance", "outlines_core", "none"),
     "tool_format": (
-        "auto",
-        "hermes",
-        "llama3",
-        "mistral",
-        "json",
-        "apertus",
-        "command",
-        "command_r",
-        "deepseek_v3",
-        "deepseek_v31",
-        "deepseek_v32",
-        "deepseek_v4",
-        "functionary",
-        "functiongemma",
-        "gemma4",
-        "gigachat",
-        "hy3",
-        "glm",
-        "granite",
-        "harmony",
-        "kimi_k2",
-        "lfm2",
-        "minicpm5",
-        "minimax_m2",
-        "nemotron",
-        "olmo3",
-        "phi4_mini",
-        "pythonic",
-        "qwen3_coder",
-        "seed_oss",
-        "step3",
+        "auto", "hermes", "llama3", "mistral", "json", "apertus", "command", "command_r", "deepseek_v3",
+        "deepseek_v31", "deepseek_v32", "deepseek_v4", "functionary", "functiongemma", "gemma4", "gigachat", "hy3",
+        "glm", "granite", "harmony", "kimi_k2", "lfm2", "minicpm5", "minimax_m2", "nemotron", "olmo3", "phi4_mini",
+        "pythonic", "qwen3_coder", "seed_oss", "step3",
     ),
-}
+}  # fmt: skip
 
 _UNITS = {"B": 1} | {
     f"{letter}{kind}": base**power

@@ -62,6 +62,7 @@ class RequestOptions:
     """What any request may carry. One more option is a field here, a keyword above and, if need be, a check below."""
 
     adapter: str | None = None
+    """Name of the LoRA adapter that answers; None: the model itself."""
     request_id: str | None = None
     """A label of the caller's; need not be unique. None: a fresh one."""
     priority: int = 0
@@ -118,6 +119,7 @@ class ChatRequest:
     """A chat for the model to answer, in OpenAI's shapes."""
 
     messages: ChatMessages
+    """Dicts with "role" and "content", as OpenAI writes them."""
     tools: ToolSpecs | None = None
     """Functions the model may call: {"type": "function", "function": {"name", "description", "parameters"}}."""
     tool_choice: str | Mapping[str, Any] | None = None

@@ -77,8 +77,8 @@ class Passes(NamedTuple):
         return cls(rows * (tokens - 1), sum(step.rows for step in decoding), seconds)
 
     def allows(self, plain: Passes, most: int) -> tuple[float, float]:
-        """Tokens that a request got in a pass, and the time of a pass in that of a plain step. Raises `ValueError` where
-        a pass gave more than its `most` guesses and one token."""
+        """Tokens that a request got in a pass, and the time of a pass in that of a plain step. Raises `ValueError` for
+        more tokens a pass than `most` guesses and one."""
         each = self.tokens / self.passes
         if each > most + 1:
             raise ValueError(f"{each:.2f} tokens a pass of {most} guesses and one: passes are not counted")

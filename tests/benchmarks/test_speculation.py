@@ -33,7 +33,7 @@ def test_many_plain_rows_are_no_prompt() -> None:
 
 def test_more_tokens_a_pass_than_were_guessed_are_refused() -> None:
     plain = Passes.counted(steps((1, PROMPT, 1.0), *[(1, 1, 1.0)] * 8), 1, 9)
-    with pytest.raises(ValueError, match="4.00 tokens a pass of 2 guesses"):
+    with pytest.raises(ValueError, match=r"4\.00 tokens a pass of 2 guesses"):
         Passes.counted(steps((1, PROMPT, 1.0), *[(1, 3, 1.0)] * 2), 1, 9).allows(plain, most=2)
 
 

@@ -1,0 +1,68 @@
+"""docs/settings.md says what the settings say of themselves: `python -m tools.settings_page` writes it anew."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from asyncengine.cli.main import build_parser
+from asyncengine.config import EngineConfig
+from asyncengine.options import ChatRequest, RequestOptions
+from asyncengine.sampling_params import SamplingParams
+from tools import settings_page
+from tools.settings_page import engine_accepts, limit_of, page, parts, request_accepts, sampling_accepts, settings
+
+
+def test_it_is_as_written() -> None:
+    assert settings_page.PAGE.read_text(encoding="utf-8") == page(), "run python -m tools.settings_page"
+
+
+def test_every_field_is_described() -> None:
+    """By a sentence of its own: a bare name says nothing to a stranger."""
+    for kind in (EngineConfig, RequestOptions, ChatRequest, SamplingParams):
+        rows = settings(kind, (), None)
+        assert list(rows) == [field.name for field in fields(kind)]
+        assert not [name for name, row in rows.items() if len(row.does) < 10]
+
+
+def test_every_setting_is_in_one_part() -> None:
+    named = [name for names in parts(EngineConfig).values() for name in names]
+    assert named == [field.name for field in fields(EngineConfig)]
+
+
+@pytest.mark.parametrize(
+    ("name", "accepts", "words"),
+    [
+        ("max_num_seqs", engine_accepts, "between 1 and 65536"),
+        ("policy", engine_accepts, "'longest-prefix-match'"),
+        ("waiting_timeout", engine_accepts, "seconds, at most 1e+09, or None"),
+        ("fuse", engine_accepts, "True or False"),
+        ("top_p", sampling_accepts, "> 0 and <= 1, or None"),
+        ("min_p", sampling_accepts, ">= 0 and <= 1"),
+        ("timeout", request_accepts, "positive, finite number of seconds"),
+    ],
+)
+def test_limits_are_those_that_a_refusal_names(name: str, accepts: settings_page.Accepts, words: str) -> None:
+    assert words in limit_of(name, accepts)
+
+
+def test_memory_may_be_told_in_units() -> None:
+    rows = settings(EngineConfig, (), engine_accepts)
+    assert [name for name, row in rows.items() if 'like "2GiB"' in row.takes] == [
+        name for name in rows if name.endswith("_memory")
+    ]
+
+
+def test_flags_are_the_commands() -> None:
+    """Every flag of the page is one of `asyncengine generate`, and every setting that is not there has none."""
+    (commands,) = [action for action in build_parser()._actions if action.dest == "command"]
+    assert isinstance(commands.choices, dict)
+    known = {flag for action in commands.choices["generate"]._actions for flag in action.option_strings}
+    shown = {part.strip("`") for line in page().splitlines() if line.startswith("| `")
+             for part in line.split(" | ")[1].split(", ") if part}  # fmt: skip
+    assert shown
+    assert shown <= known
+    assert {
+        flag for flag in known if flag.removeprefix("--").replace("-", "_") in settings(EngineConfig, (), None)
+    } <= shown

@@ -92,8 +92,25 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
     assert set().union(*(imported(code) for code in BLOCK.findall(page))) >= OPTIONAL.keys()
 
 
-LANGUAGES = {"python", "text", "bash", "dockerfile"}
-"""Of fenced blocks. What is python runs, and what is not marked could be anything."""
+LANGUAGES = {"python", "py", "text", "bash", "dockerfile"}
+"""Of fenced blocks. What is python runs, `py` is a program of another library, and what is not marked could be anything.
+"""
+FOREIGN = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_only_programs_of_other_libraries_do_not_run() -> None:
+    """They are Python, import one that no extra installs, and are followed by the same program here, which runs."""
+    others = {"langchain_ollama", "llama_cpp", "vllm", "langchain_huggingface"}
+    seen = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in FOREIGN.finditer(text):
+            named = imported(match[1])
+            assert named & others, f"{page.name}: a block that could run does not"
+            assert "asyncengine" not in named
+            assert text[match.end() :].lstrip().startswith("```python\n")
+            seen |= named & others
+    assert seen == others
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -93,8 +93,7 @@ def test_only_what_no_extra_installs_may_be_missing() -> None:
 
 
 LANGUAGES = {"python", "py", "text", "bash", "dockerfile"}
-"""Of fenced blocks. What is python runs, `py` is a program of another library, and what is not marked could be anything.
-"""
+"""Of fenced blocks: what is python runs, `py` is a program of another library, what is not marked could be anything."""
 FOREIGN = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

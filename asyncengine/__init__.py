@@ -60,7 +60,7 @@ from asyncengine.step import TokenLogprob
 from asyncengine.stream import SyncTokenStream, TokenStream
 from asyncengine.sync_engine import Engine
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DEMO_EMBEDDER",

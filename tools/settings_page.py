@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
 
 def settings(kind: type, flags: Sequence[str], accepts: Accepts | None) -> dict[str, Setting]:
-    """A row for each field of a dataclass, by name. `accepts`: None where values are checked later, against the engine."""
+    """A row for each field of a dataclass, by name; `accepts` None: values are checked later, against the engine."""
     docs = field_docs(kind)
     return {
         one.name: Setting(
@@ -142,10 +142,9 @@ Every setting, every option of a request and every sampling parameter. Written b
 the descriptions in `asyncengine/config.py`, `options.py` and `sampling_params.py`; `tests/tools/test_settings_page.py`
 fails when this page does not say what they say. Not to be edited by hand.
 
-Settings of an engine are keywords of `from_pretrained`, entries of
-`engine_config` in the LangChain and LlamaIndex classes, and flags of the command. What is out of range is refused when
-the engine is built, naming the setting and its limit. Sampling parameters go into `SamplingParams`; options of a
-request are keywords of the call itself.
+Settings of an engine are keywords of `from_pretrained`, entries of `engine_config` in the LangChain and LlamaIndex
+classes, and flags of the command. What is out of range is refused when the engine is built, naming the setting and its
+limit. Sampling parameters go into `SamplingParams`; options of a request are keywords of the call itself.
 
 ```python
 from asyncengine import Engine, SamplingParams

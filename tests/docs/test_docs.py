@@ -120,11 +120,12 @@ def test_every_block_says_what_it_is(page: Path) -> None:
 
 
 def test_howtos_are_spelled_alike_and_linked() -> None:
-    """One way to write their names, and the README leads to each of them."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """One way to write their names. The README leads to the index, and that to each of them."""
+    assert "](docs/index.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert HOWTOS
     assert not [page.name for page in HOWTOS if not re.fullmatch(r"[a-z0-9_]+\.md", page.name)]
-    assert not [page.name for page in HOWTOS if f"](docs/howto/{page.name})" not in readme]
+    assert not [page.name for page in HOWTOS if f"](howto/{page.name})" not in index]
 
 
 def test_there_are_blocks_to_run() -> None:

@@ -48,7 +48,7 @@ def site_path(path: str) -> str:
 
 
 def repository_path(path: str) -> str:
-    """The other way round."""
+    """The path in the repository of what lies at `path` on the site."""
     return path.removeprefix(OUTSIDE) if path.startswith(OUTSIDE) else DOCS + path
 
 

@@ -18,4 +18,4 @@ def test_every_place_says_the_same_version() -> None:
     minor = __version__.rpartition(".")[0]
     assert f"| asyncengine {minor} |" in (ROOT / "README.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert [version for version, rest in sections if "unreleased" not in rest][0] == __version__
+    assert next(version for version, rest in sections if "unreleased" not in rest) == __version__

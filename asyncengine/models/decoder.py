@@ -154,7 +154,7 @@ class DecoderLayer:
         `rows`: those of the result that are wanted, int64; None: all. The feed-forward part computes no others.
         `vectors`: this layer's of `LayerInputs`, [T, width of a vector].
         """
-        branch = self._mix(x, step, angles)
+        branch = self.mix(x, step, angles)
         if self.mlp is None or branch is None:
             return self._single(residual, x, branch, step, following, rows)
         if self.config.parallel:
@@ -184,7 +184,7 @@ class DecoderLayer:
         residual = add_and_norm(residual, branch, self.scale, None)[0] * self.scalar
         return residual, residual if following is None else following(residual)
 
-    def _mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
+    def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
         """What other tokens have to say, [T, width]; None: the layer is its feed-forward part alone."""
         branch = None if self.attention is None else self.attention(x, step, angles, self.merged)
         if branch is not None and self.config.attention_scale != 1.0:
@@ -284,9 +284,11 @@ class Decoder:
         self.states: Sequence[StateSpec] = [layer.state.spec for layer in self.layers if layer.state is not None]
         self.fused: FusedLayers | None = fused_layers(self.layers, self.norm, options, config.residual_scale)
         """Short steps in one call, where there are kernels for all of a layer."""
+        self._last_kept = max(place for place, layer in enumerate(config.layers) if _keeps(layer))
+        """The last layer whose keys, values or states later steps read."""
 
     def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
-        """Logits [N, vocab] of `rows` (int64 [N], ascending) of ids [T]."""
+        """Logits [N, vocab] of `rows` (int64 [N], ascending; there may be none) of ids [T]."""
         # ascending: as many as there are tokens are all of them
         wanted = None if rows.shape[0] == ids.shape[0] else rows
         return self.logits(self.hidden_states(ids, step, wanted), step)
@@ -307,7 +309,11 @@ class Decoder:
                 return self.fused(h, step, angles).index_select(0, rows)
         first = self.layers[0].before_attention
         x = h if first is None else first(h)
+        unread = rows is not None and not len(rows)
         for place, layer in enumerate(self.layers):
+            if unread and place == self._last_kept:  # kernels of a GPU refuse to be launched for no rows
+                layer.mix(x, step, angles[self._rotaries[place]])
+                return h.new_empty(0, self.head.inputs)
             last = place + 1 == len(self.layers)
             following = self.norm if last else self.layers[place + 1].before_attention
             own = None if vectors is None else vectors[:, place]
@@ -318,6 +324,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[N, vocab] of hidden states [N, width], whose rows' adapters are `step.row_adapters`."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.vocab_size)
         logits = self.head(hidden, step.row_adapters)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -387,6 +395,11 @@ class Decoder:
 
     def unbind(self) -> None:
         """Nothing of a step is kept."""
+
+
+def _keeps(layer: LayerConfig) -> bool:
+    """Whether it has keys and values of its own, or a state."""
+    return layer.state is not None or (layer.attention is not None and layer.attention.keys_of is None)
 
 
 def _pools(layers: Sequence[LayerConfig]) -> list[int]:

@@ -26,6 +26,9 @@ from asyncengine.attention.base import LayerSpec, StepView
 from asyncengine.attention.factory import make_backend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
+from asyncengine.layers import rotary
+from asyncengine.layers.kernels import FlashInferKernels, layer_kernels
+from asyncengine.models import loading
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
@@ -92,8 +95,8 @@ def fake() -> FakeFlashInfer:
 
 @pytest.fixture
 def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runners built in this test use this kind of FlashInfer backend, whatever the type of the model. It has one pool
-    and needs no window pages, which an engine on a CPU names besides."""
+    """Runners built in this test use this kind of FlashInfer backend and FlashInfer's other kernels, whatever the type
+    of the model. It has one pool and needs no window pages, which an engine on a CPU names besides."""
     kind: MakeBackend = request.param
 
     def make(
@@ -108,6 +111,8 @@ def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypa
         return backend
 
     monkeypatch.setattr("asyncengine.runner.building.make_backend", make)
+    monkeypatch.setattr(loading, "layer_kernels", lambda *_: FlashInferKernels(fake))
+    monkeypatch.setattr(rotary, "compiler_missing", lambda *_: "a GPU has new angles in each step")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +137,7 @@ def torch_backend() -> Iterator[None]:
     """What is built here runs on torch, whatever `on_flashinfer` has set up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("asyncengine.runner.building.make_backend", make_backend)
+        patch.setattr(loading, "layer_kernels", layer_kernels)
         yield
 
 

@@ -4,6 +4,8 @@ Every call is checked as the real kernels would (and where they would not check 
 then computed with torch in float32 from what lies in memory *when the kernel runs*. Launches can be captured and
 replayed like a CUDA graph: a replay sees the same tensors, with whatever they hold by then.
 
+No kernel takes a tensor without rows: the real ones launch as many blocks as there are rows, and CUDA refuses none.
+
 The device is always behind: what was queued counts as finished only once an event recorded after it was waited for.
 Until then a staging area must not be filled again and an uploaded host array must not change.
 """
@@ -161,6 +163,7 @@ class FakeFlashInfer:
         kv_layout: str = "NHD",
     ) -> None:
         assert kv_layout == "NHD"
+        self.refuse_empty("AppendPagedKVCache", append_key, append_value)
         page_size, heads, dim = _check_cache(paged_kv_cache)
         tokens = append_key.shape[0]
         for new in (append_key, append_value):
@@ -184,6 +187,12 @@ class FakeFlashInfer:
 
         self.launch("append", kernel)
 
+    @staticmethod
+    def refuse_empty(kernel: str, *tensors: torch.Tensor) -> None:
+        """Raises `RuntimeError`, as CUDA does for a launch without blocks."""
+        if any(not tensor.numel() for tensor in tensors):
+            raise RuntimeError(f"{kernel} failed with error code invalid argument")
+
     def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return self._normed("rmsnorm", input, weight, eps, 0.0)
 
@@ -191,9 +200,9 @@ class FakeFlashInfer:
         return self._normed("gemma_rmsnorm", input, weight, eps, 1.0)
 
     def _normed(self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        self.refuse_empty(name, input)
         assert input.dim() in (2, 3)
-        assert input.stride(-1) == 1
-        assert input.dim() == 3 or input.is_contiguous()
+        assert input.stride(-1) == 1  # rows may lie apart: it reads where the next one begins
         assert weight.dtype == input.dtype
         self.calls[name] += 1
         wide = weight.float() + offset
@@ -209,6 +218,7 @@ class FakeFlashInfer:
         return self._gated("gelu_tanh", input, lambda x: torch.nn.functional.gelu(x, approximate="tanh"))
 
     def _gated(self, name: str, both: torch.Tensor, activation: Any) -> torch.Tensor:
+        self.refuse_empty(name, both)
         assert both.is_contiguous()
         if both.shape[-1] * both.dtype.itemsize % 16 != 0:
             raise ValueError("The pointers must be multiple of 16 bytes.")
@@ -225,6 +235,7 @@ class FakeFlashInfer:
         cos_sin_cache: torch.Tensor,
         is_neox: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.refuse_empty("BatchQKApplyRotaryPosIdsCosSinCache", query, key)
         assert is_neox
         assert head_size in HEAD_DIMS
         if cos_sin_cache.dtype != torch.float32:
@@ -295,6 +306,7 @@ class Wrapper:
         self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, lens: torch.Tensor, page_size: int
     ) -> None:
         rows = len(last)
+        self.fake.refuse_empty("plan", last)
         for array, length in ((indptr, rows + 1), (last, rows), (lens, rows)):
             self.fake.check_host_array(array, length)
         self.fake.check_device_array(indices)
@@ -325,6 +337,7 @@ class Wrapper:
         }  # fmt: skip
 
     def launch(self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        self.fake.refuse_empty(name, q)
         plan = dict(self.planned)
         assert plan, "plan comes before run"
         page_size, kv_heads, dim = _check_cache(cache)

@@ -14,7 +14,9 @@ from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.factory import kv_dtype
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.flashinfer_plan import why_not
+from asyncengine.layers.kernels import LayerKernels
 from asyncengine.lora.layers import slots
+from asyncengine.models import loading
 from asyncengine.runner import building
 from asyncengine.runner.graphs import DecodeGraphs, graph_sizes
 
@@ -28,6 +30,25 @@ class Again:
 
     def replay(self) -> None:
         self.output = self.work()
+
+
+def refusing(make: Callable[..., LayerKernels]) -> Callable[..., LayerKernels]:
+    """`layer_kernels` whose kernels refuse tensors without rows, as all of a GPU's do."""
+
+    def guarded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor, *arguments: Any) -> Any:
+            FakeFlashInfer.refuse_empty(kernel.__name__, x)
+            return kernel(x, *arguments)
+
+        return run
+
+    def layer_kernels(*arguments: Any) -> LayerKernels:
+        made = make(*arguments)
+        for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
+            setattr(made, name, guarded(getattr(made, name)))
+        return made
+
+    return layer_kernels
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[str]:
@@ -63,6 +84,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
             self._lora.begin_none()  # as it was at capture, which a real replay knows without being told
         return run(self, step, size, adapters)
 
+    monkeypatch.setattr(loading, "layer_kernels", refusing(loading.layer_kernels))
     monkeypatch.setattr(building, "make_backend", make_backend)
     monkeypatch.setattr(building, "build_runner", build_runner)
     monkeypatch.setattr(slots, "install_lora", lambda *arguments: install(*arguments, masked=True))

@@ -53,7 +53,9 @@ class Forwards:
         context = self.context(counts or [len(ids)], **fields)
         wanted = range(len(ids)) if rows is None else rows
         with torch.inference_mode():
-            return self.model.forward(torch.tensor(list(ids)), context, torch.tensor(list(wanted))).clone()
+            return self.model.forward(
+                torch.tensor(list(ids)), context, torch.tensor(list(wanted), dtype=torch.int64)
+            ).clone()
 
 
 def logits_of(model: CausalLM, ids: Sequence[int], **fields: Any) -> torch.Tensor:

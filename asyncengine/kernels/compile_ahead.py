@@ -133,14 +133,14 @@ class CompileAhead:
         if self._folder.find(self._mark("first_load")) is not None:
             self.kept = [*names, *later]
             return
-        known = self._folder.find(self._mark("first_answer"))
-        if known is None:
+        left = _listed(self._folder.find(self._mark("first_answer")))
+        if left is None:
             self._drop_guesses(names)
             for name in reversed(names):
                 self._add(name)
         else:  # of a load whose program ended before the others were compiled
             self.kept = names
-            later = json.loads(known)
+            later = left
             self._most = 1  # nobody is kept waiting
         for name in later:
             self._add(name, later=True)
@@ -342,6 +342,15 @@ def first_time_names(*, float32: bool) -> list[str]:
     """What is compiled before anybody knows the model: what takes longest first, as the others can be shared out."""
     most = [name.replace("uint16", "float32") if float32 else name for name in _BY_MOST]
     return [_BY_ALL[0], most[0], *_BY_ALL[1:], *most[1:]]
+
+
+def _listed(kept: bytes | None) -> list[str] | None:
+    """The names in a file of the cache; None: it is no such file."""
+    try:
+        found = json.loads(kept or b"null")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) and all(isinstance(name, str) for name in found) else None
 
 
 def _is_of(name: str, module: str, types: str) -> bool:

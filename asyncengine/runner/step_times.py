@@ -7,14 +7,19 @@ run, and one that took twice as long, of which arithmetic is the larger part: if
 the same holds of the others, in the unit of today. If it is somewhat more or less so, memory has become faster or
 slower, or something was in the way when they were measured (compilers, behind a first load); what tokens add to the
 smallest step is taken to have changed alike for all of them, and is kept.
+
+A busy machine may give any numbers. Those that cannot be are measured once more, then left for the usual ones: what a
+guess costs decides how much is guessed, no answer and no load.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -22,6 +27,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
 from asyncengine.speculation.costs import SIZES
+
+logger = logging.getLogger("asyncengine")
 
 _MEASURED = 3
 _AGREE = 0.04
@@ -35,6 +42,10 @@ _HOLDS = 0.15
 """By how much that step, in units of the smallest, may differ from what was kept."""
 _ALIKE = 2.0
 """By what factor that which its tokens add may differ, if it is not just a disturbed run: beyond, all are measured."""
+_FALLS = 1.5
+"""By what factor a step may take less time than one of fewer tokens, before something was in the way of one of them."""
+_USUAL = (1.0, 1.25, 1.75, 2.75, 4.75)
+"""Steps of `SIZES` in the smallest, of a model whose weights are read for a millisecond and more."""
 _WORTH_KEEPING = 0.1
 """Seconds of one step of each size. Small models are measured in less time than a file takes to explain."""
 
@@ -61,12 +72,11 @@ class KeptTimes:
         """Of all `SIZES`; None: they were never measured, or are not what they should be."""
         try:
             found = json.loads(self._folder.find(self._name) or b"null")
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        if not isinstance(found, list) or len(found) != len(SIZES):
+        if not isinstance(found, list) or not all(isinstance(value, float) for value in found):
             return None
-        sound = all(isinstance(value, float) and math.isfinite(value) and value > 0 for value in found)
-        return tuple(found) if sound else None
+        return tuple(found) if is_sound(found) else None
 
     def keep(self, times: Sequence[float]) -> None:
         if sum(times) >= _WORTH_KEEPING:
@@ -74,15 +84,25 @@ class KeptTimes:
 
 
 def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
-    """Seconds of steps of `SIZES` tokens; `kept`: where they are looked for and put."""
-    if kept is None:
-        return _measured(run)
-    known = kept.read()
+    """Seconds of steps of `SIZES` tokens, positive; `kept`: where they are looked for and put."""
+    known = None if kept is None else kept.read()
     times, holds = (None, False) if known is None else _as_known(run, known)
-    times = times or _measured(run)
-    if not holds:
+    for _ in range(2):
+        if times is None or not is_sound(times):
+            times, holds = _measured(run), False
+    if not is_sound(times):
+        logger.info("what steps take cannot be measured here, usual times are taken: %s", times)
+        unit = min((value for value in times if 0 < value < math.inf), default=_BRIEF)
+        return tuple(unit * usual for usual in _USUAL)
+    if kept is not None and not holds:
         kept.keep(times)
     return times
+
+
+def is_sound(times: Sequence[float]) -> bool:
+    """Whether `times` can be those of steps of `SIZES` tokens."""
+    usable = len(times) == len(SIZES) and all(0 < value < math.inf for value in times)
+    return usable and all(before <= _FALLS * value for before, value in pairwise(times))
 
 
 def _as_known(run: Run, known: Sequence[float]) -> tuple[tuple[float, ...] | None, bool]:
@@ -93,6 +113,8 @@ def _as_known(run: Run, known: Sequence[float]) -> tuple[tuple[float, ...] | Non
     smallest = longer = math.inf
     for _ in range(_MEASURED):  # one of the two may have been disturbed
         smallest, longer = min(smallest, run(SIZES[0])), min(longer, run(SIZES[telling]))
+        if smallest <= 0:
+            return None, False
         if abs(longer / smallest / then - 1) <= _HOLDS:
             return tuple(smallest * value / known[0] for value in known), True
     added = (longer / smallest - 1) / (then - 1) if then > 1 else 0.0

@@ -125,6 +125,17 @@ def test_what_a_kernel_rarely_calls_is_waited_for_where_a_first_answer_does(fold
     assert ahead.kept == [SMALL, CALLS_OTHERS]
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b'{"a": 1}', b"[1]", b"[" * 100_000, b"\xff\xfe"])
+def test_a_list_of_what_was_left_that_is_none_is_not_believed(content: bytes, folder: Path) -> None:
+    ahead = CompileAhead(2)
+    ahead._names = [SMALL]
+    assert ahead._can_start()
+    ahead._folder.keep(ahead._mark("first_answer"), content)
+    ahead.start([SMALL])
+    ahead.close()
+    assert not ahead.kept
+
+
 def test_what_was_left_when_a_program_ended_is_compiled_behind_the_next(folder: Path) -> None:
     ahead = CompileAhead(2)
     ahead.start([SMALL], [CALLS_OTHERS])

@@ -14,7 +14,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
 from asyncengine.runner import building, step_times
 from asyncengine.runner.building import build_runner
-from asyncengine.runner.step_times import KeptTimes, measure_steps, shortest
+from asyncengine.runner.step_times import KeptTimes, is_sound, measure_steps, shortest
 from asyncengine.speculation.costs import SIZES
 
 TIMES = (0.04, 0.042, 0.045, 0.07, 0.12)
@@ -154,6 +154,51 @@ def test_what_no_longer_holds_is_measured_and_kept_anew() -> None:
     assert found == (0.04, 0.042, 0.08, 0.07, 0.29) == kept.times
 
 
+# as it was kept while compilers ran beside the first step: two are shorter than that of one token
+DISTURBED = (0.0234, 0.006, 0.012, 0.05, 0.06)
+
+
+def test_a_table_that_falls_is_not_scaled_below_zero() -> None:
+    kept: Any = Kept(DISTURBED)
+    run = Steps(dict(zip(SIZES, (0.0234, 0.024, 0.026, 0.0734, 0.1), strict=True)))
+    assert measure_steps(run, kept) == tuple(run.times.values()) == kept.times
+
+
+NONSENSE = [
+    (-0.01, 0.01, 0.02, 0.03, 0.04),
+    (0.02, 0.02, -0.01, 0.03, 0.04),
+    (0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.02, float("nan"), 0.02, 0.02, 0.02),
+    (0.02, 0.02, 0.02, 0.02, float("inf")),
+    (0.2, 0.02, 0.02, 0.02, 0.02),
+    (0.02, 0.02, 0.1, 0.01, 0.04),
+]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_nonsense_is_measured_anew(nonsense: tuple[float, ...]) -> None:
+    kept: Any = Kept()
+    wrong, run = dict(zip(SIZES, nonsense, strict=True)), steps()
+
+    def one(count: int) -> float:
+        once = run(count)
+        return wrong[count] if run.runs.count(SIZES[-1]) < 3 and len(run.runs) < 8 else once
+
+    assert measure_steps(one, kept) == pytest.approx(TIMES, rel=1.0)
+    assert is_sound(kept.times)
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+@pytest.mark.parametrize("known", [None, TIMES, DISTURBED])
+def test_where_nothing_can_be_measured_usual_times_are_taken(nonsense: tuple[float, ...], known: Any) -> None:
+    """They are a setting's value, which is looked at as if somebody had given it; and they are not kept."""
+    kept: Any = Kept(known)
+    found = measure_steps(Steps(dict(zip(SIZES, nonsense, strict=True))), kept)
+    assert EngineConfig(speculation_costs=found).speculation_costs == found
+    assert list(found) == sorted(found)
+    assert kept.times == known or is_sound(kept.times)  # two steps may tell what was known
+
+
 def test_nothing_is_kept_where_it_cannot_be() -> None:
     assert measure_steps(steps(), None) == TIMES
 
@@ -184,7 +229,18 @@ def test_the_file_is_of_all_that_a_step_depends_on(folder: Path, checkpoint: Che
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[0.1]", b"[1, 2, 3, 4, 5]", b"[0.1, 0.1, 0.1, 0.1, -1.0]", b"[1.0, NaN, 1.0, 1.0, 1.0]"],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[0.1]",
+        b"[1, 2, 3, 4, 5]",
+        b"[0.1, 0.1, 0.1, 0.1, -1.0]",
+        b"[1.0, NaN, 1.0, 1.0, 1.0]",
+        b"[0.2, 0.1, 0.1, 0.1, 0.1]",
+        b"[" * 100_000,
+        b"\xff\xfe",
+    ],
 )
 def test_what_is_no_table_is_not_read(content: bytes, folder: Path, checkpoint: Checkpoint) -> None:
     config = EngineConfig(page_size=4, show_progress=False)

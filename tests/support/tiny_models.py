@@ -302,7 +302,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             layer_types=_alternating(),
             num_local_experts=4,
             num_experts_per_tok=2,
-            swiglu_limit=2.0,
+            # transformers 5.17 has the bound by heart, whatever the configuration says
+            **({"swiglu_limit": 2.0} if hasattr(hf.GptOssConfig(), "swiglu_limit") else {}),
             rope_parameters=_ROPE,
         )
     ),

@@ -23,8 +23,8 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
         only_stacked=True,
         transposed=True,
         bias=("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"),
-        alpha=config.swiglu_alpha,
-        limit=config.swiglu_limit,
+        alpha=getattr(config, "swiglu_alpha", 1.702),  # transformers 5.17 knows neither field, and has these by heart
+        limit=getattr(config, "swiglu_limit", 7.0),
     )
     mixture = MoEConfig(router, experts)
 

@@ -57,8 +57,13 @@ class ModelInfo:
     """What the quantized matrices of the checkpoint are stored as, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()
     """Which parts of the model run in a fused form."""
+    attention: str = ""
+    """Whose kernels attend: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
     no_speculation: str | None = None
     """Why nothing is guessed ahead; None: it is."""
+    batch_variance: str | None = None
+    """Why an answer may depend on the requests that are computed beside it, in a near tie; None: it does not, to the
+    bit (of adapters in bfloat16 that holds for what is written, not for their prompts)."""
     left_out: tuple[str, ...] = ()
     """Parts of the checkpoint that were not read, with the number of their tensors ("vision_tower x 437")."""
     placeholders: Mapping[int, str] = field(default_factory=dict)

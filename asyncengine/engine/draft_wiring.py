@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from asyncengine.config import EngineConfig
@@ -18,15 +19,28 @@ if TYPE_CHECKING:
     from asyncengine.models.progress import LoadProgress
 
 
+logger = logging.getLogger("asyncengine")
+
+_UNUSED = "draft_model=%r is not used, and answers are the same without: %s"
+
+
 def open_draft(config: EngineConfig, device: torch.device) -> CheckpointSource | None:
     """Find the draft model's files, before anything large is loaded. None: none is asked for.
 
-    Raises `InvalidParameter` where none can run, `ModelNotFound`.
+    Raises `InvalidParameter` where none is to run, `ModelNotFound`. Where just this machine has no use for one, that is
+    logged: guesses change no answer, and a program that asks for them has to start anywhere.
     """
     if config.draft_model is None:
         return None
+    if device.type != "cpu" and config.device == "auto":
+        logger.warning(_UNUSED, config.draft_model, "it runs on a CPU only")
+        return None
     if device.type != "cpu":
         raise InvalidParameter("draft_model", f"runs on a CPU only, not on {device}", config.draft_model)
+    if config.attention_backend == "torch":
+        raise InvalidParameter(
+            "draft_model", 'nothing can be guessed with attention_backend="torch"', config.draft_model
+        )
     try:
         return open_checkpoint(resolve_draft(config.draft_model), config)
     except ModelNotFound as error:
@@ -40,7 +54,8 @@ def load_draft(
     tokenizer: TextTokenizer | None,
     progress: LoadProgress,
 ) -> LoadedModel | None:
-    """The draft model, in the type of the `target` and on its device. None: `open_draft` found none.
+    """The draft model, in the type of the `target` and on its device. None: `open_draft` found none, or the target's
+    numbers depend on what is computed together, so that nothing can be guessed.
 
     Raises `InvalidParameter` if it has another vocabulary or cannot guess, `OutOfMemory`, `ModelNotFound`,
     `UnsupportedModel`.
@@ -62,6 +77,9 @@ def load_draft(
     if found.states:
         reason = "keeps recurrent states, which cannot be taken back when a guess is wrong"
         raise InvalidParameter("draft_model", reason, config.draft_model)
+    if target.unsteady is not None and not target.states:  # else no machine could use it
+        logger.warning(_UNUSED, config.draft_model, target.unsteady)
+        return None
     return found
 
 

@@ -339,12 +339,15 @@ def _assemble(
         one_pool=runner.one_pool,
         stored=runner.stored,
         fused=tuple(runner.fused),
+        attention=runner.attention_backend,
         no_speculation=runner.no_speculation,
+        batch_variance=runner.batch_variance,
         left_out=loaded.left_out,
         placeholders=loaded.placeholders,
     )
     if vectors is not None:
         info = described(info, vectors, tokenizer)
+    _say_forms(info)
     costs = runner.step_costs if runner.no_speculation is None else None
     adapted = config.speculation_with_adapters
     adapted = info.dtype == "float32" if adapted is None else adapted
@@ -359,6 +362,21 @@ def _assemble(
         adapters=adapters,
         vectors=vectors,
     )
+
+
+def _say_forms(info: ModelInfo) -> None:
+    """One line of what runs how, and of what a machine cannot promise."""
+    steady = "answers are the same in any company"
+    if info.batch_variance is not None:
+        steady = f"answers may depend on those computed beside them, as {info.batch_variance}"
+    guesses = "guesses ahead"
+    if info.no_speculation is not None:
+        same = info.no_speculation == info.batch_variance
+        guesses = "nothing is guessed" + (", for the same reason" if same else f", as {info.no_speculation}")
+    logger.info(
+        "%s in %s on %s (%s; attention %s): %s; %s", info.name, info.dtype, info.device, ", ".join(info.fused),
+        info.attention, steady, guesses,
+    )  # fmt: skip
 
 
 def wire(

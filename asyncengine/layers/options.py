@@ -114,6 +114,18 @@ class LayerOptions:
 
         return panels.packing_pays(self.dtype) and panels.packing_fits(self.dtype, outputs, inputs)
 
+    def why_torch(self) -> str:
+        """Why some products are torch's, and where they would not be. A kernel of ours sums in an order of its own;
+        torch's choose theirs by the number of rows."""
+        reason = compiler_missing(self.dtype, self.device)
+        if reason is None and self.kernels.name != "compiled":
+            reason = "numba cannot be imported"
+        elif reason is None:
+            from asyncengine.kernels.cpu import packed as panels
+
+            reason = panels.why_not_packed(self.dtype) or "some matrices fill no panels, or are not packed"
+        return f"{reason}: some products are torch's, whose sums depend on what is computed together"
+
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory of the model's dtype on its device."""
         return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)

@@ -357,15 +357,12 @@ class Decoder:
 
     @property
     def unsteady(self) -> str | None:
-        """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit.
-
-        Compiled kernels sum in an order of their own; torch's products choose theirs by the number of rows.
-        """
+        """Why a token's numbers may depend on the tokens that are computed beside it; None: they do not, to the bit."""
         weights = [linear.weight for layer in self.layers for linear in layer.linears()]
         weights += [linear.weight for linear in self.projections]
         compiled = self.options.kernels.name == "compiled" and self.head.weight.name not in ("dense", "oneDNN")
         if not compiled or any(weight.products(None) is None for weight in weights):
-            return "some products are torch's, whose sums depend on what is computed together"
+            return self.options.why_torch()
         if not all(mixture.experts.compiled for layer in self.layers for mixture in layer.mixtures()):
             return "experts' products are torch's, whose sums depend on what is computed together"
         return None

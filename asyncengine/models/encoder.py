@@ -158,7 +158,7 @@ class Encoder:
         linears = [linear for layer in self.layers for linear in layer.linears()]
         weights = [linear.weight for linear in (*linears, *([] if self.head is None else self.head.linears()))]
         if self.options.kernels.name != "compiled" or any(weight.products(None) is None for weight in weights):
-            return "some products are torch's, whose sums depend on what is computed together"
+            return self.options.why_torch()
         return None
 
     def describe(self) -> list[str]:

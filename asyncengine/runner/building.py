@@ -111,6 +111,7 @@ def _build(
         pooler=pooler,
     )
     runner.one_pool = one_pool
+    runner.batch_variance = _batch_variance(model, backend.name)
     runner.no_speculation = (
         "texts are given and none is written" if pooler else _no_speculation(model, backend.name, config)
     )
@@ -184,9 +185,15 @@ def _no_speculation(model: LoadedModel, backend: str, config: EngineConfig) -> s
         return f"max_num_batched_tokens or max_model_len is below {max(SIZES)}"
     if model.states:
         return "the model keeps recurrent states, which cannot be taken back"
-    if model.device.type == "cpu":
-        return model.unsteady or (None if backend == "compiled" else "attention is torch's")
-    return None if config.speculation == "lookup" else "on a GPU, sums depend on what is computed together"
+    on_gpu = model.device.type != "cpu"
+    return None if on_gpu and config.speculation == "lookup" else _batch_variance(model, backend)
+
+
+def _batch_variance(model: LoadedModel, backend: str) -> str | None:
+    """Why an answer may depend on what is computed beside it; None: it does not."""
+    if model.device.type != "cpu":
+        return "on a GPU, sums depend on what is computed together"
+    return model.unsteady or (None if backend == "compiled" else "attention is torch's")
 
 
 def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, cores: Cores) -> None:

@@ -66,6 +66,7 @@ class EncoderRunner:
     one_pool = "nothing is kept of a text"
     kv_bytes = state_bytes = 0
     no_speculation = "texts are given and none is written"
+    attention_backend = "of whole texts"
     step_costs = draft_costs = None
     windows: tuple[tuple[int, int], ...] = ()
 
@@ -79,7 +80,8 @@ class EncoderRunner:
         self._copies = copy_stream(loaded.device)
         self._pooler = pooler
         self._small = loaded.weights_bytes <= SMALL
-        self._compiled = loaded.model.unsteady is None
+        self.batch_variance = loaded.model.unsteady
+        self._compiled = self.batch_variance is None
 
     def launch(self, batch: Batch) -> StepHandle:
         """Start one step, in parts where it does not fit in memory (`parts`). Raising means the runner is broken."""

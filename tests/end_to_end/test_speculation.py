@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import small_grammars
 
 from asyncengine import AsyncEngine, Completion, Engine, SamplingParams
+from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
+from asyncengine.engine.draft_wiring import open_draft
 from asyncengine.errors import BudgetTooSmall, InvalidParameter, ModelNotFound, OutOfMemory
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import ChatAsyncEngine
@@ -269,6 +272,42 @@ def test_what_is_no_draft_model_is_refused(
         (tmp_path / "tokenizer_config.json").write_text((MODEL_PATH / "tokenizer_config.json").read_text())
     with pytest.raises(error, match=named):
         Engine.from_pretrained("demo", **settings)
+
+
+def test_a_machine_that_cannot_guess_says_so_and_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that names a draft model starts on any machine: guesses change no answer. Others sum as torch does."""
+    packed = pytest.importorskip("asyncengine.kernels.cpu.packed")
+    monkeypatch.setattr(packed, "cpu_has", lambda *features: features != ("avx2", "fma"))
+    caplog.set_level("INFO", "asyncengine")
+    with Engine.from_pretrained("demo", draft_model="demo/draft", dtype="float32") as engine:
+        assert engine.info.attention == "compiled"
+        assert engine.info.no_speculation == engine.info.batch_variance
+        assert "this CPU has no AVX2 (quantization=" in str(engine.info.batch_variance)
+        assert engine.generate("Once upon a time", SamplingParams(max_tokens=3)).token_ids
+    (warning,) = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert warning.startswith("draft_model='demo/draft' is not used, and answers are the same without: this CPU has no")
+    (line,) = (each.getMessage() for each in caplog.records if each.getMessage().startswith("demo in float32 on cpu"))
+    assert "answers may depend on those computed beside them, as this CPU has no AVX2" in line
+    assert line.endswith("nothing is guessed, for the same reason")
+
+
+def test_a_machine_that_can_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the type of the checkpoint would be another unit's: with the setting that its reason names."""
+    caplog.set_level("INFO", "asyncengine")
+    with Engine.from_pretrained("demo", quantization="int8") as engine:
+        assert engine.info.no_speculation is engine.info.batch_variance is None
+    (line,) = (each.getMessage() for each in caplog.records if each.getMessage().startswith("demo in bfloat16 on cpu"))
+    assert line.endswith("answers are the same in any company; guesses ahead")
+
+
+def test_a_draft_model_is_left_alone_where_auto_finds_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = torch.device("cuda")
+    assert open_draft(EngineConfig(draft_model="demo/draft"), gpu) is None
+    assert "draft_model='demo/draft' is not used" in caplog.text
+    with pytest.raises(InvalidParameter, match="runs on a CPU only, not on cuda"):
+        open_draft(EngineConfig(draft_model="demo/draft", device="cuda"), gpu)
 
 
 def test_predictions() -> None:

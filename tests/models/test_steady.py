@@ -57,3 +57,20 @@ def test_the_bundled_model_is_steady(settings: dict[str, object]) -> None:
     from asyncengine.demo import MODEL_PATH
 
     assert found(MODEL_PATH, **settings) is None
+
+
+@pytest.mark.parametrize(
+    ("lacking", "dtype", "reason"), [("avx2", "float32", "no AVX2"), (None, "bfloat16", "its matrix unit, AMX")]
+)
+def test_a_model_says_why_not_and_what_helps(
+    lacking: str | None, dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this machine is; the setting that the reason names gives the engine's own products."""
+    from asyncengine.demo import MODEL_PATH
+    from asyncengine.kernels.cpu import packed
+
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.setattr(packed, "cpu_has", lambda *features: lacking not in features)
+    assert reason in str(load_model(str(MODEL_PATH), EngineConfig(dtype=dtype, show_progress=False)).unsteady)
+    helped = EngineConfig(dtype=dtype, quantization="int8", show_progress=False)
+    assert load_model(str(MODEL_PATH), helped).unsteady is None

@@ -67,17 +67,20 @@ _NEAR = 2**18
 """Bytes of x up to which one panel at a time is done for all rows: both stay in that cache."""
 
 
-def packing_pays(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies packed weights faster than oneDNN multiplies what it packs itself.
+def why_not_packed(dtype: torch.dtype) -> str | None:
+    """The reason why products of this type are left to oneDNN or torch, with the settings that avoid it; None: weights
+    are packed here.
 
     Those of a matrix unit (AMX) are oneDNN's, unless its own setting keeps it from that unit. Where no instruction
     takes pairs of bfloat16 they are widened as they are read; torch computes them number by number without AVX-512, and
     with it oneDNN imitates the instruction.
     """
     if not cpu_has("avx2", "fma"):
-        return False
-    matrix_unit = cpu_has("amx-bf16") and may_use_matrix_unit(os.environ)
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and not matrix_unit)
+        return 'this CPU has no AVX2 (quantization="int8" does without)'
+    if dtype == torch.bfloat16 and cpu_has("amx-bf16") and may_use_matrix_unit(os.environ):
+        remedies = 'dtype="float32", quantization="int8" and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 do without'
+        return f"this CPU multiplies bfloat16 by its matrix unit, AMX ({remedies})"
+    return None if dtype in _STEPS else f"none are packed in {str(dtype).removeprefix('torch.')}"
 
 
 def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
@@ -87,6 +90,11 @@ def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
     """
     limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "ALL"
     return "AMX" in limit.upper() or limit.upper() in ("ALL", "DEFAULT", "AVX10_2_512")
+
+
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are packed."""
+    return why_not_packed(dtype) is None
 
 
 def packing_fits(dtype: torch.dtype, outputs: int, inputs: int) -> bool:

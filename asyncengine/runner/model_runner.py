@@ -51,6 +51,9 @@ _HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token"
 class ModelRunner:
     """Holds weights, KV memory and per-slot state of one model. One step at a time, on any one thread."""
 
+    batch_variance: str | None = None
+    """Why an answer may depend on what is computed beside it; None: it does not."""
+
     def __init__(
         self,
         model: LoadedModel,
@@ -82,8 +85,6 @@ class ModelRunner:
         self.fused, self.stored = model.fused, model.stored
         self.vocab_size = model.vocab_size
         self.no_speculation: str | None = "it was not asked for"
-        self.batch_variance: str | None = None
-        """Why an answer may depend on what is computed beside it; None: it does not."""
         self.step_costs: tuple[float, ...] | None = None
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
         self.pooler = pooler

@@ -86,9 +86,10 @@ class KeptTimes:
 def measure_steps(run: Run, kept: KeptTimes | None) -> tuple[float, ...]:
     """Seconds of steps of `SIZES` tokens, positive; `kept`: where they are looked for and put."""
     known = None if kept is None else kept.read()
-    times, holds = (None, False) if known is None else _as_known(run, known)
+    told, holds = (None, False) if known is None else _as_known(run, known)
+    times = told or ()
     for _ in range(2):
-        if times is None or not is_sound(times):
+        if not is_sound(times):
             times, holds = _measured(run), False
     if not is_sound(times):
         logger.info("what steps take cannot be measured here, usual times are taken: %s", times)

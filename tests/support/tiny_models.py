@@ -6,18 +6,22 @@ where the family has them, and weights large enough that greedy outputs wander i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 VOCAB = 160
 WINDOW = 24
 WHOLE = 64
 """A width that all compiled kernels take; the others' fits no panel, so that their linears are of several forms."""
 HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+GROUPS = 2 if "group_size" in inspect.signature(MambaRMSNormGated).parameters else 1
+"""Of Mamba-2's states: transformers 5.17 normalises all groups as one, which later releases mended."""
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -329,7 +333,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
             shared_intermediate_size=64,
             mamba_n_heads=8,
             mamba_d_state=32,
-            mamba_n_groups=2,
+            mamba_n_groups=GROUPS,
             attention_multiplier=0.2,
             residual_multiplier=0.7,
             logits_scaling=1.5,
@@ -364,7 +368,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_heads=8,
         head_dim=16,
         state_size=32,
-        n_groups=2,
+        n_groups=GROUPS,
         use_bias=True,
         bos_token_id=1,
         eos_token_id=2,

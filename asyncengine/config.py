@@ -15,7 +15,7 @@ from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, check_policy
 
-STEP_SIZES = 5
+STEP_SIZES = 3
 """How many sizes of steps have a cost (`speculation.costs`)."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -120,10 +120,10 @@ class EngineConfig:
     draft_model: str | None = None
     """A smaller model with the same vocabulary that guesses as well: a folder, a hub id, or "demo/draft". On a CPU."""
     speculation_costs: tuple[float, ...] | None = None
-    """Times of steps of 1, 4, 8, 16 and 32 tokens, by which is decided how many guesses a step is worth. None: they are
+    """Seconds of steps of 1, 8 and 32 tokens, by which it is decided how many guesses a step is worth. None: they are
     measured when the engine is built."""
     draft_costs: tuple[float, ...] | None = None
-    """Times of the draft model's steps of as many tokens. None: they are measured, too."""
+    """Seconds of the draft model's steps of 1, 8 and 32 tokens. None: they are measured."""
 
     # -- admission and deadlines
     max_queued_requests: int | None = None

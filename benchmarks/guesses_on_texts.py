@@ -31,7 +31,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.speculation import DraftPlanner
-from asyncengine.speculation.lookup import NOTHING, Draft
+from asyncengine.speculation.acceptance import NOTHING, Draft
 from tools.demo_model.conversations import make
 
 COUNT, LEAST = 12, 30

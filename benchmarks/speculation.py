@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.events import Event, StepDone
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.evidence import Evidence
-from asyncengine.speculation.lookup import Draft
+from asyncengine.speculation.acceptance import LONG, Draft, Source
 from benchmarks.execution_vs_transformers import SHAPES
 from benchmarks.guesses_on_texts import on_texts
 
@@ -53,7 +52,7 @@ class Planted:
         done = len(tokens) - self._prompt_len
         rest = self._answer[done : done + limit]
         right = [token if self._random.random() < self._rate else token ^ 1 for token in rest]
-        return Draft(tuple(right), Evidence.LONG)
+        return Draft(tuple(right), Source.OWN_TEXT, LONG)
 
 
 class Passes(NamedTuple):
@@ -131,7 +130,7 @@ async def compare(
     def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Planted:
         return Planted(known[spec.prompt], len(spec.prompt), rate, spec.ticket)
 
-    planner._make, planner._most = make, most
+    planner._make, planner._max_drafts = make, most
     before = on.stats().speculation
     ratios, made_of = [], []
     for turn in range(options.rounds):

@@ -30,7 +30,7 @@ from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.first_steps import GREEDY, first_lengths, read_kept
 from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
-from asyncengine.runner.step_times import KeptTimes, measure_steps
+from asyncengine.runner.step_times import measure_steps
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES, least_chance
 from asyncengine.speculation.draft_model import DraftModel
@@ -121,7 +121,7 @@ def _build(
         read_kept(left if left or kept else sampling_kernels())
         release_cached(device)
     if runner.no_speculation is None:
-        runner.step_costs = config.speculation_costs or _measure_steps(runner, model, config)
+        runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
     if draft is not None:
         _add_draft(runner, draft, config, cores)
     # a graph's kernels have their places by heart, and which states a step moves differs from step to step
@@ -202,7 +202,7 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
         raise InvalidParameter("draft_model", f"nothing can be guessed: {runner.no_speculation}", config.draft_model)
     backend = make_backend(config, draft.layers, runner.num_pages, draft.dtype, draft.device, draft.max_model_len)
     second = ModelRunner(draft, backend, config.page_size, config.max_num_seqs, cores=cores)
-    runner.draft_costs = config.draft_costs or _measure_steps(second, draft, config, guesses=True)
+    runner.draft_costs = config.draft_costs or _measure_steps(second, config, guesses=True)
     assert runner.step_costs is not None
     least = least_chance(runner.step_costs, runner.draft_costs)
     runner.draft_model = DraftModel(second, draft.max_model_len, least_chance=least)
@@ -210,12 +210,12 @@ def _add_draft(runner: ModelRunner, draft: LoadedModel, config: EngineConfig, co
     runner.weights_bytes += second.weights_bytes
 
 
-def _measure_steps(
-    runner: ModelRunner, model: LoadedModel, config: EngineConfig, *, guesses: bool = False
-) -> tuple[float, ...]:
-    """Seconds of steps in which one row of `model` computes and samples `SIZES` tokens: what guesses cost. `guesses`:
-    it is a draft model, which scores its tokens; what the host does around a pass is part of it, as nothing else
-    happens meanwhile."""
+def _measure_steps(runner: ModelRunner, config: EngineConfig, *, guesses: bool = False) -> tuple[float, ...]:
+    """Seconds of steps in which one row computes and samples `SIZES` tokens, which is what drafts cost.
+
+    `guesses`: it is a draft model, which scores its tokens; what the host does around a pass is part of it, as nothing
+    else happens meanwhile.
+    """
     params = replace(GREEDY, logprobs=True) if guesses else GREEDY
 
     def run(count: int) -> float:
@@ -228,8 +228,7 @@ def _measure_steps(
         seconds = runner.profile_run(Batch(0, (row,))).seconds
         return time.perf_counter() - began if guesses else seconds
 
-    compiled = runner.attention_backend == "compiled"
-    times = measure_steps(run, KeptTimes(model, config, runner.cores.most) if compiled else None)
+    times = measure_steps(run)
     runner.cores.forget()
     return times
 

@@ -10,9 +10,7 @@ from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.lora.interface import LONG
 from asyncengine.scheduler.request import Request
 from asyncengine.speculation import DraftPlanner
-from asyncengine.speculation.asking import Asking
 from asyncengine.speculation.costs import StepCosts
-from asyncengine.speculation.draft_pages import DraftPages
 from asyncengine.speculation.planner import Candidate
 from asyncengine.step import Row, StepResult
 
@@ -28,14 +26,6 @@ def add_drafts(
 ) -> None:
     """Give `rows`, by ticket, the drafts that are worth their time: none where somebody else's prompt is computed, at
     most `budget` of them, and pages that are free and nobody's only. `adapters`: also where there is one."""
-    _add_drafts(planner, rows, running, kv, budget, namespace, adapters)
-    planner.sees(rows.values())
-
-
-def _add_drafts(
-    planner: DraftPlanner, rows: dict[int, Row], running: Mapping[int, Request], kv: KVCache, budget: int,
-    namespace: Callable[[Request], Namespace], adapters: bool,
-) -> None:  # fmt: skip
     tokens, prompt = 0, False
     for row in rows.values():
         tokens += row.num_scheduled
@@ -50,7 +40,7 @@ def _add_drafts(
         if _may_guess(row, request) and (adapters or not row.adapter_slot):
             most = min(budget, _room(request, row, kv))
             if most > 0:
-                candidates.append(Candidate(ticket, row.spec, request.tokens, namespace(request), most, row.pages))
+                candidates.append(Candidate(ticket, row.spec, request.tokens, namespace(request), most))
     if not candidates:
         return
     if prompt:
@@ -111,15 +101,15 @@ def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, in
     return accepted
 
 
-def draft_planner(config: EngineConfig, num_pages: int, page_size: int) -> DraftPlanner | None:
-    """As the configuration says, over so many pages; None: nobody drafts. Costs have been measured by then."""
+def draft_planner(config: EngineConfig) -> DraftPlanner | None:
+    """The planner that the configuration asks for; None: nobody drafts. Costs have been measured by then."""
     if config.speculation == "off" or config.speculation_costs is None:
         return None
-    costs, asking = StepCosts(config.speculation_costs), None
+    draft_costs = None
     if config.draft_costs is not None:
-        modelled = StepCosts(config.draft_costs, config.speculation_costs[0])
-        asking = Asking(costs, modelled, DraftPages(num_pages, page_size))
-    return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory), asking=asking)
+        draft_costs = StepCosts(config.draft_costs, config.speculation_costs[0])
+    costs = StepCosts(config.speculation_costs)
+    return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory), draft_costs=draft_costs)
 
 
 def end_drafting(planner: DraftPlanner, request: Request, namespace: Namespace) -> None:

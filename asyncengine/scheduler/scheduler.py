@@ -68,7 +68,7 @@ class Scheduler:
         # A decode must never wait for budget: then every running request advances in every step.
         slots = Slots(min(config.max_num_seqs, config.max_num_batched_tokens), adapters)
         self._admission = Admission(config, kv, self._policy, slots)
-        drafts = drafts or draft_planner(config, kv.pool.capacity + 1, kv.page_size)
+        drafts = drafts or draft_planner(config)
         roster = Roster(kv, self._policy, slots, drafts, self._admission.namespace)
         self.roster = roster
         # its dictionaries under their own names: they are read in every line below

@@ -1,87 +1,141 @@
-"""How likely a drafted token is right: what has been seen of one request, beside what is usual."""
+"""Moving acceptance rates of drafted tokens, by source and by how well the source agreed.
+
+The chance that a drafted token is right depends on where the draft comes from and on how many tokens before it agree
+with the text there. Both are known before anything is drafted, so the rates are kept per (source, level of agreement):
+a prior, moved by what became of earlier drafts of the namespace, moved by what became of this request's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
 
-from asyncengine.speculation.evidence import AFTER, USUAL, Evidence
-from asyncengine.speculation.lookup import Draft
 
-_WEIGHT = 1.0
-"""Of what is usual, in drafted tokens."""
-_KEEP = 0.99
-"""What of earlier tokens counts when there is a new one: a text changes."""
-_REST = 0.998
-"""What of it counts after a step in which a draft was not worth its time: what was useless is tried again, seldom."""
+class Source(IntEnum):
+    """Origin of a draft."""
+
+    OWN_TEXT = 0
+    EARLIER_ANSWER = 1
+    PREDICTION = 2
+    MODEL = 3
+
+
+AMBIGUOUS = 0
+"""Agreement of a draft whose places in the text go on in different ways."""
+LONG = 6
+"""Agreeing tokens from which on more of them say nothing more."""
+_LEVELS = (0, 1, 2, 3, 3, 3, 4)
+"""Level of agreement by number of agreeing tokens, 0 to `LONG`."""
+_PRIORS = (
+    (0.30, 0.60, 0.72, 0.85, 0.93),
+    (0.20, 0.20, 0.40, 0.70, 0.85),
+    (0.40, 0.60, 0.75, 0.90, 0.95),
+    (0.60, 0.75, 0.75, 0.75, 0.75),
+)
+"""Share of right tokens by source and level, measured on answers that quote, edit, extract and answer from passages."""
+_PRIOR_WEIGHT = 1.0
+"""Weight of the prior, in drafted tokens."""
+_MEMORY = 0.99
+"""Factor by which a drafted token makes earlier ones count less: texts change."""
+_RECOVERY = 0.998
+"""Factor by which an unused draft makes earlier ones count less, so that a useless source is tried again, seldom."""
 _PATIENCE = 3
-"""Drafts in a row whose first token was wrong, after which the next one has to wait: twice as long each time, up to
-`_LONGEST` steps."""
-_LONGEST = 64
+"""Useless drafts in a row after which a source has to wait."""
+_LONGEST_WAIT = 256
+"""Steps that a useless source waits, at most."""
+
+
+class Draft(NamedTuple):
+    """A guess of the next tokens."""
+
+    tokens: tuple[int, ...]
+    source: Source
+    agreed: int
+    """Tokens before the draft that agree with its source; `AMBIGUOUS` where the source is not sure."""
+
+
+NOTHING = Draft((), Source.OWN_TEXT, AMBIGUOUS)
+
+
+def prior(source: Source, agreed: int) -> float:
+    """Chance that a token is right, before anything of its kind was drafted."""
+    return _PRIORS[source][_LEVELS[min(agreed, LONG)]]
 
 
 class Acceptance:
-    """Counts of one request, by what its drafts rested on. A function of tokens alone: replays agree."""
+    """Acceptance of one request's drafts, or of a whole namespace's. A function of tokens alone, so replays agree."""
 
-    __slots__ = ("_missed", "_others", "_right", "_tried", "_waits")
+    __slots__ = ("_misses", "_parent", "_right", "_tried", "_waits")
 
-    def __init__(self, others: Acceptance | None = None) -> None:
-        """`others`: what has been seen of requests like this one, which a new one is taken for."""
-        self._others = others
-        self._tried = [0.0] * len(USUAL)
-        self._right = [0.0] * len(USUAL)
-        self._missed = [0] * len(USUAL)
-        self._waits = [0] * len(USUAL)
+    def __init__(self, parent: Acceptance | None = None) -> None:
+        """`parent`: the namespace's, which a new request starts from; None: this is a namespace's own."""
+        self._parent = parent
+        self._tried = [[0.0] * len(levels) for levels in _PRIORS]
+        self._right = [[0.0] * len(levels) for levels in _PRIORS]
+        self._misses = [0] * len(_PRIORS)
+        self._waits = [0] * len(_PRIORS)
+
+    def is_waiting(self, source: Source) -> bool:
+        """Whether the source has been useless and must wait before it is tried again."""
+        return self._waits[source] > 0 or (self._parent is not None and self._parent.is_waiting(source))
 
     def rates(self, draft: Draft, count: int) -> list[float]:
-        """Of the first `count` tokens of `draft`: how likely each is right, if those before it are. Nothing: it is not
-        to be tried now."""
-        if self._waits[draft.evidence]:
+        """Chances that each of the first `count` tokens is right if those before it are; none while it must wait."""
+        if self.is_waiting(draft.source):
             return []
-        if not draft.joints:
-            return self._simple_rates(draft.evidence, min(count, len(draft.tokens)))
-        known: dict[Evidence, float] = {}
-        found = []
-        for evidence in draft.rests_on(count):
-            rate = known.get(evidence)
-            if rate is None:
-                rate = known[evidence] = self._mean(evidence)
-            found.append(rate)
-        return found
-
-    def _simple_rates(self, evidence: Evidence, count: int) -> list[float]:
-        """`rates` of tokens that all come from one place."""
-        found: list[float] = []
+        count, found = min(count, len(draft.tokens)), list[float]()
         while len(found) < count:
-            rate, following = self._mean(evidence), AFTER[evidence]
-            found += [rate] * (count - len(found) if following is evidence else 1)
-            evidence = following
+            agreed = min(draft.agreed + len(found), LONG)
+            rate = self._rate(draft.source, _LEVELS[agreed])
+            found += [rate] * (count - len(found) if agreed == LONG else 1)
         return found
 
-    def _mean(self, evidence: Evidence) -> float:
-        usual = USUAL[evidence] if self._others is None else self._others._mean(evidence)
-        return (usual * _WEIGHT + self._right[evidence]) / (_WEIGHT + self._tried[evidence])
+    def _rate(self, source: Source, level: int) -> float:
+        usual = _PRIORS[source][level] if self._parent is None else self._parent._rate(source, level)
+        return (usual * _PRIOR_WEIGHT + self._right[source][level]) / (_PRIOR_WEIGHT + self._tried[source][level])
 
     def learn(self, draft: Draft, drafted: int, accepted: int) -> None:
-        """`accepted` of the first `drafted` tokens of `draft` stood; those behind the first wrong one say nothing."""
-        rests = draft.rests_on(min(accepted + 1, drafted))
-        if self._others is not None:
-            self._others._learn(draft.evidence, rests, accepted)
-        self._learn(draft.evidence, rests, accepted)
+        """Take in that the first `accepted` of `drafted` tokens were right; those behind a wrong one say nothing."""
+        if self._parent is not None:
+            self._parent.learn(draft, drafted, accepted)
+        source = draft.source
+        tried, right = self._tried[source], self._right[source]
+        for place in range(min(drafted, accepted + 1)):
+            level = _LEVELS[min(draft.agreed + place, LONG)]
+            tried[level] = tried[level] * _MEMORY + 1
+            right[level] = right[level] * _MEMORY + (place < accepted)
+        self._misses[source] = 0 if accepted else self._misses[source] + 1
+        over = self._misses[source] - _PATIENCE * (1 if self._parent is not None else 4)
+        self._waits[source] = min(_LONGEST_WAIT, 2**over) if over > 0 else 0
 
-    def _learn(self, first: Evidence, rests: Sequence[Evidence], accepted: int) -> None:
-        """Of tokens that rest on `rests`, as many as are known to be right, or wrong, so many were right."""
-        missed = 0 if accepted else self._missed[first] + 1
-        self._missed[first] = missed
-        self._waits[first] = min(_LONGEST, 2 ** (missed - _PATIENCE)) if missed > _PATIENCE else 0
-        tried, right = self._tried, self._right
-        for place, evidence in enumerate(rests):
-            tried[evidence] = tried[evidence] * _KEEP + 1
-            right[evidence] = right[evidence] * _KEEP + (place < accepted)
+    def rest(self, source: Source) -> None:
+        """Take in that a step passed in which a draft of this source was not worth its time."""
+        if self._parent is not None:
+            self._parent.rest(source)
+        self._waits[source] = max(0, self._waits[source] - 1)
+        for counts in (self._tried[source], self._right[source]):
+            counts[:] = [count * _RECOVERY for count in counts]
 
-    def rest(self, evidence: Evidence) -> None:
-        """A draft was there and not taken."""
-        if self._others is not None:
-            self._others.rest(evidence)
-        self._waits[evidence] = max(0, self._waits[evidence] - 1)
-        self._tried[evidence] *= _REST
-        self._right[evidence] *= _REST
+
+def is_surer(draft: Draft, other: Draft) -> bool:
+    """Whether the first token of `draft` is likelier right than that of `other`, going by the priors."""
+    if not draft.tokens or not other.tokens:
+        return bool(draft.tokens)
+    return prior(draft.source, draft.agreed) > prior(other.source, other.agreed)
+
+
+def best_prefix(rates: Sequence[float], costs: Sequence[float], expected: float) -> tuple[int, float]:
+    """Number of drafted tokens that yields the most tokens per time, and the gain over none.
+
+    `rates`: chance of each token if those before it are right. `costs`: of the step with 0, 1, 2, ... of them.
+    `expected`: tokens of the step without any.
+    """
+    plain = expected / costs[0]
+    best, count, chance = plain, 0, 1.0
+    for number, rate in enumerate(rates, 1):
+        chance *= rate
+        expected += chance
+        if expected / costs[number] > best:
+            best, count = expected / costs[number], number
+    return count, best / plain

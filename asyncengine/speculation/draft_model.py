@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.asking import CATCH_UP
 from asyncengine.speculation.draft_pages import DraftPages
 from asyncengine.step import Batch, Executor, Row
+
+CATCH_UP = 128
+"""Positions that the draft model computes for a row in one step, at most: one that is further behind has to wait."""
 
 
 @dataclass(slots=True, eq=False)

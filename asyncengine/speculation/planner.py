@@ -1,32 +1,34 @@
-"""How many drafted tokens a step is worth: expected tokens against the time that computing them takes.
+"""Plans how many drafted tokens each row of a step carries: expected tokens against the time that they take.
 
-Only what is left over is spent on drafts: steps that compute a prompt have none, but for what the prompt's own caller
+Only what is left over is spent on drafts: steps that compute a prompt have none, but for what that prompt's own caller
 predicts, and no page is taken from anybody.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.acceptance import Acceptance
-from asyncengine.speculation.asking import Asked, Asker, Asking, Offer, Step, best_gain
+from asyncengine.speculation.acceptance import AMBIGUOUS, NOTHING, Acceptance, Draft, Source, best_prefix
 from asyncengine.speculation.costs import SIZES, StepCosts
-from asyncengine.speculation.drafter import Drafter, LookupDrafter, MakeDrafter
-from asyncengine.speculation.evidence import Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft
-from asyncengine.speculation.records import Habits
-from asyncengine.speculation.store import OutputStore
-from asyncengine.step import OPEN, Row
+from asyncengine.speculation.draft_model import CATCH_UP
+from asyncengine.speculation.earlier_answers import EarlierAnswers
+from asyncengine.speculation.proposer import LookupProposer, MakeProposer, Proposer
+from asyncengine.step import OPEN
 
-_NAMESPACES = 256
-_SURE = 0.98
-"""The best that is hoped of a drafted token before anybody has drafted any."""
-_WAIT = 1.5
-"""Expected tokens of a step, in those of one without guesses, for which a request is not launched ahead."""
+_MAX_NAMESPACES = 256
+_BEST_RATE = 0.98
+"""The best acceptance that is hoped for when it is asked whether any draft could pay in a step."""
+_MIN_MODEL_GAIN = 1.03
+"""Tokens per time with a draft model's guesses over those without, below which the model is not asked: a smaller gain
+is as likely an error of measurement."""
+_MIN_WAIT_GAIN = 1.5
+"""Gain from which on a request rather waits for its token in flight than being launched behind it without drafts."""
+_MIN_AHEAD = 32
+"""Tokens that an answer is expected to go on for, at least; a longer one is expected to double."""
 
 
 class Candidate(NamedTuple):
@@ -36,12 +38,10 @@ class Candidate(NamedTuple):
     """The request's ticket."""
     spec: RequestSpec
     tokens: list[int]
-    """The request's live list."""
+    """The request's live list of tokens."""
     namespace: tuple[Hashable, ...]
-    most: int
+    room: int
     """Drafts that the row has room for."""
-    pages: Sequence[int] = ()
-    """The request's page table."""
 
 
 @dataclass(slots=True)
@@ -53,313 +53,255 @@ class SpeculationCounters:
     rows: int = 0
     """Rows that carried drafts."""
     by_model: tuple[int, int] = (0, 0)
-    """Of `drafted` and `accepted`, those of a draft model."""
+    """`drafted` and `accepted` tokens that a draft model guessed."""
     by_position: list[int] = field(default_factory=list)
-    """Accepted at the first, second, ... place of a draft."""
+    """Accepted tokens at the first, second, ... place of a draft."""
 
 
-class _Drafting:
-    """What is known of one request."""
+class _Request:
+    """State of one request's drafting."""
 
-    __slots__ = ("acceptance", "asked", "draft", "drafter", "prediction")
+    __slots__ = ("acceptance", "asked_at", "caught_up", "draft", "prediction", "proposer")
 
-    def __init__(self, drafter: Drafter, others: _Others, constrained: bool) -> None:
-        """`constrained`: by a grammar, which a draft model knows nothing of."""
-        self.drafter = drafter
-        self.acceptance = Acceptance(others.acceptance)
-        self.asked = Asked(others.constrained if constrained else others.asked)
+    def __init__(self, proposer: Proposer, acceptance: Acceptance) -> None:
+        self.proposer = proposer
+        self.acceptance = acceptance
         self.draft = NOTHING
-        """The last one."""
+        """The last draft."""
         self.prediction = (0, 0)
-        """Tokens of its caller's guess that were right, and that were wrong."""
+        """Tokens of the caller's prediction that were drafted and right, and that were wrong."""
+        self.caught_up = 0
+        """Tokens that the draft model is known to have computed."""
+        self.asked_at = 0
+        """Tokens of the request when the draft model was last asked."""
 
 
-class _Others(NamedTuple):
-    """What has been learnt from all requests of a namespace."""
+class _Guess(NamedTuple):
+    """One drafted token of a row, with its chance of being right together with all before it."""
 
-    acceptance: Acceptance
-    habits: Habits
-    asked: Asked
-    """Of a draft model."""
-    constrained: Asked
-    """The same of requests with grammars."""
+    chance: float
+    place: int
+    """Index of the row's candidate."""
+    making: float
+    """Cost of guessing it; 0 for look-ups."""
 
 
 class DraftPlanner:
-    """Drafts for the rows of a step, and what became of them. A function of requests, their tokens and the settings."""
+    """Drafts for the rows of a step, and what became of them: a function of requests, their tokens and the settings."""
 
     def __init__(
         self,
         costs: StepCosts,
-        most: int,
-        store_bytes: int = 0,
-        make_drafter: MakeDrafter | None = None,
-        asking: Asking | None = None,
+        max_drafts: int,
+        answer_bytes: int = 0,
+        make_proposer: MakeProposer | None = None,
+        draft_costs: StepCosts | None = None,
     ) -> None:
-        """`most`: drafts of a row. `make_drafter`: None looks up. `asking`: None: there is no draft model."""
-        self.counters = SpeculationCounters(by_position=[0] * most)
+        """`max_drafts`: of a row. `answer_bytes`: memory for earlier answers. `make_proposer`: None looks up.
+        `draft_costs`: of the draft model's steps, in the unit of `costs`; None: there is no draft model."""
+        self.counters = SpeculationCounters(by_position=[0] * max_drafts)
         self._costs = costs
-        self._asking = asking
-        self._most = most
-        self._hopes: dict[tuple[int, int], bool] = {}
-        """(tokens, sampled tokens) of a step -> `_hopeful`."""
-        self._store = OutputStore(store_bytes) if store_bytes else None
-        self._make = make_drafter or self._lookup
-        self._requests: dict[int, _Drafting] = {}
-        self._seen: OrderedDict[tuple[Hashable, ...], _Others] = OrderedDict()
-        """By namespace, the last ones."""
-
-    def _lookup(self, spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Drafter:
-        # what a grammar wrote says nothing about what others would write
-        habits = None if spec.params.grammar is not None else self._others(namespace).habits
-        return LookupDrafter(spec, tokens, namespace, self._store, habits)
-
-    def _others(self, namespace: tuple[Hashable, ...]) -> _Others:
-        found = self._seen.pop(namespace, None) or _Others(Acceptance(), Habits(), Asked(), Asked())
-        self._seen[namespace] = found
-        if len(self._seen) > _NAMESPACES:
-            self._seen.popitem(last=False)
-        return found
+        self._draft_costs = draft_costs
+        self._max_drafts = max_drafts
+        self._answers = EarlierAnswers(answer_bytes) if answer_bytes else None
+        self._make = make_proposer or self._lookup
+        self._requests: dict[int, _Request] = {}
+        self._namespaces: OrderedDict[tuple[Hashable, ...], Acceptance] = OrderedDict()
+        """Acceptance of the namespaces that were used last."""
+        self._could_pay: dict[tuple[int, int], bool] = {}
 
     def plan(self, candidates: Sequence[Candidate], num_tokens: int, num_sampling: int) -> dict[int, tuple[int, ...]]:
         """Drafts by key for those that get any, in a step that computes `num_tokens` and samples `num_sampling` tokens
         without them."""
         room = SIZES[-1] - num_tokens
-        if room <= 0 or not self._hopeful(num_tokens, num_sampling):
+        if room <= 0 or not self._pays_at_best(num_tokens, num_sampling):
             return {}
-        step = Step(num_tokens, num_sampling)
-        awake = [] if self._asking is None else self._awake(self._asking, candidates, step)
-        if not awake and len(candidates) == 1:
-            return self._plan_one(candidates[0], room, num_tokens, num_sampling)
-        drafts, offers = self._propose(candidates, awake, step, room)
-        chances: list[tuple[float, int, int]] = []
-        for place, draft in drafts.items():
-            known = self._requests[candidates[place].key]
-            known.draft = draft
-            limit = min(candidates[place].most, self._most, room)
-            offer = offers.get(place)
-            rates = known.acceptance.rates(draft, limit) if offer is None else offer.rates
-            chance = 1.0
-            for number, rate in enumerate(rates):
-                chance *= rate
-                chances.append((-chance, place, number))
-        chances.sort()
-        worth = self._worth(chances[:room], offers, step)
-        counts: dict[int, int] = {}
-        for _, place, _ in chances[:worth]:
-            counts[place] = counts.get(place, 0) + 1
-        if not counts:
-            counts = {place: 1 for place, offer in offers.items() if offer.ask.trial}
-        self._ask(offers, candidates, counts, num_tokens)
-        for place, draft in drafts.items():
-            if place not in counts and place not in offers:
-                self._requests[candidates[place].key].acceptance.rest(draft.evidence)
+        guesses: list[_Guess] = []
+        drafts: dict[int, Draft] = {}
+        unsure: list[int] = []
+        for place, candidate in enumerate(candidates):
+            limit = min(candidate.room, self._max_drafts, room)
+            draft, rates = self._looked_up(candidate, limit)
+            if draft.tokens:
+                drafts[place] = draft
+            if best_prefix(rates, self._costs.table[num_tokens:], num_sampling)[0]:
+                guesses += _guesses(rates, place)
+            elif limit > 0:
+                unsure.append(place)
+        if unsure and self._draft_costs is not None:
+            offers = self._worth_asking([candidates[place] for place in unsure], num_tokens)
+            for index, place in enumerate(unsure):
+                rates, making = offers.get(index, ([], 0.0))
+                if rates:
+                    drafts[place] = Draft((OPEN,) * len(rates), Source.MODEL, AMBIGUOUS)
+                    guesses += _guesses(rates, place, making)
+                else:
+                    self._requests[candidates[place].key].acceptance.rest(Source.MODEL)
+        counts = self._best_counts(guesses, num_tokens, num_sampling, room)
+        for place in counts:
+            request = self._requests[candidates[place].key]
+            request.draft, request.asked_at = drafts[place], len(candidates[place].tokens)
+        for place in drafts.keys() - counts.keys():
+            self._requests[candidates[place].key].acceptance.rest(drafts[place].source)
         return {candidates[place].key: drafts[place].tokens[:count] for place, count in counts.items()}
 
-    def _awake(self, asking: Asking, candidates: Sequence[Candidate], step: Step) -> list[int]:
-        """The places of those that a draft model may be asked for in this step."""
-        found = []
-        for place, candidate in enumerate(candidates):
-            if not asking.rests(self._known(candidate).asked, step):
-                found.append(place)
-        return found
-
-    def _propose(
-        self, candidates: Sequence[Candidate], awake: Sequence[int], step: Step, room: int
-    ) -> tuple[dict[int, Draft], dict[int, Offer]]:
-        """By place, what is found, or guesses that a draft model is to make for those that are `awake`, where what is
-        found promises nothing; and what these promise."""
-        drafts: dict[int, Draft] = {}
-        askers: list[Asker] = []
-        for place, candidate in enumerate(candidates):
-            limit = min(candidate.most, self._most, room)
-            if limit < 1:
-                continue
-            known = self._known(candidate)
-            found = self._proposed(known, candidate, limit)
-            if found.tokens:
-                drafts[place] = found
-            if place not in awake:
-                continue
-            asked, tokens = known.asked, candidate.tokens
-            # what is looked up costs nothing to make: a draft model guesses where that is not worth computing
-            if found.tokens and best_gain(self._costs, known.acceptance.rates(found, limit), step)[1]:
-                continue
-            left, prompt = candidate.spec.max_total - len(tokens), len(candidate.spec.prompt)
-            askers.append(Asker(place, asked, tokens, candidate.pages, prompt, left, limit))
-        if self._asking is None or not askers:
-            return drafts, {}
-        offers = self._asking.offers(askers, step)
-        for place, offer in offers.items():
-            drafts[place] = Draft((OPEN,) * len(offer.rates), Evidence.MODEL)
-        return drafts, offers
-
-    def _ask(
-        self, offers: Mapping[int, Offer], candidates: Sequence[Candidate], counts: Mapping[int, int], num_tokens: int
-    ) -> None:
-        """A draft model is asked for so many guesses."""
-        chosen = [place for place in offers if place in counts]
-        if self._asking is None or not chosen:
-            return
-        total = sum(counts.values())
-        each = (self._costs.of(num_tokens + total) - self._costs.of(num_tokens)) / total
-        for place in chosen:
-            asked = self._requests[candidates[place].key].asked
-            self._asking.asks(asked, offers[place].ask, len(chosen), each)
-
-    def sees(self, rows: Iterable[Row]) -> None:
-        """A step of `rows` is launched, with their drafts."""
-        if self._asking is not None:
-            self._asking.sees(rows)
-
-    def _plan_one(
-        self, candidate: Candidate, room: int, num_tokens: int, num_sampling: int
-    ) -> dict[int, tuple[int, ...]]:
-        """`plan` of one row, whose guesses stand in the order of their chances."""
-        limit = min(candidate.most, self._most, room)
-        if limit < 1:
-            return {}
-        known = self._known(candidate)
-        draft = self._proposed(known, candidate, limit)
-        if not draft.tokens:
-            return {}
-        known.draft = draft
-        costs, chance, expected = self._costs.table, 1.0, float(num_sampling)
-        best, worth = expected / costs[num_tokens], 0
-        for tried, rate in enumerate(known.acceptance.rates(draft, limit)[:room], 1):
-            chance *= rate
-            expected += chance
-            gain = expected / costs[num_tokens + tried]
-            if gain > best:
-                best, worth = gain, tried
-        if worth:
-            return {candidate.key: draft.tokens[:worth]}
-        known.acceptance.rest(draft.evidence)
-        return {}
-
     def plan_behind_prompt(self, candidate: Candidate, num_tokens: int) -> tuple[int, ...]:
-        """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself: those that its
-        caller predicts, which save a pass. Nobody else's first token may come later for the sake of a guess."""
+        """Drafts for a request whose prompt ends with the `num_tokens` of a step that it has for itself.
+
+        They are those that its caller predicts, which save a pass. Nobody else's first token may come later for the
+        sake of a guess.
+        """
         if not candidate.spec.prediction:
             return ()
-        known = self._known(candidate)
-        limit = min(candidate.most, self._most)
-        draft = self._proposed(known, candidate, limit)
-        if not draft.predicted:
+        limit = min(candidate.room, self._max_drafts)
+        draft, rates = self._looked_up(candidate, limit)
+        if draft.source is not Source.PREDICTION:
             return ()
-        known.draft = draft
-        chance = expected = best = 1.0
-        count = 0
-        for number, rate in enumerate(known.acceptance.rates(draft, limit), 1):
-            chance *= rate
-            expected += chance
-            gain = expected / (1.0 + self._costs.of(num_tokens + number) - self._costs.of(num_tokens))
-            if gain > best:
-                best, count = gain, number
-        return draft.tokens[:count]
+        # the prompt is computed in any case: the saved pass costs 1, each draft its place in this step
+        base = self._costs.of(num_tokens) - 1.0
+        costs = [self._costs.of(num_tokens + number) - base for number in range(len(rates) + 1)]
+        self._requests[candidate.key].draft = draft
+        return draft.tokens[: best_prefix(rates, costs, 1.0)[0]]
 
     def promises(self, candidate: Candidate, num_rows: int) -> bool:
-        """Whether a request whose next token is on its way had better wait for it than be computed behind it, among
-        `num_rows`: as far as its tokens are known they go on as they went on before, and such guesses came true."""
-        limit = min(candidate.most, self._most, SIZES[-1] - num_rows)
-        if limit < 1 or not self._hopeful(num_rows, num_rows):
+        """Whether a request whose next token is in flight should wait for it, among `num_rows`, since drafts behind it
+        will bring more than being launched without any."""
+        limit = min(candidate.room, self._max_drafts, SIZES[-1] - num_rows)
+        if limit < 1 or not self._pays_at_best(num_rows, num_rows):
             return False
-        known = self._known(candidate)
-        found = self._proposed(known, candidate, limit)
-        if not found.tokens:
+        draft, rates = self._looked_up(candidate, limit)
+        if not draft.tokens:
             return False
-        rates = known.acceptance.rates(found, limit)
         # its own tokens for the time of its step: what is computed for others meanwhile is no reason to wait
-        gain = best_gain(self._costs, rates, Step(num_rows, 1))[0]
-        if gain < _WAIT:
-            known.acceptance.rest(found.evidence)
-            return False
-        return True
-
-    def _known(self, candidate: Candidate) -> _Drafting:
-        known = self._requests.get(candidate.key)
-        if known is None:
-            made = self._make(candidate.spec, candidate.tokens, candidate.namespace)
-            constrained = candidate.spec.params.grammar is not None
-            known = self._requests[candidate.key] = _Drafting(made, self._others(candidate.namespace), constrained)
-        return known
-
-    @staticmethod
-    def _proposed(known: _Drafting, candidate: Candidate, limit: int) -> Draft:
-        """What may follow, up to where the request would end: that token is sampled behind the others in any case."""
-        found = known.drafter.propose(candidate.tokens, limit)
-        for stop in candidate.spec.stop_ids:
-            if stop in found.tokens:
-                found = found._replace(tokens=found.tokens[: found.tokens.index(stop)])
-        return found
-
-    @staticmethod
-    def _is_model(draft: Draft) -> bool:
-        return draft.evidence is Evidence.MODEL
-
-    def _hopeful(self, num_tokens: int, num_sampling: int) -> bool:
-        """Could any draft be worth its time? Else nobody is asked for one."""
-        known = self._hopes.get((num_tokens, num_sampling))
-        if known is None:
-            costs = self._costs
-            now = num_sampling / costs.of(num_tokens)
-            known = self._hopes[num_tokens, num_sampling] = any(
-                (num_sampling + _SURE * more) / costs.of(num_tokens + more) > now
-                for more in (1, 3, 7, 15, 31)
-                if num_tokens + more <= SIZES[-1]
-            )
-        return known
-
-    def _worth(self, chances: Sequence[tuple[float, int, int]], offers: Mapping[int, Offer], step: Step) -> int:
-        """How many of the likeliest drafted tokens make the most of a step's time. `chances`: (minus the chance, place
-        of the row, number of the draft), likeliest first; a draft model makes those of the places of `offers`."""
-        expected, making = float(step.streams), 0.0
-        best, count = expected / self._costs.of(step.tokens), 0
-        rounds = [0] * self._most  # rows in each round of the draft model
-        for tried, (chance, place, number) in enumerate(chances, 1):
-            expected -= chance
-            if self._asking is not None and place in offers:
-                rows = rounds[number] = rounds[number] + 1
-                making += self._asking.model_costs.of(rows) - self._asking.model_costs.of(rows - 1)
-                making += 0.0 if number else offers[place].extra
-            gain = expected / (self._costs.of(step.tokens + tried) + making)
-            if gain > best:
-                best, count = gain, tried
-        return count
+        if best_prefix(rates, self._costs.table[num_rows:], 1.0)[1] >= _MIN_WAIT_GAIN:
+            return True
+        self._requests[candidate.key].acceptance.rest(draft.source)
+        return False
 
     def learn(self, key: int, drafted: int, accepted: int) -> None:
-        """`accepted` of the `drafted` tokens of a row stood."""
-        known = self._requests.get(key)
-        modelled = known is not None and self._is_model(known.draft)
-        if known is not None and modelled and self._asking is not None:
-            self._asking.learn(known.asked, drafted, accepted)
+        """Take in that `accepted` of the `drafted` tokens of a row were right."""
+        request, counters = self._requests.get(key), self.counters
+        if request is not None and request.draft.source is Source.MODEL:
+            behind = request.asked_at - request.caught_up
+            request.caught_up = request.asked_at if drafted else request.caught_up + min(behind, CATCH_UP)
         if not drafted:
-            return  # they were left to a draft model, which was not ready
-        counters = self.counters
+            return  # the draft model is still catching up
         counters.rows += 1
         counters.drafted += drafted
         counters.accepted += accepted
         for place in range(accepted):
             counters.by_position[place] += 1
-        if modelled:
+        if request is None:
+            return
+        request.acceptance.learn(request.draft, drafted, accepted)
+        if request.draft.source is Source.MODEL:
             made, right = counters.by_model
             counters.by_model = made + drafted, right + accepted
-        elif known is not None:
-            known.acceptance.learn(known.draft, drafted, accepted)
-            if known.draft.predicted:
-                right, wrong = known.prediction
-                known.prediction = (right + accepted, wrong + drafted - accepted)
+        elif request.draft.source is Source.PREDICTION:
+            right, wrong = request.prediction
+            request.prediction = right + accepted, wrong + drafted - accepted
 
     def clear(self) -> None:
-        """Other weights will write other texts: what was learnt from finished requests is of no use."""
-        self._seen.clear()
-        if self._store is not None:
-            self._store.clear()
+        """Forget what was learnt from finished requests: other weights will write other texts."""
+        self._namespaces.clear()
+        if self._answers is not None:
+            self._answers.clear()
 
     def forget(self, key: int, namespace: tuple[Hashable, ...], output: Sequence[int]) -> tuple[int, int]:
-        """The request has ended. `output`: what others may draft from; empty for none. Returns how many tokens of its
-        caller's prediction were drafted and right, and how many were wrong."""
-        known = self._requests.pop(key, None)
-        if self._store is not None and output:
-            self._store.add(namespace, output)
-        return (0, 0) if known is None else known.prediction
+        """End a request's drafting. `output`: what others may draft from; empty for none. Returns how many tokens of
+        its caller's prediction were drafted and right, and how many were wrong."""
+        request = self._requests.pop(key, None)
+        if self._answers is not None and output:
+            self._answers.add(namespace, output)
+        return (0, 0) if request is None else request.prediction
+
+    def _lookup(self, spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Proposer:
+        return LookupProposer(spec, tokens, namespace, self._answers)
+
+    def _of(self, candidate: Candidate) -> _Request:
+        request = self._requests.get(candidate.key)
+        if request is None:
+            namespace = self._namespaces.pop(candidate.namespace, None) or Acceptance()
+            self._namespaces[candidate.namespace] = namespace
+            if len(self._namespaces) > _MAX_NAMESPACES:
+                self._namespaces.popitem(last=False)
+            proposer = self._make(candidate.spec, candidate.tokens, candidate.namespace)
+            request = self._requests[candidate.key] = _Request(proposer, Acceptance(namespace))
+        return request
+
+    def _looked_up(self, candidate: Candidate, limit: int) -> tuple[Draft, list[float]]:
+        """A draft up to where the request would end, which is sampled behind the others in any case, and its rates."""
+        if limit < 1:
+            return NOTHING, []
+        request = self._of(candidate)
+        draft = request.proposer.propose(candidate.tokens, limit)
+        for stop in candidate.spec.stop_ids:
+            if stop in draft.tokens:
+                draft = draft._replace(tokens=draft.tokens[: draft.tokens.index(stop)])
+        if not draft.tokens:
+            return NOTHING, []
+        return draft, request.acceptance.rates(draft, limit)
+
+    def _worth_asking(self, candidates: Sequence[Candidate], num_tokens: int) -> dict[int, tuple[list[float], float]]:
+        """Index of each row for which a draft model should guess -> (rates of its guesses, cost of each guess).
+
+        The fewer rows, the more each has to pay of a pass of the draft model, so rows are dropped until all pay.
+        """
+        assert self._draft_costs is not None
+        left = list(range(len(candidates)))
+        while left:
+            making = self._draft_costs.of(len(left)) / len(left)
+            rates = [self._model_rates(candidates[index], making, num_tokens) for index in left]
+            kept = {index: (found, making) for index, found in zip(left, rates, strict=True) if found}
+            if len(kept) == len(left):
+                return kept
+            left = list(kept)
+        return {}
+
+    def _model_rates(self, candidate: Candidate, making: float, num_tokens: int) -> list[float]:
+        """Rates of the guesses that are worth asking a draft model for, at a cost of `making` each."""
+        assert self._draft_costs is not None
+        request, known = self._of(candidate), len(candidate.tokens)
+        limit = min(candidate.room, self._max_drafts, SIZES[-1] - num_tokens)
+        rates = request.acceptance.rates(Draft((OPEN,) * limit, Source.MODEL, AMBIGUOUS), limit)
+        # what was written while nobody asked it has to be computed by the draft model first: paid by what is to come
+        ahead = min(candidate.spec.max_total - known, max(_MIN_AHEAD, known - len(candidate.spec.prompt)))
+        catching_up = self._draft_costs.of(known - request.caught_up) - self._draft_costs.of(1)
+        extra = 2 * max(0.0, catching_up) / max(1, ahead)
+        costs = self._costs.table[num_tokens:]
+        with_making = [cost + number * making + extra * (number > 0) for number, cost in enumerate(costs)]
+        count, gain = best_prefix(rates, with_making, 1.0)
+        return rates[:count] if gain >= _MIN_MODEL_GAIN else []
+
+    def _best_counts(self, guesses: list[_Guess], num_tokens: int, num_sampling: int, room: int) -> dict[int, int]:
+        """The likeliest guesses, as many as yield the most tokens per time: number of drafted tokens by place."""
+        guesses.sort(key=lambda guess: (-guess.chance, guess.place))
+        expected, making = float(num_sampling), 0.0
+        best, worth = expected / self._costs.of(num_tokens), 0
+        for number, guess in enumerate(guesses[:room], 1):
+            expected += guess.chance
+            making += guess.making
+            rate = expected / (self._costs.of(num_tokens + number) + making)
+            if rate > best:
+                best, worth = rate, number
+        counts: dict[int, int] = {}
+        for guess in guesses[:worth]:
+            counts[guess.place] = counts.get(guess.place, 0) + 1
+        return counts
+
+    def _pays_at_best(self, num_tokens: int, num_sampling: int) -> bool:
+        """Whether any number of drafts could be worth its time in such a step; else nobody is asked for one."""
+        known = self._could_pay.get((num_tokens, num_sampling))
+        if known is None:
+            rates = [_BEST_RATE] * (SIZES[-1] - num_tokens)
+            gained = best_prefix(rates, self._costs.table[num_tokens:], num_sampling)[0]
+            known = self._could_pay[num_tokens, num_sampling] = gained > 0
+        return known
+
+
+def _guesses(rates: Sequence[float], place: int, making: float = 0.0) -> list[_Guess]:
+    found, chance = list[_Guess](), 1.0
+    for rate in rates:
+        chance *= rate
+        found.append(_Guess(chance, place, making))
+    return found

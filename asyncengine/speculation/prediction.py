@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncengine.speculation.evidence import Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft, FixedIndex
+from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, NOTHING, Draft, Source
+from asyncengine.speculation.lookup import FixedIndex
 
 _NEAR = 24
 """Tokens around the place that was left, among which one alone is enough to be found again."""
@@ -18,7 +18,7 @@ _SURE = 3
 
 
 class Prediction:
-    """Where an output stands in what was predicted."""
+    """Position of an output in the prediction, found again after each difference."""
 
     def __init__(self, predicted: Sequence[int], prompt_len: int) -> None:
         self._predicted = tuple(predicted)
@@ -42,9 +42,7 @@ class Prediction:
         found = self._predicted[self._next : self._next + limit]
         if not found or (self._agreed < 1 and self._since > 1):
             return NOTHING
-        if self._agreed < 1:
-            return Draft(found, Evidence.CHANGED, True)
-        return Draft(found, Evidence.RESUMED if self._agreed < _SURE else Evidence.FOLLOWED, True)
+        return Draft(found, Source.PREDICTION, LONG if self._agreed >= _SURE else self._agreed or AMBIGUOUS)
 
     def _compare(self, before: int, token: int) -> None:
         """Was it predicted? Else it may have been put in, left out or changed: which of these, the next ones say."""

@@ -24,7 +24,7 @@ from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import RequestSpec
-from asyncengine.speculation.lookup import NOTHING, Draft
+from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 
 QUOTE = "The red lamp stands on the table. The old clock hangs on the wall. The red lamp stands on the table."
 CHATS = (
@@ -57,7 +57,7 @@ GRAMMARS = {
 }  # fmt: skip
 
 
-ALWAYS: dict[str, Any] = {"speculation_costs": (1.0, 1.0001, 1.0002, 1.0004, 1.0008), "draft_costs": (1e-6,) * 5}
+ALWAYS: dict[str, Any] = {"speculation_costs": (1.0, 1.0002, 1.0008), "draft_costs": (1e-6,) * 3}
 """Guesses are always worth their time."""
 
 
@@ -72,7 +72,7 @@ class Planted:
         done = list(tokens[self._prompt_len :])
         rest = next((known[len(done) :] for known in self._answers if list(known[: len(done)]) == done), [])
         guess = [token if self._rng.random() < 0.85 else self._rng.randrange(2, 400) for token in rest[:limit]]
-        return Draft(tuple(guess), 9) if guess else NOTHING
+        return Draft(tuple(guess), Source.OWN_TEXT, 3) if guess else NOTHING
 
 
 async def answers(engine: AsyncEngine, every: int) -> list[Any]:
@@ -317,7 +317,7 @@ def test_predictions() -> None:
     with Engine.from_pretrained("demo", speculation="off") as engine:
         plain = engine.chat(chat, params=params)
         assert engine.chat(chat, params=params, prediction="ignored").usage.accepted_prediction_tokens == 0
-    costs = (1.0, 1.01, 1.02, 1.04, 1.08)
+    costs = (1.0, 1.02, 1.08)
     with Engine.from_pretrained("demo", speculation_costs=costs, speculation_memory=1) as engine:
         for prediction in (plain.text, list(plain.token_ids), {"type": "content", "content": plain.text}):
             before = engine.stats().steps
@@ -354,7 +354,7 @@ def test_any_prediction_changes_nothing_but_time() -> None:
 
 def test_predictions_through_the_frameworks() -> None:
     settings: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 60}
-    engine = {"speculation_costs": (1.0, 1.01, 1.02, 1.04, 1.08)}
+    engine = {"speculation_costs": (1.0, 1.02, 1.08)}
     chain = ChatAsyncEngine(**settings, engine_config=engine)
     plain = chain.invoke(CHATS[0])
     found = chain.invoke(CHATS[0], prediction={"type": "content", "content": plain.content})
@@ -393,7 +393,7 @@ def test_bad_input() -> None:
             engine.chat([{"role": "user", "content": "a"}], tools=tools, tool_choice="required", prediction="a")
     for setting in (
         {"speculation": "maybe"}, {"speculation_tokens": 0}, {"speculation_tokens": 10**6},
-        {"speculation_tokens": float("nan")}, {"speculation_costs": (1.0, -1.0, 1, 1, 1)}, {"speculation_memory": "x"},
+        {"speculation_tokens": float("nan")}, {"speculation_costs": (1.0, -1.0, 1)}, {"speculation_memory": "x"},
     ):  # fmt: skip
         with pytest.raises(InvalidParameter, match=next(iter(setting))):
             Engine.from_pretrained("demo", **setting)

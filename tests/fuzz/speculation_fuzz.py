@@ -10,14 +10,11 @@ from fuzz.schedule_fuzz import Life
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.speculation import DraftPlanner
-from asyncengine.speculation.asking import Asking
+from asyncengine.speculation.acceptance import NOTHING, Draft, Source
 from asyncengine.speculation.costs import SIZES, StepCosts
 from asyncengine.speculation.draft_model import DraftModel
-from asyncengine.speculation.draft_pages import DraftPages
-from asyncengine.speculation.drafter import Drafter, LookupDrafter
-from asyncengine.speculation.evidence import Evidence
-from asyncengine.speculation.lookup import NOTHING, Draft
-from asyncengine.speculation.store import OutputStore
+from asyncengine.speculation.earlier_answers import EarlierAnswers
+from asyncengine.speculation.proposer import LookupProposer, Proposer
 from asyncengine.testing import FakeExecutor, FakeModel
 
 KINDS = ("oracle", "oracle", "nearly", "adversarial", "random", "empty", "over-long", "lookup")
@@ -48,7 +45,8 @@ class FuzzDrafter:
                 right = [token if rng.random() < 0.7 else rng.randrange(VOCABULARY) for token in right]
             case "over-long":  # beyond the end of the output, and more than it is asked for
                 right = [*self.right[done:], *(rng.randrange(VOCABULARY) for _ in range(8))]
-        return Draft(tuple(right), Evidence.RESUMED, self.predicted) if right else NOTHING
+        source = Source.PREDICTION if self.predicted else Source.OWN_TEXT
+        return Draft(tuple(right), source, 3) if right else NOTHING
 
 
 def free_costs() -> StepCosts:
@@ -60,18 +58,15 @@ def planner_for(life: Life, answers: Mapping[int, Sequence[int]], model_costs: S
     """Each request gets a drafter of some kind, `answers` being the right ones by ticket; most of them none where there
     is a draft model, whose costs are `model_costs`."""
     rng = random.Random(life.seed)
-    store = OutputStore(40_000)
+    answers_kept = EarlierAnswers(40_000)
 
-    def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Drafter:
+    def make(spec: RequestSpec, tokens: Sequence[int], namespace: tuple[Hashable, ...]) -> Proposer:
         kind = rng.choice(KINDS if model_costs is None else (*KINDS, *["empty"] * 3 * len(KINDS)))
         if kind == "lookup":
-            return LookupDrafter(spec, tokens, namespace, store)
+            return LookupProposer(spec, tokens, namespace, answers_kept)
         return FuzzDrafter(kind, answers[spec.ticket], len(spec.prompt), rng, bool(spec.prediction))
 
-    asking = None
-    if model_costs is not None:
-        asking = Asking(free_costs(), model_costs, DraftPages(life.executor.num_pages, life.executor.page_size))
-    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, asking)
+    return DraftPlanner(free_costs(), rng.choice([1, 3, 7, 15]), 40_000, make, model_costs)
 
 
 class _Answers(Mapping[int, Sequence[int]]):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from asyncengine.speculation.evidence import Evidence
-from asyncengine.speculation.lookup import Draft
+from asyncengine.speculation.acceptance import AMBIGUOUS, LONG, Draft, Source
 from asyncengine.speculation.prediction import Prediction
 
 TEXT = list(range(100, 140))
@@ -24,16 +23,16 @@ def steps(predicted: Sequence[int], output: Sequence[int], most: int = 15) -> in
 
 
 def test_it_is_followed() -> None:
-    assert Prediction(TEXT, 3).propose([1, 2, 3], 4) == Draft((100, 101, 102, 103), Evidence.FOLLOWED, True)
+    assert Prediction(TEXT, 3).propose([1, 2, 3], 4) == Draft((100, 101, 102, 103), Source.PREDICTION, LONG)
     assert steps(TEXT, TEXT) == 3
 
 
 def test_a_changed_token_costs_one_pass() -> None:
     follower = Prediction(TEXT, 0)
     output = [*TEXT[:9], 7, *TEXT[10:]]
-    assert follower.propose(output[:10], 3) == Draft((110, 111, 112), Evidence.CHANGED, True)
-    assert follower.propose(output[:11], 3) == Draft((111, 112, 113), Evidence.RESUMED, True)
-    assert follower.propose(output[:13], 3).evidence is Evidence.FOLLOWED
+    assert follower.propose(output[:10], 3) == Draft((110, 111, 112), Source.PREDICTION, AMBIGUOUS)
+    assert follower.propose(output[:11], 3) == Draft((111, 112, 113), Source.PREDICTION, 1)
+    assert follower.propose(output[:13], 3).agreed == LONG
     assert steps(TEXT, output) <= 4
 
 

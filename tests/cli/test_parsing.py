@@ -65,12 +65,12 @@ def test_flags_become_settings_of_the_right_types() -> None:
     args = build_parser().parse_args(
         ["generate", "demo", "hi", "--kv-cache-memory", "2MiB", "--no-prefix-caching", "--max-num-seqs", "3",
          "--temperature", "0.5", "--stop", "a", "--stop", "b", "--stop-token-ids", "7", "--request-timeout", "1.5",
-         "--speculation-costs", "1,1.5,2,3,4.5"]
+         "--speculation-costs", "1,2,4.5"]
     )  # fmt: skip
     config, params = engine_config(args), sampling_params(args)
     assert (config.kv_cache_memory, config.prefix_caching, config.max_num_seqs) == (2 * 2**20, False, 3)
     assert config.request_timeout == 1.5
-    assert config.speculation_costs == (1.0, 1.5, 2.0, 3.0, 4.5)
+    assert config.speculation_costs == (1.0, 2.0, 4.5)
     assert (params.temperature, params.stop, params.stop_token_ids) == (0.5, ("a", "b"), (7,))
     untouched = engine_config(build_parser().parse_args(["generate", "demo", "hi"]), num_threads=1)
     assert untouched == EngineConfig(num_threads=1)
@@ -83,7 +83,7 @@ def test_flags_become_settings_of_the_right_types() -> None:
         (["generate", "demo", "hi", "--max-num-seqs", "many"], "--max-num-seqs"),
         (["generate", "demo", "hi", "--max-num-seqs", "0"], "max_num_seqs: must be between 1 and 65536, got 0"),
         (["generate", "demo", "hi", "--draft-costs", "1,x"], "--draft-costs: must be numbers with commas"),
-        (["generate", "demo", "hi", "--draft-costs", "1,2"], "draft_costs: must be 5 positive numbers"),
+        (["generate", "demo", "hi", "--draft-costs", "1,2"], "draft_costs: must be 3 positive numbers"),
         (["generate", "demo", "hi", "--dtype", "int3"], "dtype: must be one of"),
         (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "kv_cache_memory: must be a positive number"),
         (["generate", "demo", "hi", "--temperature", "nan"], "temperature: must be finite"),

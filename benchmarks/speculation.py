@@ -110,7 +110,7 @@ async def planted(options: argparse.Namespace) -> None:
         ):
             costs = on.core.config.speculation_costs
             assert costs is not None, on.info.no_speculation
-            print("costs of 1, 4, 8, 16, 32 tokens:", [round(cost / costs[0], 2) for cost in costs])
+            print("costs of 1, 8 and 32 tokens:", [round(cost / costs[0], 2) for cost in costs])
             for rows in options.rows:
                 rates = ((0.7, 7), (0.7, 3), (1.0, 15), (0.9, 15)) if rows < 16 else ((0.7, 3),)
                 for rate, most in (*(() if options.useless else rates), (0.0, 15)):

@@ -45,7 +45,7 @@ async def test_a_ratio_stands_beside_its_parts(tmp_path: Path, capsys: pytest.Ca
     shared: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "prefix_caching": False}
     async with (
         await AsyncEngine.from_pretrained(tmp_path, speculation="off", **shared) as off,
-        await AsyncEngine.from_pretrained(tmp_path, speculation_costs=(1.0,) * 5, speculation_memory=1, **shared) as on,
+        await AsyncEngine.from_pretrained(tmp_path, speculation_costs=(1.0,) * 3, speculation_memory=1, **shared) as on,
     ):
         await speculation.compare(off, on, 1, 1.0, 7, Namespace(tokens=33, rounds=2))
     assert "8.00 tokens a pass of " in capsys.readouterr().out

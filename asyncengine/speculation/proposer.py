@@ -68,6 +68,6 @@ class LookupProposer:
         places: list[Place] = [(text.tokens, place) for text in texts for place in text.behind_pair(first, second)]
         if not places:
             places = [(text.tokens, place) for text in texts for place in text.behind(second)]
-        found, place = best_draft(tokens, places, limit)
-        self._followed = None if place is None else (place, len(tokens))
+        found, followed = best_draft(tokens, places, limit)
+        self._followed = None if followed is None else (followed, len(tokens))
         return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -77,19 +77,10 @@ def why_not_packed(dtype: torch.dtype) -> str | None:
     """
     if not cpu_has("avx2", "fma"):
         return 'this CPU has no AVX2 (quantization="int8" does without)'
-    if dtype == torch.bfloat16 and cpu_has("amx-bf16") and may_use_matrix_unit(os.environ):
+    if dtype == torch.bfloat16 and cpu_has("amx-bf16") and vectors.may_use_matrix_unit(os.environ):
         remedies = 'dtype="float32", quantization="int8" and ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 do without'
         return f"this CPU multiplies bfloat16 by its matrix unit, AMX ({remedies})"
     return None if dtype in _STEPS else f"none are packed in {str(dtype).removeprefix('torch.')}"
-
-
-def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
-    """False if oneDNN's `ONEDNN_MAX_CPU_ISA` names an instruction set below AMX.
-
-    Then bfloat16 products are this package's own, whose sums do not depend on what is computed together.
-    """
-    limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "ALL"
-    return "AMX" in limit.upper() or limit.upper() in ("ALL", "DEFAULT", "AVX10_2_512")
 
 
 def packing_pays(dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ all but `bits_of` and `number_of` run while one is compiled, with the `builder` 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import llvmlite.binding
@@ -115,6 +116,15 @@ def cpu_has(*features: str) -> bool:
 def _features_here() -> Any:
     """Each question to LLVM takes half a millisecond, and a model's layers ask often."""
     return llvmlite.binding.get_host_cpu_features()
+
+
+def may_use_matrix_unit(environment: Mapping[str, str]) -> bool:
+    """False if oneDNN's `ONEDNN_MAX_CPU_ISA` names an instruction set below AMX.
+
+    Then bfloat16 products are this package's own, whose sums do not depend on what is computed together.
+    """
+    limit = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "ALL"
+    return "AMX" in limit.upper() or limit.upper() in ("ALL", "DEFAULT", "AVX10_2_512")
 
 
 WIDE = cpu_has("avx512f")

@@ -8,7 +8,7 @@ from support.teams import team_of
 
 pytest.importorskip("numba")
 
-from asyncengine.kernels.cpu import packed
+from asyncengine.kernels.cpu import packed, vectors
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 FORMS = [(FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF)]
@@ -288,7 +288,7 @@ def test_where_panels_pay(features: str, floats: bool, halves: bool, monkeypatch
     ],
 )
 def test_onednns_own_limit_leaves_bfloat16_to_panels(variables: dict[str, str], may: bool) -> None:
-    assert packed.may_use_matrix_unit(variables) is may
+    assert vectors.may_use_matrix_unit(variables) is may
 
 
 # ---------------------------------------------------------------- tiles

@@ -41,8 +41,6 @@ def load(folder: Path) -> LoadedModel:
 @torch.inference_mode()
 def expected_logits(model: Any, name: str) -> torch.Tensor:
     model.set_attn_implementation("eager")
-    if name == "llama4":  # transformers 5.24 forgets a field of its result, where there are no pictures
-        model = model.language_model
     found: torch.Tensor = model(torch.tensor([LONG]), use_cache=False).logits[0].float()
     return found * SCALED.get(name, 1.0)
 
@@ -60,6 +58,8 @@ def test_every_family_is_tried() -> None:
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     model = save_multimodal(name, tmp_path)
     loaded = load(tmp_path)
+    if name == "llama4":  # transformers 5.24 forgets a field of its result, where there are no pictures
+        model = model.language_model
     expected = expected_logits(model, name)
     for chunk in (45, 7):
         forwards = Forwards(loaded.model)

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, Flags
 from numba.core.dispatcher import _FunctionCompiler  # type: ignore[attr-defined]
@@ -27,8 +26,6 @@ from asyncengine.kernels.cpu.cache import KernelCache, PartCache
 _ENVIRONMENT = "_ZN08NumbaEnv"
 """What the names of numba's places for a function's Python objects begin with."""
 _HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
-_FRESH_PASSES = numba.version_info.short >= (0, 62)
-"""LLVM's passes are made for each function, rather than once for a module."""
 
 
 class _Library(JITCodeLibrary):  # type: ignore[misc]
@@ -48,9 +45,6 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
 
     def _optimize_functions(self, module: Any) -> None:
         """As there, without passes for each function that is only called here, and the same passes for all."""
-        if not _FRESH_PASSES:
-            super()._optimize_functions(module)
-            return
         module.data_layout = self._codegen._data_layout
         manager, builder = self._codegen._function_pass_manager()
         for function in module.functions:

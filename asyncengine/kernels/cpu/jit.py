@@ -11,6 +11,7 @@ numbers below 1e-38 may become 0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -46,9 +47,9 @@ def _compiled(function: Function, **options: Any) -> Function:
 def compiled_for(function: Any, signature: str) -> Any:
     """A compiled function's code for these types, as C would call it: "void(int64, uint16)". `address` says where."""
     options = {name: value for name, value in function.targetoptions.items() if name != "nopython"}
-    code: Any = CFunc(
-        function.py_func, normalize_signature(signature), locals={}, options=options, pipeline_class=KernelCompiler
-    )
+    # older releases of numba print the name of this type in a way that they do not read
+    types = normalize_signature(re.sub(r"\bbool\b", "boolean", signature))
+    code: Any = CFunc(function.py_func, types, locals={}, options=options, pipeline_class=KernelCompiler)
     code._cache = KernelCache(function.py_func)
     code.compile()
     return code

@@ -338,7 +338,7 @@ def test_predictions() -> None:
 def test_any_prediction_changes_nothing_but_time() -> None:
     """Empty, longer than the context, as long as the prompt, with special tokens, or of something else."""
     params = SamplingParams(temperature=0.0, max_tokens=30)
-    costs = (1.0, 1.01, 1.02, 1.04, 1.08)
+    costs = (1.0, 1.02, 1.08)
     chat = [{"role": "user", "content": CHATS[0]}]
     with Engine.from_pretrained("demo", dtype="float32", speculation_costs=costs) as engine:
         plain = engine.chat(chat, params=params, speculation=False)

@@ -39,7 +39,7 @@ def ask(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_constructing_loads_nothing(kind: Any, model_path: str) -> None:
-    settings = {**CONFIG, "max_num_seqs": 5}  # of no engine that another test may have left in memory
+    settings = {**CONFIG, "max_num_seqs": 61}  # of no engine that another test may have left in memory
     probe = shared_engine(model_path, keep_alive=0, **settings)
     models = [kind(model=model_path, engine_config=settings, max_tokens=2, keep_alive=0) for _ in range(10)]
     assert not probe.loaded

@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "batch_size": "max_num_seqs", "normalize_embeddings": "normalize", "thinking": "template_kwargs",
     "thinking_budget": "template_kwargs", "clear_thinking": "template_kwargs", "preserve_thinking": "template_kwargs",
 }  # fmt: skip
-"""What transformers, vLLM, llama.cpp and OpenAI call things that have another name here."""
+"""Names of transformers, vLLM, llama.cpp and OpenAI for things that have another name here."""
 _LONGEST_GUESS = 64
 """Characters; a longer unknown name is no misspelling, and comparing it takes long."""
 

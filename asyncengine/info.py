@@ -58,7 +58,7 @@ class ModelInfo:
     fused: tuple[str, ...] = ()
     """Which parts of the model run in a fused form."""
     attention: str = ""
-    """Whose kernels attend: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
+    """Backend of the attention kernels: "compiled", "torch", "flashinfer"; an encoder's, "of whole texts"."""
     no_speculation: str | None = None
     """Why nothing is guessed ahead; None: it is."""
     batch_variance: str | None = None

@@ -31,7 +31,7 @@ _GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of control groups' second and first version: root, files of limit and usage, the entry of reclaimable page cache."""
+"""Layouts of control groups, second and first version: root, files of limit and usage, entry of reclaimable cache."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -106,7 +106,7 @@ def _machine_free() -> int:
 
 
 def _process_limits() -> Iterator[tuple[int, str]]:
-    """What each limit of a process that is set leaves this one: of its address space, of its private memory."""
+    """Bytes that each set limit of a process leaves this one: of its address space, of its private memory."""
     try:
         import resource
     except ImportError:  # Windows
@@ -122,7 +122,7 @@ def _process_limits() -> Iterator[tuple[int, str]]:
 
 
 def _control_groups() -> Iterator[int]:
-    """What each limit of this process's control groups leaves (v2 and v1): its own and those above it, of which a
+    """Bytes that each limit of this process's control groups leaves (v2 and v1): its own and those above it, of which a
     container sees the first. Page cache that can be reclaimed counts as free."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()

@@ -43,7 +43,7 @@ class ByPriority:
 
 
 STRATEGIES: dict[str, type[LRU | LFU | FIFO | ByPriority]] = {rule.name: rule for rule in (LRU, LFU, FIFO, ByPriority)}
-"""By name; the setting's choices."""
+"""Strategies by name, the setting's choices."""
 
 
 def eviction_strategy(name: str) -> EvictionStrategy:

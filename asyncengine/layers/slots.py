@@ -26,7 +26,7 @@ class TensorSlot:
     replaces: tuple[str, ...] = ()
     """Of a tensor that checkpoints may have instead of others: the names of these."""
     waits_with: object = None
-    """What it has in common with slots that it is packed together with, once all of them are filled."""
+    """Key that it shares with the slots that are packed together with it, once all of them are filled."""
     takes: StoredForm | None = None
     """The only form that it takes, since memory was made for that; None: any, and plain numbers."""
 

@@ -73,7 +73,7 @@ class WeightForm(Protocol):
 
     @property
     def waiting(self) -> WaitingRows | None:
-        """Where rows wait for the others; None: they are taken as they come."""
+        """Group whose rows wait for each other; None: they are taken as they come."""
         ...
 
     @property

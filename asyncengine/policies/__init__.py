@@ -13,7 +13,7 @@ _ALL: tuple[type[Policy], ...] = (
     FirstComeFirstServed, ByPriority, LongestPrefixMatch, ShortestRemaining, WeightedFair,
 )  # fmt: skip
 POLICIES = {policy.name: policy for policy in _ALL}
-"""By name: the choices of the setting `policy`."""
+"""Policies by name, the choices of the setting `policy`."""
 
 
 def check_policy(value: object) -> None:

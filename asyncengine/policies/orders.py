@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FirstComeFirstServed(Policy):
-    """By arrival."""
+    """Order of arrival."""
 
     name = "fcfs"
 

@@ -1,4 +1,4 @@
-"""Where a GGUF model may be: a file, a folder with one, a model of Ollama's; and which of several is meant."""
+"""Places of GGUF models: a file, a folder with one, a model of Ollama's; and which of several is meant."""
 
 from __future__ import annotations
 

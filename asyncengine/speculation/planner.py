@@ -119,12 +119,18 @@ class DraftPlanner:
         guesses: list[_Guess] = []
         drafts: dict[int, Draft] = {}
         unsure: list[int] = []
+        costs = self._costs.table[num_tokens:]
         for place, candidate in enumerate(candidates):
             limit = min(candidate.room, self._max_drafts, room)
             draft, rates = self._looked_up(candidate, limit)
             if draft.tokens:
                 drafts[place] = draft
-            if best_prefix(rates, self._costs.table[num_tokens:], num_sampling)[0]:
+            count = best_prefix(rates, costs, num_sampling)[0]
+            if count and len(candidates) == 1:  # a lone row's guesses are in the order of their chances already
+                request = self._requests[candidate.key]
+                request.draft, request.asked_at = draft, len(candidate.tokens)
+                return {candidate.key: draft.tokens[:count]}
+            if count:
                 guesses += _guesses(rates, place)
             elif limit > 0:
                 unsure.append(place)

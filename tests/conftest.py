@@ -7,3 +7,5 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # the promises that hold for bfloat16 on most CPUs are tested on those with a matrix unit (AMX), too
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+if not os.path.exists("/dev/nvidiactl"):  # kernels for GPUs run by Triton's interpreter, on host tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")

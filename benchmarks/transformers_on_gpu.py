@@ -1,4 +1,4 @@
-"""transformers' continuous batching on a GPU, under the load that `python -m asyncengine.gpucheck` reports for this
+"""transformers' continuous batching on a GPU, under the load that `python -m tools.gpucheck` reports for this
 engine as "256 x 128/256".
 
     python -m benchmarks.transformers_on_gpu [--device cuda] [--seed 0]
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from asyncengine.gpucheck.environment import wait_for
-from asyncengine.gpucheck.shapes import SMALL, Shape
-from asyncengine.gpucheck.speed import BATCH, PEER_LENGTHS
-from asyncengine.gpucheck.workloads import random_prompts
+from tools.gpucheck.environment import wait_for
+from tools.gpucheck.shapes import SMALL, Shape
+from tools.gpucheck.speed import BATCH, PEER_LENGTHS
+from tools.gpucheck.workloads import random_prompts
 
 
 def transformers_batching(

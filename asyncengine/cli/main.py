@@ -22,7 +22,6 @@ from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, Uns
 SHOW_CURSOR = "\x1b[?25h"
 ELSEWHERE = {
     "simulate": ("asyncengine.cluster.simulate.__main__", "plan clusters that are not there: placement, routing"),
-    "gpucheck": ("asyncengine.gpucheck.__main__", "prove and measure the engine on this machine's GPU"),
 }
 """Commands that read their own arguments: module with a `main`, and what `--help` says of it."""
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.gpucheck.shapes import Shape
 from benchmarks import transformers_on_gpu
+from tools.gpucheck.shapes import Shape
 
 TINY = Shape("tiny", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
 

@@ -1,4 +1,4 @@
-"""`python -m asyncengine.gpucheck` as a user runs it, where there is a GPU."""
+"""`python -m tools.gpucheck` as a user runs it, where there is a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.slow
 def test_everything_passes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "asyncengine.gpucheck", "--quick", "--json", str(file)]
+    command = [sys.executable, "-m", "tools.gpucheck", "--quick", "--json", str(file)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     report = json.loads(file.read_text(encoding="utf-8"))
     failed = [f"{check['name']}: {check['detail']}" for check in report["checks"] if check["status"] == "fail"]

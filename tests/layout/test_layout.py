@@ -334,7 +334,7 @@ def test_only_wiring_wires() -> None:
         if (
             module == "asyncengine"
             or module.endswith("wiring")
-            or room(module) in (*concrete, *OUTERMOST, "device", "cli", "testing", "gpucheck")
+            or room(module) in (*concrete, *OUTERMOST, "device", "cli", "testing")
         ):
             continue
         for name in imported(path):

@@ -16,11 +16,11 @@ from support.reachable import tensors_in
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
-from asyncengine.gpucheck.families import families, make_checkpoint
 from asyncengine.models.loading import load_model
 from asyncengine.runner import model_runner
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
+from tools.gpucheck.families import families, make_checkpoint
 
 GPU = torch.device("cuda", 0)
 

@@ -1,6 +1,0 @@
-"""`python -m asyncengine.gpucheck`: proves the GPU path on the machine at hand, and measures it.
-
-Sections, in order: `environment`, `compile`, `kernels`, `greedy`, `modes`, `stress`, `memory`, `speed`, `large`. What
-a check compares with is made anew in each run from a seed that is printed. A check that fails or crashes does not stop
-the others.
-"""

@@ -1,0 +1,150 @@
+"""Greedy outputs against transformers: right ones pass, and a model that is a little off does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tools.gpucheck import greedy
+from tools.gpucheck.families import Family, families, make_adapter, make_checkpoint, random_model
+from tools.gpucheck.reference import Gap, Reference, merge_adapter
+from tools.gpucheck.report import CheckFailed
+from tools.gpucheck.session import Session, Settings
+
+FAMILIES = {family.name: family for family in families()}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(Settings("cpu", "torch", quick=True, seed=5), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16")])
+def test_families_pass(name: str, dtype: str, session: Session) -> None:
+    found = greedy.check_family(session, FAMILIES[name], dtype, 8)
+    assert found.endswith("on torch")
+    assert found.startswith("64 tokens the same") or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_weights_fail(dtype: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads the checkpoint before one layer's output is weakened by a tenth."""
+    kept = Reference.generate
+
+    def then_change(self: Reference, *arguments: Any) -> list[list[int]]:
+        found = kept(self, *arguments)
+        file = session.folder / f"qwen3-{dtype}" / "model.safetensors"
+        tensors = load_file(file)
+        tensors["model.layers.1.self_attn.o_proj.weight"] *= 0.9
+        save_file(tensors, file, metadata={"format": "pt"})
+        return found
+
+    monkeypatch.setattr(Reference, "generate", then_change)
+    told = "outputs differ" if dtype == "float32" else "outputs differ|times what transformers' are"
+    with pytest.raises(CheckFailed, match=told):
+        greedy.check_family(session, FAMILIES["qwen3"], dtype, 24)
+
+
+async def test_scores_find_what_tokens_hide(session: Session) -> None:
+    """Every log-probability a hundredth too low, say: no token changes."""
+    folder = make_checkpoint(FAMILIES["llama"].make(True), session.folder / "m", torch.bfloat16, 1)
+    reference = Reference(folder, torch.bfloat16, CPU)
+    asks = [greedy.Ask(tuple(prompt), 8) for prompt in greedy.prompts((5, 40), 160, 2)]
+    async with greedy.small_engine(session.settings, folder, dtype="bfloat16") as engine:
+        assert "times transformers' own" in await greedy.scores(engine, asks, reference)
+        kept = reference.score_errors
+        reference.score_errors = lambda tokens, found, adapter: kept(tokens, [one - 0.05 for one in found], adapter)  # type: ignore[method-assign, assignment, misc]
+        with pytest.raises(CheckFailed, match="times what transformers' are"):
+            await greedy.scores(engine, asks, reference)
+
+
+def test_one_wrong_token_fails(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = greedy.generating
+
+    def generating(engine: Any) -> Any:
+        async def generate(asks: Sequence[Any]) -> list[list[int]]:
+            outputs = await made(engine)(asks)
+            outputs[3][5] = (outputs[3][5] + 1) % 160
+            return outputs
+
+        return generate
+
+    monkeypatch.setattr(greedy, "generating", generating)
+    with pytest.raises(CheckFailed, match="request 3, token 5"):
+        greedy.check_family(session, FAMILIES["qwen3"], "float32", 8)
+
+
+def test_a_family_that_flashinfer_cannot_run_must_not_run_on_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(greedy, "backend_of", lambda _: "flashinfer")
+    sinks = next(family for family in FAMILIES.values() if not family.flashinfer)
+    with pytest.raises(CheckFailed, match="runs on flashinfer"):
+        greedy.check_family(session, sinks, "float32", 2)
+
+
+def test_all_families_and_types_are_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "check_family", lambda session, family, dtype, want: f"{want}")
+    greedy.run(session)
+    names = [check.name for check in session.report.checks]
+    assert [f"{name}, {dtype}" for name in FAMILIES for dtype in ("float32", "bfloat16")] == names
+    full = Session(Settings("cpu", "torch"), session.folder)
+    greedy.run(full)
+    assert {check.name for check in full.report.checks} - set(names) == {"llama, float16"}
+
+
+def test_heads_have_the_size_that_kernels_take() -> None:
+    for family in FAMILIES.values():
+        config = family.make(True)
+        heads = config.num_attention_heads
+        assert getattr(config, "head_dim", None) or config.hidden_size // heads == 64, family.name
+
+
+def test_a_gap_is_measured_in_float32(tmp_path: Path) -> None:
+    """Rounding is what the served type changes; the gap is that of the true logits."""
+    folder = make_checkpoint(FAMILIES["llama"].make(True), tmp_path / "m", torch.bfloat16, 1)
+    reference = Reference(folder, torch.bfloat16, CPU)
+    model = random_model(FAMILIES["llama"].make(True), 1).to(torch.bfloat16)
+    with torch.inference_mode():
+        truth = model.float()(input_ids=torch.tensor([[3, 4, 5]])).logits[0, -1]
+    best, second = truth.topk(2).indices.tolist()
+    found = reference.gap([3, 4, 5], best, second)
+    assert found.gap == pytest.approx(float(truth[best] - truth[second]), abs=1e-4)
+    assert 0 < found.rounding < 1
+    exact = Reference(folder, torch.float32, CPU).gap([3, 4, 5], best, second)
+    assert exact.rounding == 0
+    assert not exact.near_tie
+
+
+def test_in_float32_a_near_tie_is_a_ten_thousandth(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = object.__new__(Reference)
+    for gap, verdict in ((0.9e-4, True), (1.1e-4, False)):
+        monkeypatch.setattr(reference, "gap", lambda *_, gap=gap: Gap(gap, 0.0), raising=False)
+        assert reference.exact_gap([1], 2, 3).near_tie is verdict
+
+
+def test_merging_is_what_peft_does(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder = make_checkpoint(FAMILIES["qwen3"].make(True), tmp_path / "m", torch.float32, 1)
+    adapter = make_adapter(folder, tmp_path / "a", 2)
+    model = random_model(FAMILIES["qwen3"].make(True), 1)
+    wrapped = peft.PeftModel.from_pretrained(random_model(FAMILIES["qwen3"].make(True), 1), adapter)
+    tokens = torch.tensor([[7, 8, 9, 10]])
+    with torch.inference_mode():
+        before = model(input_ids=tokens).logits
+        merge_adapter(model, adapter)
+        after, wanted = model(input_ids=tokens).logits, wrapped(input_ids=tokens).logits
+    assert float((after - wanted).abs().max()) < 1e-3
+    assert float((after - before).abs().max()) > 0.1, "an adapter that changes nothing proves nothing"
+
+
+def test_asyncio_is_free_afterwards(session: Session) -> None:
+    greedy.check_family(session, Family("again", FAMILIES["llama"].make), "float32", 2)
+    assert asyncio.run(asyncio.sleep(0, "free")) == "free"

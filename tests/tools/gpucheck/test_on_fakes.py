@@ -1,0 +1,110 @@
+"""The checks as they run on a GPU, graphs and FlashInfer's host half included, and faults that only those can have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fake_gpu import Again, fake_gpu
+
+from asyncengine.attention.flashinfer import FlashInferBackend
+from asyncengine.runner.graphs import DecodeGraphs
+from tools.gpucheck import greedy, memory, modes
+from tools.gpucheck.families import families
+from tools.gpucheck.modes import PLAIN, WAYS, Bench
+from tools.gpucheck.report import CheckFailed
+from tools.gpucheck.session import Session, Settings
+
+GPU = Settings("cpu", "flashinfer", quick=True, seed=2)
+ALL_ON = WAYS["graphs and overlap"]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    made = Bench(Session(GPU, tmp_path_factory.mktemp("modes")))
+    made.want = 12
+    made.plain = [replace(ask, want=12) for ask in made.plain]
+    made.adapted = [replace(ask, want=12) for ask in made.adapted]
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "with adapters", "with grammars"])
+async def test_graphs_and_overlap_equal_the_plain_way(kind: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_gpu(monkeypatch)
+    asks = bench.kinds[kind]
+    base = await bench.answers(PLAIN, asks)
+    assert not calls["graphs"]
+    assert "tokens the same" in await bench.held_against(ALL_ON, asks, base)
+    assert calls["graphs"] > 10
+
+
+class Stale(Again):
+    """A graph that is launched once and then forgotten."""
+
+    def replay(self) -> None:
+        pass
+
+
+async def test_a_stale_graph_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, Stale)
+    base = await bench.answers(PLAIN, bench.plain)
+    with pytest.raises(CheckFailed, match="outputs differ"):
+        await bench.held_against(WAYS["graphs"], bench.plain, base)
+
+
+async def test_adapters_that_graphs_forget_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    base = await bench.answers(PLAIN, bench.adapted)
+
+    def plain(self: DecodeGraphs, size: int, _: object) -> object:
+        assert self._lora is not None
+        self._lora.begin_none()
+        return self._plain[size]
+
+    monkeypatch.setattr(DecodeGraphs, "_adapted_graph", plain)
+    with pytest.raises(CheckFailed, match="outputs differ"):
+        await bench.held_against(WAYS["graphs"], bench.adapted, base)
+
+
+def test_families_on_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    found = {
+        family.name: greedy.check_family(Session(GPU, tmp_path), family, "bfloat16", 4)
+        for family in families()
+        if family.name in ("gemma2", "gpt-oss, with sinks")
+    }
+    assert found["gemma2"].endswith("on flashinfer")
+    assert not found["gpt-oss, with sinks"].endswith("on flashinfer")
+
+
+def test_a_kernel_that_is_a_little_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth too much in every output of attention."""
+    fake_gpu(monkeypatch)
+    attend = FlashInferBackend.attend
+    monkeypatch.setattr(FlashInferBackend, "attend", lambda *arguments: attend(*arguments) * 1.05)
+    with pytest.raises(CheckFailed):
+        greedy.check_family(Session(GPU, tmp_path), families()[0], "bfloat16", 24)
+
+
+def test_out_of_memory_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_gpu(monkeypatch)
+    session = Session(GPU, tmp_path)
+    memory.run(session)
+    assert not session.report.failed
+    assert calls["graphs"]
+
+
+def test_graphs_are_required_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    session = Session(GPU, tmp_path)
+    kept = modes.Bench.held_against
+
+    async def only_plain(self: Bench, way: dict[str, object], asks: list[object], expected: list[list[int]]) -> str:
+        return await kept(self, way, asks[:2], expected[:2])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(modes.Bench, "held_against", only_plain)
+    monkeypatch.setattr(modes.Bench, "kinds", property(lambda self: {"plain": self.plain[:2], "with adapters": []}))
+    modes.run(session)
+    graphs = [check for check in session.report.checks if "graphs" in check.name and check.name.startswith("plain")]
+    assert {check.status for check in graphs} == {"pass"}

@@ -1,0 +1,81 @@
+"""Launches that wait are found wherever they do, and the engine goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import fake_gpu
+
+from asyncengine.runner.model_runner import ModelRunner
+from tools.gpucheck import waiting
+from tools.gpucheck.families import make_checkpoint, text_config
+from tools.gpucheck.report import CheckFailed, Skipped
+from tools.gpucheck.session import Session, Settings
+from tools.gpucheck.waiting import KINDS, check_kind
+
+GPU = Settings("cpu", "flashinfer", quick=True, seed=2)
+
+
+class Switch:
+    """In the place of torch's own mode."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.turned = 0
+
+    def __call__(self, on: bool) -> None:
+        assert on != self.on
+        self.on, self.turned = on, self.turned + 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        text_config(), tmp_path_factory.mktemp("waiting") / "m", torch.bfloat16, 1, tokenizer=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_launches_that_do_not_wait_pass(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    switch = Switch()
+    found = await check_kind(GPU, folder, kind, switch)
+    assert found.endswith("launches")
+    assert switch.turned == 2 * int(found.split()[0])
+    assert not switch.on
+
+
+async def test_one_that_waits_is_found_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    switch = Switch()
+    keep = ModelRunner._keep
+
+    def then_wait(self: ModelRunner, *arguments: Any) -> None:
+        if switch.on and switch.turned == 5:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        keep(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_keep", then_wait)
+    with pytest.raises(CheckFailed, match=r"1 of \d+ launches wait for the device, first in model_runner.py, line"):
+        await check_kind(GPU, folder, "greedy", switch)
+
+
+async def test_another_error_is_no_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch)
+    switch = Switch()
+
+    def broken(self: ModelRunner, *_: Any) -> None:
+        if switch.on:
+            raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(ModelRunner, "_keep", broken)
+    with pytest.raises(Exception, match="illegal memory access"):
+        await check_kind(GPU, folder, "greedy", switch)
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+    with pytest.raises(Skipped):
+        waiting.run(Session(GPU, tmp_path))

@@ -1,0 +1,112 @@
+"""Are two engines' greedy outputs the same, but for tokens that rounding alone may swap?
+
+Every token is compared: after a near tie the tested engine goes on from what was expected, not from what it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tools.gpucheck.reference import Gap
+from tools.gpucheck.report import CheckFailed
+
+MOST_TIES = 0.15
+"""Of all tokens. More near ties than this and the comparison shows nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One greedy request of `want` tokens; one with a grammar may end earlier."""
+
+    prompt: tuple[int, ...]
+    want: int
+    adapter: str | None = None
+    grammar: Any = None
+
+
+Generate = Callable[[Sequence[Ask]], Awaitable[list[list[int]]]]
+"""All at once; outputs in order."""
+Judge = Callable[[Sequence[int], int, int, "str | None"], Gap]
+"""(tokens so far, one choice, the other, adapter): how far the two lie apart."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a comparison found."""
+
+    tokens: int = 0
+    ties: int = 0
+    widest: float = 0.0
+    """Largest gap that still counted as a near tie, in units of the rounding at its place."""
+    wrong: list[str] = field(default_factory=list)
+
+    def verdict(self) -> str:
+        """Raises `CheckFailed` for a wrong token, or where near ties are too many."""
+        if self.wrong:
+            raise CheckFailed(f"{len(self.wrong)} outputs differ; {self.wrong[0]}")
+        if self.ties > MOST_TIES * self.tokens:
+            raise CheckFailed(f"{self.ties} of {self.tokens} tokens are near ties: too many to tell anything")
+        found = f"{self.tokens} tokens the same"
+        if self.ties:
+            found = (
+                f"{self.tokens - self.ties} of {found}, {self.ties} near ties of at most {self.widest:.1f} roundings"
+            )
+        return found
+
+
+async def compare(
+    generate: Generate, asks: Sequence[Ask], expected: Sequence[Sequence[int]], judge: Judge | None
+) -> Tally:
+    """Run `asks` and hold the outputs against `expected`. `judge` None: every token must be the same."""
+    tally = Tally(tokens=sum(len(tokens) for tokens in expected))
+    done = [0] * len(asks)
+    pending = list(range(len(asks)))
+    while pending:
+        outputs = await generate([_after(asks[index], expected[index][: done[index]]) for index in pending])
+        following = []
+        for index, output in zip(pending, outputs, strict=True):
+            rest = expected[index][done[index] :]
+            at = _first_difference(output, rest)
+            if at is None:
+                continue
+            if at >= min(len(output), len(rest)):
+                tally.wrong.append(
+                    f"request {index} has {done[index] + len(output)} tokens, not {len(expected[index])}"
+                )
+                continue
+            if not _is_tie(asks[index], list(expected[index][: done[index] + at]), output[at], rest[at], judge, tally):
+                tally.wrong.append(_told(index, done[index] + at, output[at], rest[at], asks[index]))
+                continue
+            done[index] += at + 1
+            if done[index] < len(expected[index]) and asks[index].grammar is None:  # a grammar knows no middle
+                following.append(index)
+        pending = following
+    return tally
+
+
+def _after(ask: Ask, tokens: Sequence[int]) -> Ask:
+    return replace(ask, prompt=(*ask.prompt, *tokens), want=ask.want - len(tokens)) if tokens else ask
+
+
+def _is_tie(ask: Ask, before: list[int], found: int, expected: int, judge: Judge | None, tally: Tally) -> bool:
+    if judge is None:
+        return False
+    gap = judge([*ask.prompt, *before], expected, found, ask.adapter)
+    if gap.near_tie:
+        tally.ties += 1
+        tally.widest = max(tally.widest, gap.gap / gap.rounding if gap.rounding else 0.0)
+    return gap.near_tie
+
+
+def _told(index: int, at: int, found: int, expected: int, ask: Ask) -> str:
+    adapter = f" with adapter {ask.adapter}" if ask.adapter else ""
+    return f"request {index}{adapter}, token {at}: {found} instead of {expected}, and no near tie"
+
+
+def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    for at, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return at
+    return None if len(one) == len(other) else min(len(one), len(other))

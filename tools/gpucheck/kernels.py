@@ -1,0 +1,182 @@
+"""Every kernel path of the FlashInfer backend against the torch backend in float32, on fresh random data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from asyncengine.attention.base import AttentionBackend, LayerSpec
+from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.layers.kernels import ACTIVATIONS, FlashInferKernels
+from asyncengine.runner.graphs import Capture, CudaCapture
+from tools.gpucheck.pairs import Pair, Parts
+from tools.gpucheck.report import CheckFailed
+from tools.gpucheck.session import Session, flashinfer_missing
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
+"""Largest error of an output that averages values of standard deviation 1."""
+COMPILERS = 3
+"""Modules compiled at once. Each runs one compiler per source, which takes memory more than cores."""
+_MOST = 400
+_ROWS = 6
+_BASE = LayerSpec(index=0, num_heads=8, num_kv_heads=4, key_dim=128, value_dim=128, scale=0.09)
+
+Make = Callable[["Case"], AttentionBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of layer, or several in one model."""
+
+    name: str
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype = torch.bfloat16
+    page_sizes: tuple[int, ...] = (16,)
+    stored: torch.dtype | None = None
+    page_size: int = 16
+    """Of those, the one this case stands for."""
+    quick: bool = True
+    """Whether the quick run has it too."""
+
+
+def cases() -> list[Case]:
+    """Variants of layers; those that differ in dimensions, type, window or soft cap compile kernels of their own."""
+
+    def heads(count: int, kv: int, dim: int = 128, **changes: object) -> LayerSpec:
+        made = replace(_BASE, num_heads=count, num_kv_heads=kv, key_dim=dim, value_dim=dim, scale=dim**-0.5)
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+    pages = (16, 1)
+    soft = heads(8, 4, 64, softcap=20.0)
+    return [
+        Case("group of 1", (heads(4, 4),), page_sizes=pages),
+        Case("group of 2", (heads(8, 4),), page_sizes=pages),
+        Case("group of 4", (heads(8, 2),), page_sizes=pages),
+        Case("group of 7, 64 dimensions", (heads(14, 2, 64),), page_sizes=pages),
+        Case("group of 2, 64 dimensions", (heads(8, 4, 64),)),
+        Case("group of 8", (heads(16, 2),), page_sizes=(16, 5)),
+        Case("window", (heads(8, 4, 64, window=21),)),
+        Case("soft cap", (soft,)),
+        Case("window and soft cap beside soft cap", (replace(soft, window=33), replace(soft, index=1))),
+        Case("256 dimensions", (heads(4, 2, 256),), quick=False),
+        Case("float16", (heads(8, 4, 64),), torch.float16),
+        Case("8-bit keys and values", (heads(8, 4),), stored=torch.float8_e4m3fn, quick=False),
+    ]  # fmt: skip
+
+
+def flashinfer_backend(case: Case, device: torch.device) -> FlashInferBackend:
+    pages = 1 + _ROWS * -(-_MOST // case.page_size)
+    return FlashInferBackend(
+        case.layers, pages, case.page_size, case.dtype, device, max_rows=64,
+        max_pages_per_row=-(-_MOST // case.page_size), kv_dtype=case.stored,
+    )  # fmt: skip
+
+
+def chosen(session: Session) -> list[Case]:
+    return [case for case in cases() if case.quick or not session.settings.quick]
+
+
+# ---------------------------------------------------------------- compiling
+
+
+def run_compile(session: Session) -> None:
+    """All kernels that later sections run, several at a time; seconds on a machine that has them in its cache."""
+    missing = flashinfer_missing()
+    if missing is not None:
+        raise CheckFailed(missing)
+    works = [partial(_warm_up, case, session.device) for case in chosen(session)]
+    works.append(partial(_warm_up_others, session.device))
+    began = session.seconds
+    session.check("all kernels compile and run", lambda: compile_all(works))
+    session.figure("compiling kernels", session.seconds - began, "s", note="next to nothing where they are cached")
+
+
+def compile_all(works: Sequence[Callable[[], None]]) -> str:
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        errors = [future.exception() for future in [pool.submit(work) for work in works]]
+    failed = [f"{type(error).__name__}: {error}" for error in errors if error is not None]
+    if failed:
+        raise CheckFailed(f"{len(failed)} of {len(works)}: {failed[0]}")
+    return f"{len(works)} sets of kernels"
+
+
+def _warm_up(case: Case, device: torch.device) -> None:
+    with torch.cuda.device(device):  # which one is current is each thread's own
+        backend = flashinfer_backend(case, device)
+        backend.warm_up()
+        backend.close()
+
+
+def _warm_up_others(device: torch.device) -> None:
+    """Norms, activations and rotary embedding, in shapes of no importance."""
+    kernels = FlashInferKernels(load_flashinfer())
+    x = torch.ones((4, 256), dtype=torch.bfloat16, device=device)
+    for offset in (0.0, 1.0):
+        kernels.rms_norm(x, x[0], 1e-6, offset)
+    for name in ACTIVATIONS:
+        gated = kernels.gated(name)
+        if gated is not None:
+            gated(x)
+    heads = torch.ones((4, 2, 64), dtype=torch.bfloat16, device=device)
+    angles = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
+    kernels.rotate(heads, heads, angles, angles)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def run(session: Session) -> None:
+    missing = flashinfer_missing()
+    if missing is not None:
+        raise CheckFailed(missing)
+    make = partial(flashinfer_backend, device=session.device)
+    for case in chosen(session):
+        for size in case.page_sizes:
+            sized = replace(case, page_size=size)
+            name = f"{case.name}, pages of {size}"
+            session.check(name, partial(check_case, sized, make, session.device, session.settings.seed, CudaCapture))
+
+
+def check_case(case: Case, make: Make, device: torch.device, seed: int, capture: Callable[[], Capture] | None) -> str:
+    """Prompts, chunks, mixed steps, decodes over page boundaries, and decodes padded to captured sizes.
+
+    `capture`: None leaves graphs out. Raises `CheckFailed` for an error beyond `TOLERANCE`.
+    """
+    tested = make(case)
+    pair = Pair(
+        tested, case.layers, _ROWS, page_size=case.page_size, dtype=case.dtype, device=device, stored=case.stored,
+        most=_MOST, seed=seed,
+    )  # fmt: skip
+    errors: dict[str, float] = {}
+
+    def step(kind: str, parts: Parts) -> None:
+        errors[kind] = max(errors.get(kind, 0.0), pair.step(parts))
+
+    try:
+        step("prompts", [(0, 3), (1, 130), (3, 17)])
+        step("decodes", [(1, 1), (0, 1), (3, 1)])
+        step("mixed", [(2, 9), (1, 1), (0, 70), (3, 1), (5, 2)])
+        step("a chunk", [(1, 190)])
+        step("mixed", [(4, 33), (2, 1)])
+        for _ in range(18):
+            step("decodes", [(row, 1) for row in (3, 2, 1, 5, 0, 4)])
+        if capture is not None:
+            captured = capture()
+            for size in (8, 2):
+                pair.capture(size, captured)
+            for turn in range(18):
+                rows, size = [([5, 0, 2, 1, 3], 8), ([4], 2), ([0, 1, 2, 3, 4, 5], 8)][turn % 3]
+                errors["graphs"] = max(errors.get("graphs", 0.0), pair.replay(rows, size))
+    finally:
+        pair.close()
+    limit = TOLERANCE[case.dtype]
+    wrong = {kind: error for kind, error in errors.items() if not error <= limit}
+    if wrong:
+        kinds = ", ".join(f"{kind} by {error:.3g}" for kind, error in wrong.items())
+        raise CheckFailed(f"differs from the torch backend in {kinds}; at most {limit:g} is rounding")
+    kind = max(errors, key=lambda name: errors[name])
+    return f"largest error {errors[kind]:.2g} ({kind}), tolerance {limit:g}"

@@ -1,0 +1,162 @@
+"""Two attention backends side by side, given the same random steps over the same shuffled pages.
+
+One is under test, the other is the torch backend in float32, so that only one of the two rounds. Keys and values of the
+reference are rounded to the type that the tested backend stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncengine.attention.base import AttentionBackend, LayerSpec, StepView
+from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.runner.graphs import Capture, Graph
+from tools.gpucheck.report import CheckFailed
+
+Parts = Sequence[tuple[int, int]]
+"""(row, number of new tokens) each."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """A decode graph over all layers, and the fixed tensors it reads."""
+
+    graph: Graph
+    inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Query, key, value of each layer."""
+
+
+class Pair:
+    """Rows that grow in both backends. Page 0 is nobody's; `most` tokens at most in a row."""
+
+    def __init__(
+        self,
+        tested: AttentionBackend,
+        layers: Sequence[LayerSpec],
+        rows: int,
+        *,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+        most: int = 400,
+        seed: int = 0,
+    ) -> None:
+        """`stored`: type of the tested backend's KV memory, if it is not `dtype`."""
+        self.tested = tested
+        self.reference = TorchPagedBackend(layers, tested.num_pages, page_size, torch.float32, device)
+        self.layers = layers
+        self.lengths = [0] * rows
+        self._page_size, self._dtype, self._device = page_size, dtype, device
+        self._stored = stored or dtype
+        self._random = torch.Generator().manual_seed(seed)
+        pages = (torch.randperm(tested.num_pages - 1, generator=self._random) + 1).tolist()
+        each = -(-most // page_size)
+        self._tables = [pages[row * each : (row + 1) * each] for row in range(rows)]
+        self._graphs: dict[int, Captured] = {}
+
+    def step(self, parts: Parts) -> float:
+        """Append to the rows of `parts` in every layer; the largest error over all of them."""
+        view = self._plan(parts)
+        error = 0.0
+        for spec in self.layers:
+            query, key, value = self._inputs(spec, len(view.kv_slots))
+            self.tested.write(spec.index, key, value)
+            found = self.tested.attend(spec.index, query)
+            error = max(error, _difference(found, self._expected(spec, query, key, value), len(view.kv_slots)))
+        self._advance(parts)
+        return error
+
+    def capture(self, size: int, capture: Capture) -> None:
+        """Capture a decode step of `size` rows, all padding; sizes in descending order."""
+        self.tested.prepare_graph(size)
+        inputs = [self._inputs(spec, size) for spec in self.layers]
+        self.tested.plan(self._view([], size))
+
+        def work() -> torch.Tensor:
+            outs = []
+            for spec, (query, key, value) in zip(self.layers, inputs, strict=True):
+                self.tested.write(spec.index, key, value)
+                outs.append(self.tested.attend(spec.index, query).flatten(1))
+            return torch.cat(outs, dim=1)
+
+        self._graphs[size] = Captured(capture(work), inputs)
+
+    def replay(self, rows: Sequence[int], size: int) -> float:
+        """One decode of `rows`, padded to the captured `size`; the largest error over the real rows."""
+        captured = self._graphs[size]
+        for spec, fixed in zip(self.layers, captured.inputs, strict=True):
+            for tensor, fresh in zip(fixed, self._inputs(spec, size), strict=True):
+                tensor.copy_(fresh)
+        parts = [(row, 1) for row in rows]
+        self._plan(parts, size)
+        captured.graph.replay()
+        widths = [spec.num_heads * spec.value_dim for spec in self.layers]
+        error = 0.0
+        outs = torch.split(captured.graph.output, widths, dim=1)
+        for spec, inputs, out in zip(self.layers, captured.inputs, outs, strict=True):
+            expected = self._expected(spec, *inputs)
+            error = max(error, _difference(out.view(expected.shape), expected, len(rows)))
+        self._advance(parts)
+        return error
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self.tested.close()
+        self.reference.close()
+
+    def _plan(self, parts: Parts, padded: int | None = None) -> StepView:
+        view = self._view(parts, padded)
+        self.tested.plan(view)
+        self.reference.plan(view)
+        return view
+
+    def _view(self, parts: Parts, padded: int | None = None) -> StepView:
+        size = self._page_size
+        extra = 0 if padded is None else padded - len(parts)
+        starts = np.array([self.lengths[row] for row, _ in parts] + [0] * extra, dtype=np.int64)
+        counts = np.array([count for _, count in parts] + [1] * extra, dtype=np.int64)
+        width = int((-(-(starts + counts) // size)).max())
+        tables = np.zeros((len(counts), width), dtype=np.int32)
+        for place, (row, _) in enumerate(parts):
+            pages = (self._tables[row] * 2)[:width]  # what a row does not use is arbitrary
+            tables[place, : len(pages)] = pages
+        slots = [
+            self._tables[row][at // size] * size + at % size
+            for row, count in parts
+            for at in range(self.lengths[row], self.lengths[row] + count)
+        ]
+        kv_slots = torch.tensor(slots + [0] * extra, dtype=torch.int64, device=self._device)
+        return StepView(starts, counts, np.concatenate(([0], np.cumsum(counts))), tables, kv_slots, padded)
+
+    def _inputs(self, spec: LayerSpec, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = ((spec.num_heads, spec.key_dim, 2.0), (spec.num_kv_heads, spec.key_dim, 1.0),
+                 (spec.num_kv_heads, spec.value_dim, 1.0))  # fmt: skip
+        query, key, value = (self._values(tokens, count, dim, spread) for count, dim, spread in heads)
+        return query, key, value
+
+    def _values(self, tokens: int, heads: int, dim: int, spread: float) -> torch.Tensor:
+        """As a view with room between tokens, as models hand them over."""
+        wide = spread * torch.randn((tokens, heads + 1, dim), generator=self._random)
+        return wide.to(self._dtype).to(self._device)[:, :heads]
+
+    def _expected(self, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        self.reference.write(spec.index, key.to(self._stored).float(), value.to(self._stored).float())
+        return self.reference.attend(spec.index, query.float())
+
+    def _advance(self, parts: Parts) -> None:
+        for row, count in parts:
+            self.lengths[row] += count
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor, real: int) -> float:
+    """Over the first `real` rows; the rest need only be finite."""
+    if found.shape != expected.shape:
+        raise CheckFailed(f"attention has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    if not bool(found.isfinite().all()):
+        raise CheckFailed("attention is not finite")
+    return float((found[:real].float() - expected[:real]).abs().max())

@@ -1,0 +1,121 @@
+"""Launching a step never waits for the device: else the two that are in flight would run one after the other.
+
+torch can be told to raise wherever it would wait. Only while a step is launched: reading its results has to wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.sampling_params import SamplingParams
+from tools.gpucheck.families import TEXT_VOCAB, make_checkpoint, text_config
+from tools.gpucheck.greedy import GREEDY, prompts, small_engine
+from tools.gpucheck.modes import GRAMMARS
+from tools.gpucheck.report import CheckFailed, Skipped
+from tools.gpucheck.session import Session, Settings
+
+_DRAWN = GREEDY.replace(temperature=0.6)
+KINDS: dict[str, Callable[[], SamplingParams]] = {
+    "greedy": lambda: GREEDY,
+    "sampled": lambda: _DRAWN.replace(top_k=20, top_p=0.95, min_p=0.01),
+    "top-p alone": lambda: _DRAWN.replace(top_p=0.9),
+    "penalized": lambda: _DRAWN.replace(repetition_penalty=1.2, presence_penalty=0.3, logit_bias={7: 2.0}),
+    "min_tokens": lambda: GREEDY.replace(min_tokens=9, ignore_eos=False),
+    "scored": lambda: GREEDY.replace(logprobs=True, top_logprobs=3, prompt_logprobs=True),
+    "constrained": lambda: GREEDY.replace(grammar=GRAMMARS["pattern"](), ignore_eos=False),
+}
+_LENGTHS = (5, 33, 60, 100, 9, 20)
+Forbid = Callable[[bool], None]
+"""True: from now on torch raises wherever it would wait; False: no longer. In the whole process."""
+
+
+def run(session: Session) -> None:
+    if session.device.type != "cuda":
+        raise Skipped("nothing is ever waited for on this device")
+    folder = make_checkpoint(
+        text_config(), session.folder / "waiting", torch.bfloat16, session.settings.seed, tokenizer=True
+    )  # fmt: skip
+    for kind in KINDS:
+        session.check(kind, partial(_run, session.settings, folder, kind, _forbid))
+
+
+def _run(settings: Settings, folder: Path, kind: str, forbid: Forbid) -> str:
+    return asyncio.run(check_kind(settings, folder, kind, forbid))
+
+
+def _forbid(on: bool) -> None:
+    torch.cuda.set_sync_debug_mode("error" if on else "default")
+
+
+async def check_kind(settings: Settings, folder: Path, kind: str, forbid: Forbid) -> str:
+    """Prompts, chunks and decodes, with graphs where there are any. Raises `CheckFailed` for the first that waits."""
+    want = 30  # enough for any of the grammars
+    texts = prompts(_LENGTHS, TEXT_VOCAB, settings.seed)
+    params = KINDS[kind]().replace(max_tokens=want, seed=settings.seed)
+
+    async def ask(engine: AsyncEngine) -> None:
+        await asyncio.gather(*(engine.generate(text, params) for text in texts))
+
+    async with small_engine(settings, folder, dtype="bfloat16", max_steps_in_flight=2, prefix_caching=False) as engine:
+        await ask(engine)  # what is done once may wait
+        with watched(engine.core.loop.runner.executor, forbid) as seen:  # type: ignore[attr-defined]
+            await ask(engine)
+    if seen.waits:
+        raise CheckFailed(f"{len(seen.waits)} of {seen.launches} launches wait for the device, first {seen.waits[0]}")
+    if seen.launches < 10:
+        raise CheckFailed(f"only {seen.launches} steps were launched: nothing was shown")
+    return f"{seen.launches} launches"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was launched, and where that waited."""
+
+    launches: int = 0
+    waits: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def watched(executor: Any, forbid: Forbid) -> Iterator[Seen]:
+    """A launch that waits is noted and done again, so that its requests go on."""
+    seen = Seen()
+    launch = executor._launch
+
+    def strict(batch: Any) -> Any:
+        seen.launches += 1
+        forbid(True)
+        try:
+            return launch(batch)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            seen.waits.append(_place(error))
+        finally:
+            forbid(False)
+        return launch(batch)
+
+    executor._launch = strict
+    try:
+        yield seen
+    finally:
+        del executor._launch
+
+
+def _place(error: BaseException) -> str:
+    """Where in the engine it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame for frame in frames if "asyncengine" in Path(frame.filename).parts and "gpucheck" not in frame.filename
+    ]
+    frame = (own or list(frames))[-1]
+    return f"in {Path(frame.filename).name}, line {frame.lineno} ({frame.line})"

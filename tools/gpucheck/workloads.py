@@ -1,0 +1,135 @@
+"""Loads to measure under, driven through the public API."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.sampling_params import SamplingParams
+from tools.gpucheck.greedy import GREEDY
+from tools.gpucheck.report import CheckFailed
+
+SAMPLED = GREEDY.replace(temperature=0.6, top_k=20, top_p=0.95)
+"""What Qwen3's generation_config asks for."""
+_TICK = 0.001
+"""Seconds that the probe of the event loop sleeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What a number of requests that came at once took."""
+
+    lengths: list[tuple[int, int]]
+    """(prompt, output) tokens each."""
+    seconds: float
+    steps: int
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return sum(output for _, output in self.lengths) / self.seconds
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Seconds."""
+
+    first_token: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    lag: list[float] = field(default_factory=list)
+
+
+def random_lengths(count: int, low: int, high: int, seed: int) -> list[tuple[int, int]]:
+    """As nano-vllm's benchmark draws them: prompt and output uniform in [low, high]."""
+    generator = random.Random(seed)
+    return [(generator.randint(low, high), generator.randint(low, high)) for _ in range(count)]
+
+
+def random_prompts(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) -> list[list[int]]:
+    generator = random.Random(seed + 1)
+    return [[generator.randrange(10, vocab) for _ in range(prompt)] for prompt, _ in lengths]
+
+
+async def burst(
+    engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: int, params: SamplingParams = GREEDY
+) -> Burst:
+    """All requests at once, until the last has ended. Raises `CheckFailed` if one got fewer tokens than asked for."""
+    made = random_prompts(lengths, engine.info.vocab_size, seed)
+    steps = engine.stats().steps
+    began = time.perf_counter()
+    done = await asyncio.gather(*(
+        engine.generate(prompt, params.replace(max_tokens=output))
+        for prompt, (_, output) in zip(made, lengths, strict=True)
+    ))  # fmt: skip
+    seconds = time.perf_counter() - began
+    if [len(completion.token_ids) for completion in done] != [output for _, output in lengths]:
+        raise CheckFailed("a request got fewer tokens than it asked for")
+    return Burst(list(lengths), seconds, engine.stats().steps - steps)
+
+
+async def single(
+    engine: AsyncEngine, prompt: int, output: int, seed: int, rounds: int = 3, params: SamplingParams = GREEDY
+) -> float:
+    """Tokens per second of one stream between its first token and its last, by the median of `rounds`."""
+    rates = []
+    for turn in range(rounds):
+        (tokens,) = random_prompts([(prompt, output)], engine.info.vocab_size, seed + turn)
+        first = last = 0.0
+        before = count = 0
+        async for chunk in engine.stream(tokens, params.replace(max_tokens=output)):
+            last = time.perf_counter()
+            count += len(chunk.token_ids)
+            if not first:
+                first, before = last, count
+        if last <= first:
+            raise CheckFailed("one stream gave all its tokens at once")
+        rates.append((count - before) / (last - first))
+    return statistics.median(rates)
+
+
+async def poisson(engine: AsyncEngine, rate: float, seconds: float, seed: int) -> Latencies:
+    """Requests that arrive at random, `rate` a second on average, whether or not others have ended."""
+    found = Latencies()
+    generator = random.Random(seed)
+    probe = asyncio.create_task(_probe_lag(found.lag))
+    until = time.perf_counter() + seconds
+    tasks: list[asyncio.Task[None]] = []
+    while time.perf_counter() < until:
+        lengths = [(generator.randint(64, 512), generator.randint(64, 256))]
+        (prompt,) = random_prompts(lengths, engine.info.vocab_size, generator.randrange(2**31))
+        tasks.append(asyncio.create_task(_stream(engine, prompt, lengths[0][1], found)))
+        await asyncio.sleep(generator.expovariate(rate))
+    await asyncio.gather(*tasks)
+    probe.cancel()
+    return found
+
+
+async def _stream(engine: AsyncEngine, prompt: list[int], output: int, found: Latencies) -> None:
+    last = time.perf_counter()
+    waiting = True
+    async for chunk in engine.stream(prompt, GREEDY.replace(max_tokens=output)):
+        now = time.perf_counter()
+        if waiting:
+            found.first_token.append(now - last)
+            waiting = False
+        elif chunk.token_ids:
+            found.between.append((now - last) / len(chunk.token_ids))
+        last = now
+
+
+async def _probe_lag(late: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(_TICK)
+        late.append(max(0.0, time.perf_counter() - began - _TICK))
+
+
+def quantile(values: Sequence[float], at: float) -> float | None:
+    """None of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(at * len(ordered)))] if ordered else None

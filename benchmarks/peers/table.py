@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.peers.results import Results
 from benchmarks.peers.workloads import Figure
-from tools.gpucheck.table import number
+from tools.gpucheck.report import number
 
 
 def cell(results: Results, figure: str, system: str, lower_is_better: bool, base: str) -> str:

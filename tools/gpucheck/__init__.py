@@ -1,6 +1,5 @@
-"""`python -m tools.gpucheck`: proves the GPU path on the machine at hand, and measures it.
+"""`python -m tools.gpucheck` proves the GPU path on the machine at hand, `python -m tools.gpucheck ladder` measures it.
 
-Sections, in order: `environment`, `compile`, `kernels`, `greedy`, `modes`, `stress`, `memory`, `speed`, `large`. What
-a check compares with is made anew in each run from a seed that is printed. A check that fails or crashes does not stop
-the others.
+What a check compares with is made anew in each run from a seed that is printed. A check that fails or crashes does not
+stop the others.
 """

@@ -27,12 +27,12 @@ _ROUNDS = 3
 def run(session: Session) -> None:
     session.report.facts.update(facts(session))
     session.check("flashinfer", _flashinfer)
-    quick = session.settings.quick
+    size, width = (2**31, 8192) if session.device.type == "cuda" else (2**24, 128)
     session.figure(
-        BANDWIDTH, copy_bandwidth(session.device, 2**28 if quick else 2**31) / 1e9, "GB/s",
+        BANDWIDTH, copy_bandwidth(session.device, size) / 1e9, "GB/s",
         note="bytes read plus bytes written by a device copy",
     )  # fmt: skip
-    session.figure(MATRIX_RATE, matrix_rate(session.device, 4096 if quick else 8192) / 1e12, "TFLOP/s")
+    session.figure(MATRIX_RATE, matrix_rate(session.device, width) / 1e12, "TFLOP/s")
 
 
 def _flashinfer() -> str:

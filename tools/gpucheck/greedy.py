@@ -41,7 +41,7 @@ def run(session: Session) -> None:
             session.check(f"{family.name}, {dtype}", partial(check_family, session, family, dtype, want))
 
 
-def check_family(session: Session, family: Family, dtype: str, want: int) -> str:
+async def check_family(session: Session, family: Family, dtype: str, want: int) -> str:
     """float32 through the torch backend, 16 bits through FlashInfer: the same but for near ties."""
     kind, seed = DTYPES[dtype], session.settings.seed
     folder = session.folder / f"{family.name}-{dtype}"
@@ -49,7 +49,7 @@ def check_family(session: Session, family: Family, dtype: str, want: int) -> str
     reference = Reference(folder, kind, session.device)
     asks = [Ask(tuple(prompt), want) for prompt in prompts(LENGTHS, VOCAB, seed)]
     expected = reference.generate([ask.prompt for ask in asks], want)
-    return asyncio.run(_compared(session.settings, folder, dtype, family, asks, expected, reference))
+    return await _compared(session.settings, folder, dtype, family, asks, expected, reference)
 
 
 async def _compared(

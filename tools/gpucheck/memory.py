@@ -28,12 +28,7 @@ def run(session: Session) -> None:
     llama = families()[0]
     folder = make_checkpoint(llama.make(True), session.folder / "memory", torch.bfloat16, session.settings.seed)
     for name, work in (("more KV memory than there is", too_much_kv), ("a step that does not fit", step_too_large)):
-        session.check(name, partial(_run, work, session.settings, folder))
-
-
-def _run(work: Any, settings: Settings, folder: Path) -> str:
-    found: str = asyncio.run(work(settings, folder))
-    return found
+        session.check(name, partial(work, session.settings, folder))
 
 
 async def too_much_kv(settings: Settings, folder: Path) -> str:

@@ -6,7 +6,6 @@ held against transformers, and every other way against the plain one.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -109,23 +108,17 @@ def run(session: Session) -> None:
     for kind in ("plain", "with adapters"):
         asks = bench.kinds[kind]
         expected = bench.transformers(asks)
-        work = partial(_run, bench.held_against, PLAIN, asks, expected)
-        session.check(f"{kind}, against transformers", work)
+        session.check(f"{kind}, against transformers", partial(bench.held_against, PLAIN, asks, expected))
     for kind, asks in bench.kinds.items():
         base: list[Output] = []
         if not session.check(f"{kind}, the plain way", partial(_plain_way, bench, kind, asks, base)):
             continue
         for name, way in WAYS.items():
-            session.check(f"{kind}, {name} on against off", partial(_run, bench.held_against, way, asks, base))
+            session.check(f"{kind}, {name} on against off", partial(bench.held_against, way, asks, base))
 
 
-def _run(work: Callable[..., Any], *arguments: Any) -> str:
-    found: str = asyncio.run(work(*arguments))
-    return found
-
-
-def _plain_way(bench: Bench, kind: str, asks: Sequence[Ask], into: list[Output]) -> str:
-    into += asyncio.run(bench.answers(PLAIN, asks))
+async def _plain_way(bench: Bench, kind: str, asks: Sequence[Ask], into: list[Output]) -> str:
+    into += await bench.answers(PLAIN, asks)
     return check_constrained(bench.folder, asks, into) if kind == "with grammars" else f"{len(into)} outputs"
 
 

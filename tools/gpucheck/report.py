@@ -1,4 +1,4 @@
-"""What a run found: checks that pass or fail, figures with what they aim at, and facts about the machine."""
+"""Findings of a run: checks that pass or fail, figures with what they aim at, lines of tables, facts of the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 Status = Literal["pass", "fail", "skip"]
 Verdict = Literal["met", "missed", "absent", "no aim"]
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON. Raised when a name or a meaning changes."""
 
 
@@ -29,6 +29,9 @@ class Check:
     status: Status
     detail: str
     seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.status}  {self.section}: {self.name}: {self.detail} ({self.seconds:.1f} s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,19 @@ class Figure:
         reached = self.value <= self.aim if self.at_most else self.value >= self.aim
         return "met" if reached else "missed"
 
+    def __str__(self) -> str:
+        value = "absent" if self.value is None else f"{number(self.value)} {self.unit}"
+        aim = "" if self.aim is None else f" (aim {'<=' if self.at_most else '>='} {number(self.aim)}: {self.verdict})"
+        return f"{self.section}: {self.name}: {value}{aim}{'; ' if self.note else ''}{self.note}"
+
+
+def number(value: float) -> str:
+    """Three significant digits or all whole ones: 0.123, 12.3, 12,345."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+
 
 @dataclass(slots=True)
 class Report:
@@ -63,6 +79,8 @@ class Report:
     """Versions, device, seed, date."""
     checks: list[Check] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """Of tables: kernels of a step, the longest steps."""
     seconds: float = 0.0
     complete: bool = False
     """The run came to its end."""
@@ -90,4 +108,5 @@ class Report:
             "facts": self.facts,
             "checks": [asdict(check) for check in self.checks],
             "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in self.figures],
+            "lines": self.lines,
         }

@@ -1,14 +1,20 @@
-"""One run: what it was asked for, its clock, its scratch folder, and the only way for sections to report."""
+"""One run: what it was asked for, its clock, its scratch folder, and the only way for sections to report.
+
+Whatever is found is printed at once. Time is bounded twice: a section begins nothing once its own time or that of the
+run is up, and what it awaits is cancelled then.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +31,8 @@ class Settings:
     """Attention backend under test in half precision; float32 always runs on torch."""
     quick: bool = False
     seed: int = 0
-    budget: float = 480.0
-    """Seconds for the whole run; sections that would begin later are not begun."""
+    seconds: float = 600.0
+    """Of the whole run."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -39,7 +45,7 @@ class Section(NamedTuple):
     name: str
     about: str
     seconds: float
-    """What it may take on an H200; reported when exceeded."""
+    """At most, and within what the run has left."""
     run: Callable[[Session], None]
     checks: bool = True
     """Whether it proves something: left out for lack of time, it then counts as failed."""
@@ -55,59 +61,85 @@ class Session:
         say: Callable[[str], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder`: scratch space; `say`: told what is going on."""
+        """`folder`: scratch space; `say`: told of everything that is found, a line at a time."""
         self.settings = settings
         self.device = settings.torch_device
         self.folder = folder
         self.report = Report()
-        self._say = say
+        self.say = say
         self._now = now
         self._began = now()
-        self._section = ""
+        self._section = Section("", "", settings.seconds, lambda _: None)
+        self._until = settings.seconds
 
     @property
     def seconds(self) -> float:
         """Since the run began."""
         return self._now() - self._began
 
+    @property
+    def left(self) -> float:
+        """Seconds that the section has left."""
+        return self._until - self.seconds
+
     def run(self, sections: Iterable[Section], after: Callable[[Report], object] = lambda _: None) -> Report:
         """`after` is told what there is so far after each section: a run that is killed was not for nothing."""
         for section in sections:
-            self._section = section.name
-            if self.seconds >= self.settings.budget:
-                reason = f"not begun: the {self.settings.budget:.0f} s of the whole run are used up"
-                status: Status = "fail" if section.checks else "skip"
-                self.report.checks.append(Check(section.name, "time", status, reason, 0.0))
+            self._section, self._until = section, self.settings.seconds
+            if self._time_is_up("time"):
                 continue
-            self._say(section.about)
+            self.say(f"--- {section.name}: {section.about}")
             began = self.seconds
-            failed = len(self.report.failed)
+            self._until = min(self.settings.seconds, began + section.seconds)
             self._guard(section.about, lambda section=section: section.run(self))  # type: ignore[misc]
-            taken = self.seconds - began
-            self.report.facts.setdefault("section_seconds", {})[section.name] = round(taken, 1)
-            if taken > section.seconds and len(self.report.failed) == failed:
-                self._say(f"{section.name} took {taken:.0f} s, more than the {section.seconds:.0f} s it should")
+            self.report.facts.setdefault("section_seconds", {})[section.name] = round(self.seconds - began, 1)
             self.report.seconds = self.seconds
             after(self.report)
         self.report.seconds = self.seconds
         self.report.complete = True
         return self.report
 
-    def check(self, name: str, work: Callable[[], str]) -> bool:
-        """Report whether `work` passes: it returns what it found, raises `CheckFailed`, `Skipped`, or crashes."""
-        self._say(name)
-        return self._guard(name, lambda: self._passed(name, work))
+    def check(self, name: str, work: Callable[[], str | Coroutine[Any, Any, str]]) -> bool:
+        """Report whether `work` passes: it returns what it found, raises `CheckFailed`, `Skipped`, or crashes. What it
+        returns may have to be awaited."""
+        return not self._time_is_up(name) and self._guard(name, lambda: self._passed(name, work))
 
     def figure(
         self, name: str, value: float | None, unit: str, *, aim: float | None = None, at_most: bool = False,
         note: str = "",
     ) -> None:  # fmt: skip
-        self.report.figures.append(Figure(self._section, name, value, unit, aim, at_most, note))
+        aim = None if self.settings.quick else aim  # of a whole load, not of a shortened one
+        figure = Figure(self._section.name, name, value, unit, aim, at_most, note)
+        self.report.figures.append(figure)
+        self.say(str(figure))
 
-    def _passed(self, name: str, work: Callable[[], str]) -> None:
+    def line(self, text: str) -> None:
+        """One line of a table."""
+        self.report.lines.append(text)
+        self.say(f"    {text}")
+
+    def _passed(self, name: str, work: Callable[[], str | Coroutine[Any, Any, str]]) -> None:
         began = self.seconds
-        detail = work()
-        self.report.checks.append(Check(self._section, name, "pass", detail, self.seconds - began))
+        found = work()
+        detail = found if isinstance(found, str) else asyncio.run(self.bounded(found))
+        self._add(name, "pass", detail, began)
+
+    async def bounded(self, work: Coroutine[Any, Any, str]) -> str:
+        """Await `work` as long as the section has time. Raises `CheckFailed` when that is over."""
+        try:
+            async with asyncio.timeout(max(0.0, self.left)) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise CheckFailed("cut: its time was up") from None
+
+    def _time_is_up(self, name: str) -> bool:
+        """Whether there is none left for `name`, which is reported then."""
+        if self.left > 0:
+            return False
+        self._add(name, "fail" if self._section.checks else "skip", "not begun: time was up", self.seconds)
+        return True
 
     def _guard(self, name: str, work: Callable[[], None]) -> bool:
         """False, and a failed check, if `work` raises. Device memory it held is free again afterwards."""
@@ -115,24 +147,32 @@ class Session:
         try:
             work()
         except Skipped as reason:
-            self.report.checks.append(Check(self._section, name, "skip", str(reason), self.seconds - began))
+            self._add(name, "skip", str(reason), began)
             return True
         except Exception as error:
-            told = str(error) if isinstance(error, CheckFailed) else f"crashed: {type(error).__name__}: {error}"
-            self.report.checks.append(Check(self._section, name, "fail", told, self.seconds - began))
+            told = str(error)
+            if not isinstance(error, CheckFailed):
+                told = f"crashed: {type(error).__name__}: {error}"
+                self.say("".join(traceback.format_exception(error)))
+            self._add(name, "fail", told, began)
             return False
         finally:
             release(self.device)
         return True
 
+    def _add(self, name: str, status: Status, detail: str, began: float) -> None:
+        check = Check(self._section.name, name, status, detail, self.seconds - began)
+        self.report.checks.append(check)
+        self.say(str(check))
+
 
 def choose(sections: Sequence[Section], only: Sequence[str], skip: Sequence[str]) -> list[Section]:
-    """The sections asked for, in their own order. Raises `ValueError` for a name that is none."""
-    known = [section.name for section in sections]
+    """The sections asked for, in the order of `only` if that names any. Raises `ValueError` for a name that is none."""
+    known = {section.name: section for section in sections}
     for name in (*only, *skip):
         if name not in known:
             raise ValueError(f"no section {name!r}; there are {', '.join(known)}")
-    return [section for section in sections if (not only or section.name in only) and section.name not in skip]
+    return [known[name] for name in only or known if name not in skip]
 
 
 def release(device: torch.device) -> None:

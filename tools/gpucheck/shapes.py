@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +64,47 @@ class Shape:
 
 SMALL = Shape("Qwen3-0.6B shape", 1024, 3072, 28, 16, 8, tied=True)
 LARGE = Shape("Qwen3-8B shape", 4096, 12288, 36, 32, 8, tied=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedShape:
+    """A model whose layers are no plain decoder's: `fields` of transformers' configuration class `family`."""
+
+    name: str
+    family: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """A folder with config.json alone, for `load_format="dummy"`."""
+        import transformers
+
+        getattr(transformers, self.family)(**self.fields, dtype="bfloat16").save_pretrained(folder)
+        return folder
+
+
+HYBRID = MixedShape("Qwen3.5-0.8B shape", "Qwen3_5TextConfig", {
+    "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+})  # fmt: skip
+"""As in `benchmarks/hybrids.py`: three layers of four keep states instead of keys and values."""
+MIXTURE = MixedShape("Qwen3-30B-A3B shape, 8 of its 48 layers", "Qwen3MoeConfig", {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    "tie_word_embeddings": False, "max_position_embeddings": 40960,
+})  # fmt: skip
+_FEW = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 64}  # fmt: skip
+TINY: Mapping[str, Shape | MixedShape] = {
+    SMALL.name: Shape("Qwen3-0.6B shape", 128, 96, 2, 4, 2, tied=True, head_dim=64, vocab=512),
+    LARGE.name: Shape("Qwen3-8B shape", 128, 96, 2, 4, 2, tied=False, head_dim=64, vocab=512),
+    HYBRID.name: MixedShape(HYBRID.name, HYBRID.family, {
+        **HYBRID.fields, **_FEW, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32}),
+    MIXTURE.name: MixedShape(MIXTURE.name, MIXTURE.family, {
+        **MIXTURE.fields, **_FEW, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64}),
+}  # fmt: skip
+"""Each of them in a size that a CPU runs at once, to see that everything runs."""

@@ -38,7 +38,7 @@ def run(session: Session) -> None:
     count = 300 if session.settings.quick else 1000
     session.check(
         f"{count} requests, aborts, chunks, preemption",
-        lambda: asyncio.run(storm(session.settings, folder, count, lambda: allocated(session.device), reference)),
+        lambda: storm(session.settings, folder, count, lambda: allocated(session.device), reference),
     )
 
 

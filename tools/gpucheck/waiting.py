@@ -46,11 +46,7 @@ def run(session: Session) -> None:
         text_config(), session.folder / "waiting", torch.bfloat16, session.settings.seed, tokenizer=True
     )  # fmt: skip
     for kind in KINDS:
-        session.check(kind, partial(_run, session.settings, folder, kind, _forbid))
-
-
-def _run(settings: Settings, folder: Path, kind: str, forbid: Forbid) -> str:
-    return asyncio.run(check_kind(settings, folder, kind, forbid))
+        session.check(kind, partial(check_kind, session.settings, folder, kind, _forbid))
 
 
 def _forbid(on: bool) -> None:

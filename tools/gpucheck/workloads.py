@@ -34,6 +34,14 @@ class Burst:
         """Output tokens per second."""
         return sum(output for _, output in self.lengths) / self.seconds
 
+    @property
+    def prompt_rate(self) -> float:
+        """Prompt tokens per second."""
+        return sum(prompt for prompt, _ in self.lengths) / self.seconds
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.2f} s, {self.steps} steps of {self.seconds / max(self.steps, 1) * 1e3:.2f} ms"
+
 
 @dataclass(slots=True)
 class Latencies:
@@ -56,15 +64,19 @@ def random_prompts(lengths: Sequence[tuple[int, int]], vocab: int, seed: int) ->
 
 
 async def burst(
-    engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: int, params: SamplingParams = GREEDY
-) -> Burst:
-    """All requests at once, until the last has ended. Raises `CheckFailed` if one got fewer tokens than asked for."""
+    engine: AsyncEngine, lengths: Sequence[tuple[int, int]], seed: int, params: SamplingParams = GREEDY, *,
+    shared: Sequence[int] = (), adapters: Sequence[str | None] = (None,),
+) -> Burst:  # fmt: skip
+    """All requests at once, until the last has ended. `shared`: tokens that all prompts begin with, beside their own;
+    `adapters`: in turns. Raises `CheckFailed` if one got fewer tokens than asked for.
+    """
     made = random_prompts(lengths, engine.info.vocab_size, seed)
+    asked = [params.replace(max_tokens=output) for _, output in lengths]
     steps = engine.stats().steps
     began = time.perf_counter()
     done = await asyncio.gather(*(
-        engine.generate(prompt, params.replace(max_tokens=output))
-        for prompt, (_, output) in zip(made, lengths, strict=True)
+        engine.generate([*shared, *prompt], wanted, adapter=adapters[index % len(adapters)])
+        for index, (prompt, wanted) in enumerate(zip(made, asked, strict=True))
     ))  # fmt: skip
     seconds = time.perf_counter() - began
     if [len(completion.token_ids) for completion in done] != [output for _, output in lengths]:
@@ -93,17 +105,19 @@ async def single(
 
 
 async def poisson(engine: AsyncEngine, rate: float, seconds: float, seed: int) -> Latencies:
-    """Requests that arrive at random, `rate` a second on average, whether or not others have ended."""
+    """Requests that arrive at random, `rate` a second on average, whether or not others have ended: 64 to 512 tokens
+    in, 64 to 256 out. All prompts are made before, and a late timer delays none but its own request."""
     found = Latencies()
     generator = random.Random(seed)
+    (pool,) = random_prompts([(8192, 1)], engine.info.vocab_size, seed)
     probe = asyncio.create_task(_probe_lag(found.lag))
-    until = time.perf_counter() + seconds
     tasks: list[asyncio.Task[None]] = []
-    while time.perf_counter() < until:
-        lengths = [(generator.randint(64, 512), generator.randint(64, 256))]
-        (prompt,) = random_prompts(lengths, engine.info.vocab_size, generator.randrange(2**31))
-        tasks.append(asyncio.create_task(_stream(engine, prompt, lengths[0][1], found)))
-        await asyncio.sleep(generator.expovariate(rate))
+    due = began = time.perf_counter()
+    while due < began + seconds:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        at, length = generator.randrange(8192 - 512), generator.randint(64, 512)
+        tasks.append(asyncio.create_task(_stream(engine, pool[at : at + length], generator.randint(64, 256), found)))
+        due += generator.expovariate(rate)
     await asyncio.gather(*tasks)
     probe.cancel()
     return found

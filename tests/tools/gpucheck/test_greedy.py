@@ -28,7 +28,7 @@ def session(tmp_path: Path) -> Session:
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16")])
 def test_families_pass(name: str, dtype: str, session: Session) -> None:
-    found = greedy.check_family(session, FAMILIES[name], dtype, 8)
+    found = asyncio.run(greedy.check_family(session, FAMILIES[name], dtype, 8))
     assert found.endswith("on torch")
     assert found.startswith("64 tokens the same") or dtype == "bfloat16"
 
@@ -49,7 +49,7 @@ def test_other_weights_fail(dtype: str, session: Session, monkeypatch: pytest.Mo
     monkeypatch.setattr(Reference, "generate", then_change)
     told = "outputs differ" if dtype == "float32" else "outputs differ|times what transformers' are"
     with pytest.raises(CheckFailed, match=told):
-        greedy.check_family(session, FAMILIES["qwen3"], dtype, 24)
+        asyncio.run(greedy.check_family(session, FAMILIES["qwen3"], dtype, 24))
 
 
 async def test_scores_find_what_tokens_hide(session: Session) -> None:
@@ -78,7 +78,7 @@ def test_one_wrong_token_fails(session: Session, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(greedy, "generating", generating)
     with pytest.raises(CheckFailed, match="request 3, token 5"):
-        greedy.check_family(session, FAMILIES["qwen3"], "float32", 8)
+        asyncio.run(greedy.check_family(session, FAMILIES["qwen3"], "float32", 8))
 
 
 def test_a_family_that_flashinfer_cannot_run_must_not_run_on_it(
@@ -87,7 +87,7 @@ def test_a_family_that_flashinfer_cannot_run_must_not_run_on_it(
     monkeypatch.setattr(greedy, "backend_of", lambda _: "flashinfer")
     sinks = next(family for family in FAMILIES.values() if not family.flashinfer)
     with pytest.raises(CheckFailed, match="runs on flashinfer"):
-        greedy.check_family(session, sinks, "float32", 2)
+        asyncio.run(greedy.check_family(session, sinks, "float32", 2))
 
 
 def test_all_families_and_types_are_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +146,5 @@ def test_merging_is_what_peft_does(tmp_path: Path) -> None:
 
 
 def test_asyncio_is_free_afterwards(session: Session) -> None:
-    greedy.check_family(session, Family("again", FAMILIES["llama"].make), "float32", 2)
+    asyncio.run(greedy.check_family(session, Family("again", FAMILIES["llama"].make), "float32", 2))
     assert asyncio.run(asyncio.sleep(0, "free")) == "free"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ async def test_adapters_that_graphs_forget_are_found(bench: Bench, monkeypatch: 
 def test_families_on_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch)
     found = {
-        family.name: greedy.check_family(Session(GPU, tmp_path), family, "bfloat16", 4)
+        family.name: asyncio.run(greedy.check_family(Session(GPU, tmp_path), family, "bfloat16", 4))
         for family in families()
         if family.name in ("gemma2", "gpt-oss, with sinks")
     }
@@ -84,7 +85,7 @@ def test_a_kernel_that_is_a_little_off_is_found(tmp_path: Path, monkeypatch: pyt
     attend = FlashInferBackend.attend
     monkeypatch.setattr(FlashInferBackend, "attend", lambda *arguments: attend(*arguments) * 1.05)
     with pytest.raises(CheckFailed):
-        greedy.check_family(Session(GPU, tmp_path), families()[0], "bfloat16", 24)
+        asyncio.run(greedy.check_family(Session(GPU, tmp_path), families()[0], "bfloat16", 24))
 
 
 def test_out_of_memory_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ def skips() -> str:
     raise Skipped("no such kernel")
 
 
-def run(tmp_path: Path, *sections: Section, budget: float = 480.0, clock: list[float] | None = None) -> Report:
+def run(tmp_path: Path, *sections: Section, seconds: float = 480.0, clock: list[float] | None = None) -> Report:
     ticks = clock or [0.0]
-    settings = Settings("cpu", "torch", budget=budget)
+    settings = Settings("cpu", "torch", seconds=seconds)
     return Session(settings, tmp_path, now=lambda: ticks.pop(0) if len(ticks) > 1 else ticks[0]).run(sections)
 
 
@@ -59,7 +60,7 @@ def test_what_time_leaves_out_is_not_passed(tmp_path: Path) -> None:
     """A check that was not made fails; a figure that was not taken is only missing."""
     sections = [Section("proof", "p", 1, lambda _: None), Section("figures", "f", 1, lambda _: None, checks=False)]
     assert run(tmp_path, *sections).exit_code == 0
-    report = run(tmp_path, *sections, budget=10, clock=[0.0, 11.0])
+    report = run(tmp_path, *sections, seconds=10, clock=[0.0, 11.0])
     assert [(check.section, check.status) for check in report.checks] == [("proof", "fail"), ("figures", "skip")]
     assert "not begun" in report.checks[0].detail
 
@@ -71,8 +72,45 @@ def test_sections_by_name() -> None:
         return "".join(section.name for section in choose(sections, only, skip))
 
     assert names([], []) == "abc"
-    assert names(["c", "a"], []) == "ac"
+    assert names(["c", "a"], []) == "ca", "in the order asked for"
     assert names([], ["b"]) == "ac"
     assert names(["a", "b"], ["a"]) == "b"
     with pytest.raises(ValueError, match="no section 'd'; there are a, b, c"):
         names([], ["d"])
+
+
+def test_what_takes_too_long_is_cut_and_the_next_section_begins(tmp_path: Path) -> None:
+    """A section's own time ends what it awaits, and what it would begin afterwards."""
+    cancelled = []
+
+    async def endless() -> str:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+        return ""
+
+    def work(session: Session) -> None:
+        assert not session.check("endless", endless)
+        assert not session.check("never", lambda: "begun")
+
+    said: list[str] = []
+    session = Session(CPU, tmp_path, said.append)
+    sections = [Section("one", "first", 0.01, work), Section("two", "second", 9, lambda s: s.figure("x", 1, "m"))]
+    report = session.run(sections)
+    assert [(check.name, check.status) for check in report.checks] == [("endless", "fail"), ("never", "fail")]
+    assert cancelled == [True]
+    assert [figure.section for figure in report.figures] == ["two"]
+    assert any("endless: cut: its time was up" in line for line in said)
+    assert "two: x: 1.00 m" in said
+
+
+def test_a_timeout_of_its_own_is_a_crash(tmp_path: Path) -> None:
+    async def times_out() -> str:
+        async with asyncio.timeout(0):
+            await asyncio.get_running_loop().create_future()
+        return ""
+
+    report = run(tmp_path, Section("one", "first", 9, lambda session: session.check("late", times_out) and None))
+    assert report.checks[0].detail.startswith("crashed: TimeoutError")

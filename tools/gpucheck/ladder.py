@@ -1,0 +1,369 @@
+"""The ladder of speed: `python -m tools.gpucheck ladder` measures what an engine on this GPU does in ten minutes.
+
+Shapes of well-known models with random weights. Each figure is printed as it is taken; a section that fails says so and
+the next begins. One engine at a time: sections that use the same one follow each other in the usual order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.errors import OutOfMemory
+from asyncengine.sampling_params import SamplingParams
+from tools.gpucheck import environment
+from tools.gpucheck.environment import BANDWIDTH
+from tools.gpucheck.greedy import GREEDY, backend_of
+from tools.gpucheck.kernel_table import kernel_table
+from tools.gpucheck.ladder_models import SCHEMA, make_adapters, write_tokenizer
+from tools.gpucheck.modes import graphs_of
+from tools.gpucheck.report import CheckFailed, Skipped
+from tools.gpucheck.session import Section, Session, release
+from tools.gpucheck.shapes import HYBRID, LARGE, MIXTURE, SMALL, TINY, MixedShape, Shape
+from tools.gpucheck.steps import PARTS, StepClock
+from tools.gpucheck.workloads import SAMPLED, Burst, burst, poisson, quantile, random_lengths, random_prompts, single
+
+STREAMS = (1, 4, 16, 64, 128, 256)
+LOADS = ((128, 128), (1193, 256), (4593, 512))
+"""Prompt and output tokens: a chat, a chat with documents, a long document (the means of well-known traces)."""
+ARRIVALS = (100.0, 10.0)
+"""Requests a second, and for how many seconds."""
+AIMS = {
+    (SMALL.name, 1): 1000.0, (SMALL.name, 256): 60_000.0, (LARGE.name, 1): 215.0, (LARGE.name, 256): 20_000.0,
+}  # fmt: skip
+"""Output tokens per second of so many streams of `LOADS[0]` on an H200."""
+_ADAPTERS = 16
+_LONGEST = 5120
+_BASE: dict[str, Any] = {
+    "max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": _LONGEST, "prefix_caching": False,
+}  # fmt: skip
+_MODEST = {**_BASE, "max_model_len": 2304}
+ENGINES: dict[str, tuple[Shape | MixedShape, dict[str, Any]]] = {
+    "small": (SMALL, _BASE),
+    "defaults": (SMALL, {"max_model_len": _LONGEST}),
+    "adapters": (SMALL, {**_MODEST, "max_loras": _ADAPTERS, "max_lora_rank": 16}),
+    "tokenizer": (SMALL, _MODEST),
+    "large": (LARGE, _MODEST),
+    "large, 4 bits": (LARGE, {**_MODEST, "quantization": "int4"}),
+    "mixture": (MIXTURE, _MODEST),
+    "hybrid": (HYBRID, {**_MODEST, "max_num_seqs": 64}),
+}
+"""Shape and settings by name; all in bfloat16."""
+
+
+class Ladder:
+    """The sections, over one event loop and one engine at a time. On a CPU the shapes are tiny, to try it out."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._quick, self._seed = session.settings.quick, session.settings.seed
+        self._runner = asyncio.Runner()
+        self._name = ""
+        self._engine: AsyncEngine | None = None
+
+    def __enter__(self) -> Ladder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(Exception):  # an engine that died said so already
+            self._runner.run(self._close())
+        self._runner.close()
+
+    def sections(self) -> list[Section]:
+        """In the order of their worth."""
+
+        def section(name: str, about: str, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> Section:
+            return Section(name, about, seconds, lambda _: self._run(work), checks=False)
+
+        return [
+            Section("environment", "the machine", 15, environment.run, checks=False),
+            section("prompt", "a prompt longer than a step, default settings", 60, self.long_prompt),
+            section("streams", "0.6B, greedy, all at once, 128/128", 60, partial(self.streams, "small", STREAMS)),
+            section("host", "where the host's time goes", 20, self.host),
+            section("kernels", "0.6B, kernels of a step", 30, partial(self.kernels, "small")),
+            section("sampled", "sampled beside greedy", 30, self.sampled),
+            section("prompts", "0.6B, prompts of 2,048", 20, partial(self.prompts, "small", 9.0)),
+            section("arrivals", "requests at random moments", 45, self.arrivals),
+            section("nano", "nano-vllm's bench", 30, self.nano),
+            section("chats", "0.6B, 1,193/256", 40, partial(self.streams, "small", STREAMS[::-1], LOADS[1])),
+            section("documents", "0.6B, 4,593/512", 60, partial(self.streams, "small", (64, 16, 1, 256), LOADS[2])),
+            section("prefix", "a shared prefix", 40, self.prefix),
+            section("adapters", "16 adapters beside none", 40, self.adapters),
+            section("constrained", "constrained beside free", 60, self.constrained),
+            section("large", "8B, 128/128", 60, partial(self.streams, "large", (1, 16, 64, 256))),
+            section("large_prompts", "8B, prompts of 2,048", 30, partial(self.prompts, "large")),
+            section("large_kernels", "8B, kernels of a step", 30, partial(self.kernels, "large", (1, 256))),
+            section("four_bits", "8B, 4 bits", 60, partial(self.streams, "large, 4 bits", (1, 16, 64, 256))),
+            section("mixture", "a mixture of experts", 60, partial(self.streams, "mixture", (1, 16, 64, 256))),
+            section("hybrid", "recurrent states beside attention", 90, partial(self.streams, "hybrid", (1, 16, 64))),
+            section("hybrid_prompts", "the same, prompts of 2,048", 30, partial(self.prompts, "hybrid")),
+            section("peer", "transformers' continuous batching", 80, self.peer),
+        ]
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """One section; an engine that fails in it is not used again."""
+
+        async def said() -> str:
+            await work()
+            return ""
+
+        try:
+            self._runner.run(self._session.bounded(said()))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._runner.run(self._close())
+            raise
+
+    # ---------------------------------------------------------------- engines
+
+    async def engine(self, name: str) -> AsyncEngine:
+        """The engine called so in `ENGINES`, warmed up."""
+        if self._engine is not None and name == self._name:
+            return self._engine
+        await self._close()
+        shape, settings = ENGINES[name]
+        on_gpu = self._session.device.type == "cuda"
+        shape = shape if on_gpu else TINY[shape.name]
+        folder = shape.write(self._session.folder / name.replace(" ", "-"))
+        options = {
+            "device": self._session.settings.device, "attention_backend": self._session.settings.backend,
+            "dtype": "bfloat16", "load_format": "dummy", "show_progress": False, **settings,
+        }  # fmt: skip
+        if not on_gpu:
+            options = {**options, "kv_cache_memory": "64MiB", "attention_backend": "auto", "max_num_seqs": 8}
+        if name == "adapters":
+            assert isinstance(shape, Shape)
+            options["adapters"] = make_adapters(shape, _ADAPTERS, self._session.folder)
+        if name == "tokenizer":
+            write_tokenizer(shape.config.vocab_size if isinstance(shape, Shape) else 512, folder)
+        began = time.perf_counter()
+        try:
+            engine = await AsyncEngine.from_pretrained(folder, **options)
+        except OutOfMemory as error:
+            raise Skipped(str(error)) from None
+        seconds = time.perf_counter() - began
+        self._name, self._engine = name, engine
+        graphs: Any = graphs_of(engine)
+        note = "no CUDA graphs" if graphs is None else f"{len(graphs.sizes)} CUDA graphs in {graphs.seconds:.1f} s"
+        weights = engine.info.weight_bytes / 2**20
+        note = f"attention: {backend_of(engine)}; {note}; weights of {weights:.0f} MiB"
+        self._session.figure(f"{shape.name}, {name}, loading", seconds, "s", note=note)
+        await burst(engine, [(32, 8)] * self._rows(256), self._seed)
+        return engine
+
+    async def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.aclose()
+            del engine
+            release(self._session.device)
+
+    def _rows(self, count: int) -> int:
+        return min(count, 4) if self._quick else count
+
+    def _tokens(self, count: int) -> int:
+        return max(2, count // 16) if self._quick else count
+
+    def _lengths(self, count: int, load: tuple[int, int]) -> list[tuple[int, int]]:
+        return [(self._tokens(load[0]), self._tokens(load[1]))] * self._rows(count)
+
+    # ---------------------------------------------------------------- loads
+
+    async def long_prompt(self) -> None:
+        engine = await self.engine("defaults")
+        took = await burst(engine, self._lengths(1, (4000, 16)), self._seed)
+        self._session.figure("a prompt of 4,000 tokens", took.seconds * 1e3, "ms", note=str(took))
+        took = await burst(engine, self._lengths(4, (3000, 16)), self._seed)
+        self._session.figure("four of 3,000", took.seconds * 1e3, "ms", note=str(took))
+
+    async def streams(self, name: str, counts: Sequence[int], load: tuple[int, int] = LOADS[0]) -> None:
+        engine = await self.engine(name)
+        shape = ENGINES[name][0]
+        for count in dict.fromkeys(map(self._rows, counts)):
+            aim = AIMS.get((shape.name, count)) if load == LOADS[0] and name in ("small", "large") else None
+            label = f"{shape.name}, {count} x {load[0]:,}/{load[1]}"
+            if count == 1 and load == LOADS[0]:
+                rate = await single(engine, *self._lengths(1, load)[0], self._seed)
+                self._session.figure(f"{label}, decoding alone", rate, "tokens/s", aim=aim, note=f"{1e3 / rate:.3f} ms")
+            took = await burst(engine, self._lengths(count, load), self._seed)
+            self._session.figure(label, took.rate, "tokens/s", aim=aim, note=f"{took}{self._share(shape, took)}")
+
+    def _share(self, shape: Shape | MixedShape, took: Burst) -> str:
+        """How long the bytes that must be read take at the copy bandwidth of this run, over the time it took."""
+        bandwidth = self._session.report.figure(BANDWIDTH)
+        if bandwidth is None or self._quick or not isinstance(shape, Shape):
+            return ""
+        least = shape.bytes_read(took.steps, took.lengths) / (bandwidth * 1e9)
+        return f"; {least / took.seconds:.0%} of what memory allows"
+
+    async def nano(self) -> None:
+        engine = await self.engine("small")
+        lengths = [(self._tokens(a), self._tokens(b)) for a, b in random_lengths(self._rows(256), 100, 1024, 0)]
+        took = await burst(engine, lengths, self._seed)
+        self._session.figure("256 x 100..1,024/100..1,024", took.rate, "tokens/s", aim=40_000.0, note=str(took))
+
+    async def sampled(self) -> None:
+        engine = await self.engine("small")
+        drawn = GREEDY.replace(temperature=0.7)
+        kinds = {
+            "greedy": GREEDY, "temperature": drawn, "top-k 20": drawn.replace(top_k=20),
+            "top-p 0.9": drawn.replace(top_p=0.9), "temperature 0.6, top-k 20, top-p 0.95": SAMPLED,
+            "penalties": drawn.replace(repetition_penalty=1.1, presence_penalty=0.3),
+        }  # fmt: skip
+        base = await single(engine, *self._lengths(1, LOADS[0])[0], self._seed, 2)
+        for name, params in kinds.items():
+            await single(engine, 32, 8, self._seed, 1, params)
+            rate = await single(engine, *self._lengths(1, LOADS[0])[0], self._seed, 2, params)
+            note = f"{rate / base:.2f} of greedy"
+            self._session.figure(f"1 stream, {name}", rate, "tokens/s", aim=0.95 * base, note=note)
+        await self._turns(engine, 256, {name: kinds[name] for name in ("greedy", "temperature", [*kinds][4])}, 0.97)
+
+    async def _turns(self, engine: AsyncEngine, count: int, kinds: dict[str, SamplingParams], aim: float) -> None:
+        """The same load by each, the first of them the base."""
+        base = 0.0
+        for name, params in kinds.items():
+            await burst(engine, self._lengths(count, (32, 32)), self._seed, params)
+            took = await burst(engine, self._lengths(count, (128, 256)), self._seed, params)
+            base = base or took.rate
+            note = f"{took.rate / base:.2f} of {next(iter(kinds))}; {took}"
+            self._session.figure(f"{count} x 128/256, {name}", took.rate, "tokens/s", aim=aim * base, note=note)
+
+    async def prompts(self, name: str, aim: float | None = None) -> None:
+        engine = await self.engine(name)
+        shape = ENGINES[name][0].name
+        for count, rounds in ((1, 5), (8, 2)):
+            took = min(
+                [await burst(engine, self._lengths(count, (2048, 1)), self._seed + turn) for turn in range(rounds)],
+                key=lambda burst: burst.seconds,
+            )
+            note = f"best of {rounds}; {took.prompt_rate:,.0f} prompt tokens/s; {took}"
+            self._session.figure(
+                f"{shape}, {count} of 2,048 tokens", took.seconds * 1e3, "ms", aim=aim if count == 1 else None,
+                at_most=True, note=note,
+            )  # fmt: skip
+
+    async def host(self) -> None:
+        engine = await self.engine("small")
+        for count, aim in ((1, 0.25), (16, None), (256, 2.5)):
+            rows = self._rows(count)
+            await burst(engine, self._lengths(count, (32, 16)), self._seed)
+            clock = StepClock(engine)
+            took = await burst(engine, self._lengths(count, (32, 128)), self._seed)
+            clock.close()
+            found = clock.medians(rows)
+            total = found["total"] * 1e3 if found else None
+            parts = ", ".join(f"{part} {found[part] * 1e3:.2f}" for part in PARTS if found)
+            self._session.figure(
+                f"host time of a step of {count}", total, "ms", aim=aim, at_most=True, note=f"{parts}; {took}"
+            )
+
+    async def kernels(self, name: str, counts: Sequence[int] = (1, 16, 256)) -> None:
+        engine = await self.engine(name)
+        loads = {
+            **{f"{count} streams": self._lengths(count, (64, 40)) for count in counts},
+            "a prompt of 2,048": self._lengths(1, (2048, 1)),
+        }
+        for label, lengths in loads.items():
+            await kernel_table(self._session, engine, f"{ENGINES[name][0].name}, {label}", lengths)
+
+    async def arrivals(self) -> None:
+        rate, seconds = ARRIVALS
+        for name in ("small", "defaults"):
+            engine = await self.engine(name)
+            clock = StepClock(engine)
+            found = await poisson(engine, *((rate, seconds) if not self._quick else (40.0, 0.2)), self._seed)
+            clock.close()
+            most = max((taken.running + taken.waiting for taken in clock.steps), default=0)
+            note = f"{len(found.first_token)} requests, {rate:.0f} a second, 64..512 in, 64..256 out, {name}; "
+            note += f"{most} at once at most, {clock.preempted} preempted"
+            for label, values in (("first token", found.first_token), ("between tokens", found.between)):
+                for at in (0.5, 0.99):
+                    value, aim = quantile(values, at), 150.0 if (label, at) == ("first token", 0.99) else None
+                    self._session.figure(
+                        f"{label}, p{at * 100:.0f}, {name}", None if value is None else value * 1e3, "ms", aim=aim,
+                        at_most=True, note=note,
+                    )  # fmt: skip
+                    note = ""
+            lag = quantile(found.lag, 0.99)
+            self._session.figure("timers of the caller are late, p99", None if lag is None else lag * 1e3, "ms")
+            for taken in sorted(clock.steps, key=lambda taken: -taken.gap)[:5]:
+                self._session.line(f"long step: {taken}")
+
+    # ---------------------------------------------------------------- features
+
+    async def prefix(self) -> None:
+        """The same tokens in front of all prompts, beside prompts that share nothing."""
+        engine = await self.engine("defaults")
+        (shared,) = random_prompts([(self._tokens(2048), 1)], engine.info.vocab_size, self._seed)
+        count, own = 64, (64, 32)
+        alone = await burst(engine, self._lengths(count, (own[0] + 2048, own[1])), self._seed)
+        self._session.figure(f"{count} of 2,112 tokens, nothing shared", alone.rate, "tokens/s", note=str(alone))
+        together = await burst(engine, self._lengths(count, own), self._seed, shared=shared)
+        note = f"{alone.seconds / together.seconds:.1f} times as fast; {together}"
+        self._session.figure(f"{count} with 2,048 of them shared", together.rate, "tokens/s", note=note)
+
+    async def adapters(self) -> None:
+        engine = await self.engine("adapters")
+        names = [adapter.name for adapter in engine.adapters()]
+        for count in (1, 64):
+            base = 0.0
+            ways: dict[str, Sequence[str | None]] = {
+                "no adapter": (None,), "one adapter": names[:1], "16 adapters": names,
+                "16 adapters and none": [*names, None],
+            }  # fmt: skip
+            for label, used in ways.items():
+                if count == 1 and len(used) > 1:
+                    continue
+                await burst(engine, self._lengths(count, (32, 16)), self._seed, adapters=used)
+                took = await burst(engine, self._lengths(count, LOADS[0]), self._seed, adapters=used)
+                base = base or took.rate
+                note = f"{took.rate / base:.2f} of none; {took}"
+                self._session.figure(f"{count} x 128/128, {label}", took.rate, "tokens/s", note=note)
+
+    async def constrained(self) -> None:
+        """Records of strings and numbers over a vocabulary of the model's size; free requests get as many tokens."""
+        engine = await self.engine("tokenizer")
+        bound = GREEDY.replace(grammar=SCHEMA, ignore_eos=False, on_budget="close", max_tokens=128)
+        for count in map(self._rows, (1, 64)):
+            prompts = random_prompts(self._lengths(count, (64, 1)), engine.info.vocab_size, self._seed)
+            for _ in range(2):  # the first compiles the grammar
+                began = time.perf_counter()
+                done = await asyncio.gather(*(engine.generate(prompt, bound) for prompt in prompts))
+                seconds = time.perf_counter() - began
+            lengths = [(len(prompt), len(one.token_ids)) for prompt, one in zip(prompts, done, strict=True)]
+            free = await burst(engine, lengths, self._seed)
+            rate = sum(output for _, output in lengths) / seconds
+            note = f"{rate / free.rate:.2f} of free requests' {free.rate:,.0f}"
+            self._session.figure(f"{count} constrained, 64 in", rate, "tokens/s", aim=0.95 * free.rate, note=note)
+
+    async def peer(self) -> None:
+        """In a process of its own, which is ended when its time is up; its lines are passed on as they come."""
+        await self._close()
+        seconds = self._session.left - 5
+        command = [sys.executable, "-m", "benchmarks.transformers_on_gpu", "--seconds", f"{seconds:.0f}"]
+        command += ["--device", str(self._session.device), *(["--tiny"] if self._quick else [])]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert process.stdout is not None
+        seen = False
+        try:
+            async with asyncio.timeout(seconds):
+                async for line in process.stdout:
+                    text = line.decode(errors="replace").rstrip()
+                    seen |= "tokens/s" in text
+                    self._session.line(text)
+        except TimeoutError:
+            self._session.line("cut: its time was up")
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
+        if not seen:
+            raise CheckFailed("transformers gave no figure")

@@ -35,6 +35,7 @@ from asyncengine.models.families import MULTIMODAL, decoder_config_of
 from asyncengine.models.first_kernels import kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.hub import short_name
+from asyncengine.models.kernel_builds import building, modules_of
 from asyncengine.models.layer_kinds import named
 from asyncengine.models.loaded import Loaded
 from asyncengine.models.mapped import MappedFiles, own_weights
@@ -189,7 +190,7 @@ def _load_decoder(
     decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
-    with threads():
+    with threads(), building(modules_of(kernels, decoder.specs, config, dtype), bar):
         find_room(options, config, bar)
         if config.load_format == "dummy":
             bar.stage("making up weights")

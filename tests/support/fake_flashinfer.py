@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -493,3 +494,31 @@ class DecodeWrapper(Wrapper):
         assert q.shape[0] == len(self.arrays[3]), "one query per row"
         qo_indptr, indptr, indices, last = self.arrays
         return self.launch("decode", q, paged_kv_cache, (qo_indptr, indptr, indices, last))
+
+
+class FakeModules:
+    """The functions by which FlashInfer's wrappers get their modules, with their own arguments (jit/attention of
+    0.6.13 to 0.7.2: `gen_batch_prefill_module`, `gen_batch_decode_module`)."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[Any, ...]] = []
+        self.prefill = SimpleNamespace(get_batch_prefill_module=self._prefill)
+        self.decode = SimpleNamespace(get_batch_decode_module=self._decode)
+        self.activation = SimpleNamespace(get_act_and_mul_module=lambda name: self.built.append((name,)))
+        self.rope = SimpleNamespace(get_rope_module=lambda: self.built.append(("rope",)))
+        self.page = SimpleNamespace(get_page_module=lambda: self.built.append(("page",)))
+        self.silu_and_mul = self.gelu_and_mul = self.gelu_tanh_and_mul = None
+
+    def _prefill(
+        self, backend: str, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool,
+        fp16_qk: bool,
+    ) -> None:  # fmt: skip
+        assert (backend, idx, pos, fp16_qk) == ("fa2", torch.int32, 0, False)
+        assert (q, qk) == (o, vo)
+        self.built.append(("prefill", q, kv, qk, window, cap))
+
+    def _decode(
+        self, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool
+    ) -> None:  # fmt: skip
+        assert (o, idx, vo, pos) == (q, torch.int32, qk, 0)
+        self.built.append(("decode", q, kv, qk, window, cap))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
+from asyncengine.config import EngineConfig
 from asyncengine.layers.kernels import ACTIVATIONS, FlashInferKernels
+from asyncengine.models.kernel_builds import modules_of
 from asyncengine.runner.graphs import Capture, CudaCapture
 from tools.gpucheck.pairs import Pair, Parts
 from tools.gpucheck.report import CheckFailed
@@ -19,8 +22,8 @@ from tools.gpucheck.session import Session, flashinfer_missing
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
 """Largest error of an output that averages values of standard deviation 1."""
-COMPILERS = 3
-"""Modules compiled at once. Each runs one compiler per source, which takes memory more than cores."""
+COMPILERS = 5
+"""Modules built at once. Each runs one compiler per source, which takes memory more than cores."""
 _MOST = 400
 _ROWS = 6
 _BASE = LayerSpec(index=0, num_heads=8, num_kv_heads=4, key_dim=128, value_dim=128, scale=0.09)
@@ -84,46 +87,43 @@ def chosen(session: Session) -> list[Case]:
 
 
 def run_compile(session: Session) -> None:
-    """All kernels that later sections run, several at a time; seconds on a machine that has them in its cache."""
+    """Begin to build all modules of FlashInfer's that later sections call, several at a time, in the background. Takes
+    seconds on a machine that has them in its cache. Whoever calls one earlier waits for it."""
     missing = flashinfer_missing()
     if missing is not None:
         raise CheckFailed(missing)
-    works = [partial(_warm_up, case, session.device) for case in chosen(session)]
-    works.append(partial(_warm_up_others, session.device))
+    works = modules(chosen(session), load_flashinfer())
+    pool = ThreadPoolExecutor(COMPILERS)
+    session.compiling = [pool.submit(_timed, session, work) for work in works]
+    pool.shutdown(wait=False)
+
+
+def modules(chosen: Sequence[Case], flashinfer: Any) -> list[Callable[[], object]]:
+    """Calls that each have one of them built, those of small models first, which most sections run."""
+    found = []
+    for dtype, stored in dict.fromkeys((case.dtype, case.stored) for case in chosen):
+        kernels = FlashInferKernels(flashinfer)
+        for name in ACTIVATIONS:
+            kernels.gated(name)
+        specs = [spec for case in chosen if (case.dtype, case.stored) == (dtype, stored) for spec in case.layers]
+        config = EngineConfig(kv_cache_dtype="auto" if stored is None else "fp8")
+        found += modules_of(kernels, sorted(specs, key=lambda spec: spec.key_dim), config, dtype)
+    return found
+
+
+def _timed(session: Session, work: Callable[[], object]) -> None:
     began = session.seconds
-    session.check("all kernels compile and run", lambda: compile_all(works))
-    session.figure("compiling kernels", session.seconds - began, "s", note="next to nothing where they are cached")
+    work()
+    session.say(f"... built a module of FlashInfer's in {session.seconds - began:.1f} s, at {session.seconds:.0f} s")
 
 
-def compile_all(works: Sequence[Callable[[], None]]) -> str:
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        errors = [future.exception() for future in [pool.submit(work) for work in works]]
-    failed = [f"{type(error).__name__}: {error}" for error in errors if error is not None]
-    if failed:
-        raise CheckFailed(f"{len(failed)} of {len(works)}: {failed[0]}")
-    return f"{len(works)} sets of kernels"
-
-
-def _warm_up(case: Case, device: torch.device) -> None:
-    with torch.cuda.device(device):  # which one is current is each thread's own
-        backend = flashinfer_backend(case, device)
-        backend.warm_up()
-        backend.close()
-
-
-def _warm_up_others(device: torch.device) -> None:
-    """Norms, activations and rotary embedding, in shapes of no importance."""
-    kernels = FlashInferKernels(load_flashinfer())
-    x = torch.ones((4, 256), dtype=torch.bfloat16, device=device)
-    for offset in (0.0, 1.0):
-        kernels.rms_norm(x, x[0], 1e-6, offset)
-    for name in ACTIVATIONS:
-        gated = kernels.gated(name)
-        if gated is not None:
-            gated(x)
-    heads = torch.ones((4, 2, 64), dtype=torch.bfloat16, device=device)
-    angles = torch.zeros((4, 64), dtype=torch.bfloat16, device=device)
-    kernels.rotate(heads, heads, angles, angles)
+def compiled(session: Session) -> str:
+    """Wait for all of them, as long as the section has time."""
+    done, late = wait(session.compiling, max(0.0, session.left))
+    failed = [f"{type(error).__name__}: {error}" for future in done if (error := future.exception()) is not None]
+    if failed or late:
+        raise CheckFailed(f"{len(failed)} failed, {len(late)} not built yet, of {len(done) + len(late)}; {failed[:1]}")
+    return f"{len(done)} modules"
 
 
 # ---------------------------------------------------------------- comparing
@@ -133,6 +133,8 @@ def run(session: Session) -> None:
     missing = flashinfer_missing()
     if missing is not None:
         raise CheckFailed(missing)
+    if session.compiling:
+        session.check("all kernels compile", lambda: compiled(session))
     make = partial(flashinfer_backend, device=session.device)
     for case in chosen(session):
         for size in case.page_sizes:

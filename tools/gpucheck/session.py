@@ -12,6 +12,7 @@ import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,8 @@ class Session:
         self.folder = folder
         self.report = Report()
         self.say = say
+        self.compiling: list[Future[None]] = []
+        """What is compiled in the background (`kernels.run_compile`)."""
         self._now = now
         self._began = now()
         self._section = Section("", "", settings.seconds, lambda _: None)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory, FakeModules
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.torch_paged import TorchPagedBackend
-from tools.gpucheck.kernels import Case, cases, check_case, compile_all
+from tools.gpucheck import kernels
+from tools.gpucheck.kernels import Case, cases, check_case
 from tools.gpucheck.report import CheckFailed
+from tools.gpucheck.session import Session, Settings
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in cases()}
@@ -127,10 +131,47 @@ def test_cases_cover_what_kernels_are_chosen_by() -> None:
     assert any(case.stored == torch.float8_e4m3fn for case in CASES.values())
 
 
-def test_compiling_reports_the_first_failure() -> None:
+def test_compiling_goes_on_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its section does not wait, that of the kernels does, and tells what failed."""
+    go = threading.Event()
+
+    def slow() -> None:
+        assert go.wait(30)
+
     def broken() -> None:
         raise RuntimeError("no nvcc")
 
-    assert compile_all([lambda: None, lambda: None]) == "2 sets of kernels"
-    with pytest.raises(CheckFailed, match="1 of 2: RuntimeError: no nvcc"):
-        compile_all([lambda: None, broken])
+    for name, value in (("flashinfer_missing", lambda: None), ("load_flashinfer", lambda: None)):
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(kernels, "modules", lambda *_: [slow, slow])
+    session = Session(Settings("cpu"), tmp_path, (said := []).append)
+    kernels.run_compile(session)
+    assert len(session.compiling) == 2
+    session._until = 0.0
+    with pytest.raises(CheckFailed, match="0 failed, 2 not built yet"):
+        kernels.compiled(session)
+    session._until = 60.0
+    go.set()
+    assert kernels.compiled(session) == "2 modules"
+    assert sum("built a module" in line for line in said) == 2
+    monkeypatch.setattr(kernels, "modules", lambda *_: [broken, slow])
+    kernels.run_compile(session)
+    with pytest.raises(CheckFailed, match=r"1 failed, 0 not built yet, of 2; .*no nvcc"):
+        kernels.compiled(session)
+
+
+def test_all_that_cases_call_is_compiled() -> None:
+    modules = FakeModules()
+    for work in kernels.modules(cases(), modules):
+        work()
+    half, whole = torch.bfloat16, torch.float16
+    assert modules.built[0] == ("prefill", half, half, 64, False, False)
+    kinds = {
+        (case.dtype, case.stored or case.dtype, spec.key_dim, spec.window is not None, spec.softcap is not None)
+        for case in cases()
+        for spec in case.layers
+    }
+    assert {built[1:] for built in modules.built if built[0] == "prefill"} == kinds
+    assert {built[1:] for built in modules.built if built[0] == "decode"} <= kinds
+    assert {("silu",), ("gelu",), ("gelu_tanh",), ("rope",), ("page",)} < set(modules.built)
+    assert any(kind[0] == whole for kind in kinds)

@@ -1,0 +1,73 @@
+"""FlashInfer's modules, compiled by several threads beside the reading of weights.
+
+FlashInfer compiles a module when it is first called: a minute each, one after another. Every module has a build and a
+lock of its own, so several threads may each wait for one. Called are the functions by which its own wrappers get their
+modules; they are cached, and take the same arguments from 0.6.13 to 0.7.2 (what lies behind them does not). Compiled
+once on a machine, a module takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from asyncengine.attention.base import LayerSpec
+from asyncengine.attention.factory import kv_dtype
+from asyncengine.attention.flashinfer_plan import LayerGroup, why_not
+from asyncengine.config import EngineConfig
+from asyncengine.layers.kernels import FlashInferKernels, LayerKernels
+from asyncengine.models.progress import LoadProgress
+
+logger = logging.getLogger("asyncengine")
+
+_CORES_EACH = 3
+"""A build runs one compiler for each of its sources, and each compiler takes up to two GiB."""
+
+
+def modules_of(
+    kernels: LayerKernels, layers: Sequence[LayerSpec], config: EngineConfig, dtype: torch.dtype
+) -> list[Callable[[], object]]:
+    """Calls that each have one module built and loaded, those that take longest first: what a model calls whose layers
+    were made with `kernels`. None where those are not FlashInfer's."""
+    if not isinstance(kernels, FlashInferKernels):
+        return []
+    flashinfer = kernels.flashinfer
+    found: dict[tuple[Any, ...], Callable[[], object]] = {}
+    groups = [] if why_not(layers, dtype, config.page_size) else [LayerGroup.of(spec) for spec in layers]
+    for group in groups:
+        # types of queries, keys, results and indices, dimensions, pos_encoding_mode NONE, and which masks there are
+        kind = (dtype, kv_dtype(config, dtype), dtype, torch.int32, group.head_dim, group.head_dim, 0,
+                group.window is not None, bool(group.softcap))  # fmt: skip
+        found["prefill", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa2", *kind, False)
+        if not group.decodes_on_tensor_cores:
+            found["decode", *kind] = partial(flashinfer.decode.get_batch_decode_module, *kind)
+    others = [flashinfer.rope.get_rope_module, *([flashinfer.page.get_page_module] if groups else [])]
+    others += [partial(flashinfer.activation.get_act_and_mul_module, name) for name in kernels.activations]
+    return [*found.values(), *others]
+
+
+@contextmanager
+def building(works: Sequence[Callable[[], object]], bar: LoadProgress) -> Iterator[None]:
+    """Do these in threads while the block runs, and wait for them behind it. What fails fails again, with its reason,
+    where the kernel is first called."""
+    if not works:
+        yield
+        return
+    pool = ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // _CORES_EACH), "asyncengine-build")
+    try:
+        futures = [pool.submit(work) for work in works]
+        yield
+        bar.stage("compiling attention kernels", len(futures))
+        for future in as_completed(futures):
+            if (error := future.exception()) is not None:
+                logger.debug("a module of FlashInfer's was not built ahead: %s", error)
+            bar.advance()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

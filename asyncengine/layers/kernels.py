@@ -194,27 +194,24 @@ class FlashInferKernels(TorchKernels):
     name = "flashinfer"
 
     def __init__(self, flashinfer: Any) -> None:
-        self.flashinfer = flashinfer
-        self.activations: list[str] = []
-        """FlashInfer's names of those that layers asked for."""
+        self._flashinfer = flashinfer
         self._cos: torch.Tensor | None = None
         self._table = self._places = torch.empty(0)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
         if offset not in (0.0, 1.0):
             return super().rms_norm(x, weight, epsilon, offset)
-        kernel = self.flashinfer.gemma_rmsnorm if offset else self.flashinfer.rmsnorm
+        kernel = self._flashinfer.gemma_rmsnorm if offset else self._flashinfer.rmsnorm
         # [tokens, heads, dim] as a view of a merged projection: in three dimensions any stride will do
         flat = x if x.dim() == 3 else x.reshape(-1, x.shape[-1])
         out: torch.Tensor = kernel(flat, weight, eps=epsilon)
         return out.view(x.shape)
 
     def gated(self, activation: str) -> Activation | None:
-        if activation not in ("silu", "gelu_tanh", "gelu"):
+        names = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
+        if activation not in names:
             return None
-        if activation not in self.activations:
-            self.activations.append(activation)
-        kernel = getattr(self.flashinfer, f"{activation}_and_mul")
+        kernel = getattr(self._flashinfer, names[activation])
         return lambda x: kernel(x.contiguous())
 
     def rotate(
@@ -228,7 +225,7 @@ class FlashInferKernels(TorchKernels):
             self._table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float()
             self._places = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
             self._cos = cos
-        rotated = self.flashinfer.apply_rope_with_cos_sin_cache(
+        rotated = self._flashinfer.apply_rope_with_cos_sin_cache(
             self._places, query.flatten(1), key.flatten(1), query.shape[-1], self._table, is_neox=True
         )
         return rotated[0].view(query.shape), rotated[1].view(key.shape)

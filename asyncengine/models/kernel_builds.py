@@ -20,9 +20,10 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.attention.factory import kv_dtype
+from asyncengine.attention.flashinfer import load_flashinfer
 from asyncengine.attention.flashinfer_plan import LayerGroup, why_not
 from asyncengine.config import EngineConfig
-from asyncengine.layers.kernels import FlashInferKernels, LayerKernels
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.progress import LoadProgress
 
 logger = logging.getLogger("asyncengine")
@@ -31,26 +32,29 @@ _CORES_EACH = 3
 """A build runs one compiler for each of its sources, and each compiler takes up to two GiB."""
 
 
-def modules_of(
-    kernels: LayerKernels, layers: Sequence[LayerSpec], config: EngineConfig, dtype: torch.dtype
+def modules_of(decoder: Decoder, config: EngineConfig, dtype: torch.dtype) -> list[Callable[[], object]]:
+    """Calls that each have one module built and loaded, those that take longest first: what this model calls."""
+    flashinfer = load_flashinfer()
+    gated = {getattr(layer.mlp, "activation", "") for layer in decoder.config.layers} & {"silu", "gelu", "gelu_tanh"}
+    found: list[Callable[[], object]] = []
+    if why_not(decoder.specs, dtype, config.page_size) is None:
+        found = attention_modules(flashinfer, decoder.specs, dtype, kv_dtype(config, dtype))
+    return [*found, *(partial(flashinfer.activation.get_act_and_mul_module, name) for name in sorted(gated))]
+
+
+def attention_modules(
+    flashinfer: Any, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> list[Callable[[], object]]:
-    """Calls that each have one module built and loaded, those that take longest first: what a model calls whose layers
-    were made with `kernels`. None where those are not FlashInfer's."""
-    if not isinstance(kernels, FlashInferKernels):
-        return []
-    flashinfer = kernels.flashinfer
+    """The same of attention alone, which runs on FlashInfer in all of these layers."""
     found: dict[tuple[Any, ...], Callable[[], object]] = {}
-    groups = [] if why_not(layers, dtype, config.page_size) else [LayerGroup.of(spec) for spec in layers]
-    for group in groups:
+    for group in map(LayerGroup.of, layers):
         # types of queries, keys, results and indices, dimensions, pos_encoding_mode NONE, and which masks there are
-        kind = (dtype, kv_dtype(config, dtype), dtype, torch.int32, group.head_dim, group.head_dim, 0,
+        kind = (dtype, kv_dtype, dtype, torch.int32, group.head_dim, group.head_dim, 0,
                 group.window is not None, bool(group.softcap))  # fmt: skip
         found["prefill", *kind] = partial(flashinfer.prefill.get_batch_prefill_module, "fa2", *kind, False)
         if not group.decodes_on_tensor_cores:
             found["decode", *kind] = partial(flashinfer.decode.get_batch_decode_module, *kind)
-    others = [flashinfer.rope.get_rope_module, *([flashinfer.page.get_page_module] if groups else [])]
-    others += [partial(flashinfer.activation.get_act_and_mul_module, name) for name in kernels.activations]
-    return [*found.values(), *others]
+    return [*found.values(), *([flashinfer.page.get_page_module] if found else [])]
 
 
 @contextmanager

@@ -190,7 +190,8 @@ def _load_decoder(
     decoder = Decoder(outline.decoder.config, options, max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
-    with threads(), building(modules_of(kernels, decoder.specs, config, dtype), bar):
+    works = modules_of(decoder, config, dtype) if device.type == "cuda" and kernels.name != "torch" else []
+    with threads(), building(works, bar):
         find_room(options, config, bar)
         if config.load_format == "dummy":
             bar.stage("making up weights")

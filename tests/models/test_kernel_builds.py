@@ -9,47 +9,56 @@ from typing import Any
 import pytest
 import torch
 from support.fake_flashinfer import FakeModules
+from transformers import Gemma2Config, Qwen3Config
 
-from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
-from asyncengine.layers.kernels import FlashInferKernels, TorchKernels
+from asyncengine.layers.kernels import TorchKernels
+from asyncengine.layers.options import LayerOptions
+from asyncengine.models import kernel_builds
+from asyncengine.models.decoder import Decoder
+from asyncengine.models.families import decoder_config_of
 from asyncengine.models.kernel_builds import building, modules_of
 from asyncengine.models.progress import LoadProgress
 
 HALF = torch.bfloat16
 
 
-def spec(index: int, heads: int = 8, **changes: Any) -> LayerSpec:
-    return LayerSpec(index, heads, 4, 64, 64, 0.1, **changes)
-
-
-def built(layers: list[LayerSpec], *activations: str, dtype: torch.dtype = HALF, **fields: Any) -> list[Any]:
+def built(monkeypatch: pytest.MonkeyPatch, config: Any, dtype: torch.dtype = HALF, **fields: Any) -> list[Any]:
+    """What a model of this configuration has built."""
     modules = FakeModules()
-    kernels = FlashInferKernels(modules)
-    for name in activations:
-        kernels.gated(name)
-    for work in modules_of(kernels, layers, EngineConfig(device="cpu", **fields), dtype):
+    monkeypatch.setattr(kernel_builds, "load_flashinfer", lambda: modules)
+    described = decoder_config_of(config, 64)
+    assert described is not None
+    options = LayerOptions(dtype, torch.device("cpu"), TorchKernels())
+    for work in modules_of(Decoder(described, options, 64), EngineConfig(device="cpu", **fields), dtype):
         work()
     return modules.built
 
 
-def test_those_that_the_model_calls() -> None:
+def sized(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, **changes,
+    }  # fmt: skip
+
+
+def test_those_that_the_model_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind of layer, whatever the number of layers; decodes of 5 heads per kv head use the prefill's."""
-    assert built([spec(0), spec(1), spec(2)], "silu", "silu", "relu") == [
-        ("prefill", HALF, HALF, 64, False, False), ("decode", HALF, HALF, 64, False, False), ("rope",), ("page",),
-        ("silu",),
+    assert built(monkeypatch, Qwen3Config(**sized())) == [
+        ("prefill", HALF, HALF, 64, False, False), ("decode", HALF, HALF, 64, False, False), ("page",), ("silu",),
     ]  # fmt: skip
-    layers = [spec(0, heads=20), spec(1, heads=20, window=8, softcap=20.0)]
     eight = torch.float8_e4m3fn
-    assert built(layers, "gelu_tanh", kv_cache_dtype="fp8") == [
-        ("prefill", HALF, eight, 64, False, False), ("prefill", HALF, eight, 64, True, True),
-        ("rope",), ("page",), ("gelu_tanh",),
+    gemma = Gemma2Config(
+        **sized(num_attention_heads=10, hidden_size=160, sliding_window=8), attn_logit_softcapping=20.0
+    )
+    assert built(monkeypatch, gemma, kv_cache_dtype="fp8") == [
+        ("prefill", HALF, eight, 64, True, True), ("prefill", HALF, eight, 64, False, True), ("page",), ("gelu_tanh",),
     ]  # fmt: skip
 
 
-def test_attention_that_runs_elsewhere_is_not_built() -> None:
-    assert built([spec(0, sinks=torch.zeros(8))], "silu") == [("rope",), ("silu",)]
-    assert modules_of(TorchKernels(), [spec(0)], EngineConfig(device="cpu"), HALF) == []
+def test_attention_that_runs_elsewhere_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert built(monkeypatch, Qwen3Config(**sized(head_dim=80))) == [("silu",)]
+    assert built(monkeypatch, Qwen3Config(**sized()), torch.float32) == [("silu",)]
 
 
 def test_several_at_once_beside_what_is_done_meanwhile() -> None:

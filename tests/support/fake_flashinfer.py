@@ -505,9 +505,7 @@ class FakeModules:
         self.prefill = SimpleNamespace(get_batch_prefill_module=self._prefill)
         self.decode = SimpleNamespace(get_batch_decode_module=self._decode)
         self.activation = SimpleNamespace(get_act_and_mul_module=lambda name: self.built.append((name,)))
-        self.rope = SimpleNamespace(get_rope_module=lambda: self.built.append(("rope",)))
         self.page = SimpleNamespace(get_page_module=lambda: self.built.append(("page",)))
-        self.silu_and_mul = self.gelu_and_mul = self.gelu_tanh_and_mul = None
 
     def _prefill(
         self, backend: str, q: Any, kv: Any, o: Any, idx: Any, qk: int, vo: int, pos: int, window: bool, cap: bool,

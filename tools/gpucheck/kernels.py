@@ -12,9 +12,7 @@ import torch
 
 from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
-from asyncengine.config import EngineConfig
-from asyncengine.layers.kernels import ACTIVATIONS, FlashInferKernels
-from asyncengine.models.kernel_builds import modules_of
+from asyncengine.models.kernel_builds import attention_modules
 from asyncengine.runner.graphs import Capture, CudaCapture
 from tools.gpucheck.pairs import Pair, Parts
 from tools.gpucheck.report import CheckFailed
@@ -100,14 +98,13 @@ def run_compile(session: Session) -> None:
 
 def modules(chosen: Sequence[Case], flashinfer: Any) -> list[Callable[[], object]]:
     """Calls that each have one of them built, those of small models first, which most sections run."""
-    found = []
+    found: list[Callable[[], object]] = [
+        partial(flashinfer.activation.get_act_and_mul_module, name) for name in ("silu", "gelu_tanh", "gelu")
+    ]
     for dtype, stored in dict.fromkeys((case.dtype, case.stored) for case in chosen):
-        kernels = FlashInferKernels(flashinfer)
-        for name in ACTIVATIONS:
-            kernels.gated(name)
         specs = [spec for case in chosen if (case.dtype, case.stored) == (dtype, stored) for spec in case.layers]
-        config = EngineConfig(kv_cache_dtype="auto" if stored is None else "fp8")
-        found += modules_of(kernels, sorted(specs, key=lambda spec: spec.key_dim), config, dtype)
+        specs.sort(key=lambda spec: spec.key_dim)
+        found = [*found[:-3], *attention_modules(flashinfer, specs, dtype, stored or dtype), *found[-3:]]
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import Int32Array, Int64Array
+from asyncengine.device.pinned import DeviceMemory, Int32Array, Int64Array
 
 _FAR = 2**40
 """More positions than a sequence has."""
@@ -69,9 +69,6 @@ class StepView:
     """[rows, most pages of a row]; row r uses the first ceil((start + count) / page_size), the rest is arbitrary."""
     kv_slots: torch.Tensor
     """Device, int64 [tokens]: page * page_size + offset where each token's key and value go."""
-    graph: int | None = None
-    """The step is padded to the CUDA graph of this many decode rows, and only fixed memory of that size may be used.
-    A padding row looks like any other: start 0, count 1, page table [0], kv slot 0."""
     window_tables: Int32Array | None = None
     """As `page_tables`, in the pool of the layers with windows; what a row's tokens do not see there is arbitrary.
     None: all layers have one pool."""
@@ -83,6 +80,23 @@ class StepView:
         if self.window_tables is None or self.window_slots is None:
             return self
         return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeView:
+    """A step of one token per row, as many rows as a CUDA graph has. Host arrays.
+
+    A padding row looks like any other: it starts at 0, and its page table begins with page 0.
+    """
+
+    starts: Int64Array
+    """[rows] position of each row's token."""
+    slots: Int64Array
+    """[rows] which of `tables` is a row's page table."""
+    tables: Int32Array
+    """[slots, most pages of a row], contiguous; a row uses the first start // page_size + 1, the rest is arbitrary."""
+    kv_slots: torch.Tensor
+    """As in `StepView`, at a fixed address of the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,10 +145,6 @@ class AttentionBackend(StepAttention, Protocol):
         """Bytes of the KV pool."""
         ...
 
-    def prepare_graph(self, size: int) -> None:
-        """Make what graphs of `size` decode rows need, before any is captured; the largest size first."""
-        ...
-
     def plan(self, step: StepView) -> None:
         """Host work and uploads of one step, before the forward or the replay: once per group of equal layers.
 
@@ -145,6 +155,26 @@ class AttentionBackend(StepAttention, Protocol):
 
     def close(self) -> None:
         """Free the pool."""
+        ...
+
+
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend with `graphs`. What its kernels read of a step in a graph is part of the inputs that one copy fills."""
+
+    memory: DeviceMemory
+
+    def graph_inputs(self, size: int) -> int:
+        """int32 elements that a graph of `size` decode rows reads at most."""
+        ...
+
+    def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
+        """Make what graphs of `size` rows need, before any is captured. They read `inputs`, int32 on the device, whose
+        address is a multiple of 16 bytes; graphs of other sizes may read the same."""
+        ...
+
+    def plan_graph(self, step: DecodeView, host: torch.Tensor) -> int:
+        """The same as `plan` for a graph of as many rows. What its kernels read is put into `host`, pinned and as large
+        as `inputs`; the caller copies it there before the replay, as many elements as are returned."""
         ...
 
 

@@ -111,9 +111,6 @@ class CompiledBackend:
         self._partials = torch.empty(0)
         self._query = torch.empty(0, dtype=dtype)
 
-    def prepare_graph(self, size: int) -> None:
-        raise RuntimeError("the compiled backend runs on the CPU: no graphs")
-
     def plan(self, step: StepView) -> None:
         (self._threads, self._piece, workers), self._team = team_threads(), use_team()
         if self._scratch.numel() < workers * self._scratch_size:

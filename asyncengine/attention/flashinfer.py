@@ -24,14 +24,14 @@ import importlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, StepView, page_bytes
+from asyncengine.attention.base import DecodeView, LayerSpec, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
     DeviceArrays,
     HostArrays,
@@ -39,6 +39,7 @@ from asyncengine.attention.flashinfer_plan import (
     float_workspace_bytes,
     graph_int_workspace_bytes,
     in_chunks,
+    pack_decodes,
     pack_step,
     uploaded_size,
 )
@@ -70,28 +71,55 @@ class _Planned:
         self.run = wrapper.run
 
     def plan(self, *arrays: torch.Tensor | int, **options: Any) -> None:
+        self._wait()
+        self._wrapper.plan(*arrays, **options)
+        self._mark()
+
+    def _wait(self) -> None:
         if self._queued:
             self._event.synchronize()
-        self._wrapper.plan(*arrays, **options)
+
+    def _mark(self) -> None:
         self._event.record()
         self._queued = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fixed:
-    """Arrays that stay where they are."""
+class _GraphPlanned(_Planned):
+    """One in a CUDA graph. Its plan divides each row's pages among processors, reads nothing but their numbers, and
+    stands until one changes: of a single row, for as many steps as a page has places."""
 
-    memory: torch.Tensor
-    arrays: DeviceArrays
+    def __init__(self, wrapper: Any, memory: DeviceMemory, again: Any) -> None:
+        """`again`: `flashinfer.fast_decode_plan`, which leaves the fixed buffers to whoever fills them."""
+        super().__init__(wrapper, memory)
+        self._again = again
+        self._planned: bytes | None = None
+        """Row pointers of the last plan."""
+
+    def plan(self, *arrays: torch.Tensor | int, **options: Any) -> None:
+        indptr = arrays[0]
+        assert isinstance(indptr, torch.Tensor)
+        key = indptr.numpy().tobytes()
+        if key == self._planned:
+            return
+        self._wait()
+        if self._planned is None:  # finds the kernel
+            self._wrapper.plan(*arrays, **options)
+        else:
+            options = {name: value for name, value in options.items() if name != "o_data_type"}
+            self._again(self._wrapper, *arrays, global_override_indptr_cpu=indptr, **options)
+        self._planned = key
+        self._mark()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeGraph:
     """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
 
-    fixed: dict[int | None, _Fixed]
-    """By chunk."""
-    wrappers: dict[LayerGroup, _Planned]
+    begins: dict[int | None, int]
+    """Where the arrays of each chunk begin among its inputs, and last those of whole rows, the only ones whose size is
+    another in each step and is worth counting."""
+    arrays: dict[int | None, DeviceArrays]
+    wrappers: dict[LayerGroup, _GraphPlanned]
 
 
 class FlashInferBackend:
@@ -125,54 +153,30 @@ class FlashInferBackend:
         self.kv_bytes = num_pages * page_bytes(layers, page_size, self._kv_dtype)
         self._dtype = dtype
         self._flashinfer = flashinfer or load_flashinfer()
-        self._memory = memory or CudaMemory(device)
+        self.memory = memory or CudaMemory(device)
         self._max_pages_per_row = max_pages_per_row
         self._group_of = [LayerGroup.of(spec) for spec in layers]
         self._groups = list(dict.fromkeys(self._group_of))
         self._chunks = list(dict.fromkeys((None, *(group.chunk for group in self._groups))))
         with torch.inference_mode(False):  # written in place later, inside of inference mode and outside
             self._pools = [self._pool(spec, device) for spec in layers]
-            size = float_workspace_bytes(self._groups, max_rows, self._memory.processors())
+            size = float_workspace_bytes(self._groups, max_rows, self.memory.processors())
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         self._prefill = {group: self._prefill_wrapper() for group in self._groups}
         self._decode = {group: self._decode_wrapper(group) for group in self._groups}
         self._graphs: dict[int, _DecodeGraph] = {}
-        self._graph_memory: dict[int | None, torch.Tensor] = {}
-        self._wrappers: dict[LayerGroup, _Planned] = {}
+        self._wrappers: Mapping[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
 
     # -- before the forward, on the host -------------------------------------------------------------------------
 
-    def prepare_graph(self, size: int) -> None:
-        if size in self._graphs:
-            return
-        with torch.inference_mode(False):
-            fixed = {chunk: self._fixed(size, chunk) for chunk in self._chunks}
-            wrappers = {group: self._graph_wrapper(group, size, fixed[group.chunk].arrays) for group in self._groups}
-        self._graphs[size] = _DecodeGraph(fixed, wrappers)
-
-    def _fixed(self, size: int, chunk: int | None) -> _Fixed:
-        """One memory for all sizes: graphs run one after another. A larger size than the first gets a new one; those
-        captured before keep theirs."""
-        pages = self._max_pages_per_row if chunk is None else min(self._max_pages_per_row, chunk // self.page_size)
-        need = uploaded_size(size, size, size * pages)
-        memory = self._graph_memory.get(chunk)
-        if memory is None or memory.numel() < need:
-            self._graph_memory[chunk] = memory = self._memory.reserve(need)
-        return _Fixed(memory, DeviceArrays.over(memory, size, size))
-
     def plan(self, step: StepView) -> None:
-        rows, tokens = len(step.counts), int(step.qo_indptr[-1])
-        decode = rows == tokens
-        if step.graph is not None and (rows != step.graph or not decode):
-            raise ValueError(f"a decode graph of {step.graph} rows cannot run {rows} rows of {tokens} tokens")
-        graph = None if step.graph is None else self._graphs[step.graph]
+        tokens = int(step.qo_indptr[-1])
+        decode = len(step.counts) == tokens
         wrappers = self._decode if decode else self._prefill
-        if graph is not None:
-            wrappers = graph.wrappers
         for chunk in self._chunks:
-            host = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self._memory.host)
-            arrays = self._uploaded(host, tokens, None if graph is None else graph.fixed[chunk])
+            host = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
+            arrays = DeviceArrays.over(self.memory.upload(host.uploaded), len(host.seq_lens), tokens)
             pages = arrays.kv_indices[: host.num_pages]
             for group, wrapper in wrappers.items():
                 if group.chunk == chunk:
@@ -182,11 +186,40 @@ class FlashInferBackend:
                 self._arrays = arrays
         self._wrappers = wrappers
 
-    def _uploaded(self, host: HostArrays, tokens: int, fixed: _Fixed | None) -> DeviceArrays:
-        if fixed is None:
-            return DeviceArrays.over(self._memory.upload(host.uploaded), len(host.seq_lens), tokens)
-        self._memory.upload(host.uploaded, into=fixed.memory)
-        return fixed.arrays
+    def graph_inputs(self, size: int) -> int:
+        return sum(self._input_size(size, chunk) for chunk in self._chunks)
+
+    def _input_size(self, size: int, chunk: int | None) -> int:
+        pages = self._max_pages_per_row if chunk is None else min(self._max_pages_per_row, chunk // self.page_size)
+        return -(-uploaded_size(size, size, size * pages) // 4) * 4
+
+    def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
+        begins, begin = {}, 0
+        for chunk in reversed(self._chunks):
+            begins[chunk] = begin
+            begin += self._input_size(size, chunk)
+        with torch.inference_mode(False):
+            arrays = {chunk: DeviceArrays.over(inputs[begins[chunk] :], size, size) for chunk in begins}
+            wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk]) for group in self._groups}
+        self._graphs[size] = _DecodeGraph(begins, arrays, wrappers)
+
+    def plan_graph(self, step: DecodeView, host: torch.Tensor) -> int:
+        size = len(step.starts)
+        graph = self._graphs[size]
+        used = 0
+        for chunk, begin in graph.begins.items():
+            part = host[begin:]
+            count = pack_decodes(step, chunk, self.page_size, part.numpy())
+            used = begin + uploaded_size(size, size, count)
+            packed, pages = DeviceArrays.over(part, size, size), graph.arrays[chunk].kv_indices[:count]
+            for group, wrapper in graph.wrappers.items():
+                if group.chunk == chunk:
+                    wrapper.plan(
+                        packed.kv_indptr, pages, packed.last_page_len, group.num_heads, group.num_kv_heads,
+                        group.head_dim, self.page_size, **self._options(group),
+                    )  # fmt: skip
+        self._arrays, self._wrappers = graph.arrays[None], graph.wrappers
+        return used
 
     def warm_up(self) -> None:
         """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run."""
@@ -198,18 +231,18 @@ class FlashInferBackend:
             for group in self._groups:
                 layer = self._group_of.index(group)
                 zeros = torch.zeros(
-                    (count, group.num_heads, group.head_dim), dtype=self._dtype, device=self._memory.device
+                    (count, group.num_heads, group.head_dim), dtype=self._dtype, device=self.memory.device
                 )
                 self.write(layer, zeros[:, : group.num_kv_heads], zeros[:, : group.num_kv_heads])
                 self.attend(layer, zeros)
-        done = self._memory.event()
+        done = self.memory.event()
         done.record()
         done.synchronize()
 
     def close(self) -> None:
         self._pools = []
         self._wrappers, self._prefill, self._decode, self._graphs = {}, {}, {}, {}
-        self._arrays, self._graph_memory = None, {}
+        self._arrays = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
     # -- in the forward, on the device ---------------------------------------------------------------------------
@@ -286,14 +319,14 @@ class FlashInferBackend:
 
     def _prefill_wrapper(self) -> _Planned:
         make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        return _Planned(make(self._workspace, kv_layout="NHD", backend="fa2"), self._memory)
+        return _Planned(make(self._workspace, kv_layout="NHD", backend="fa2"), self.memory)
 
     def _decode_wrapper(self, group: LayerGroup) -> _Planned:
         make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
         wrapper = make(self._workspace, kv_layout="NHD", use_tensor_cores=group.decodes_on_tensor_cores, backend="fa2")
-        return _Planned(wrapper, self._memory)
+        return _Planned(wrapper, self.memory)
 
-    def _graph_wrapper(self, group: LayerGroup, size: int, arrays: DeviceArrays) -> _Planned:
+    def _graph_wrapper(self, group: LayerGroup, size: int, arrays: DeviceArrays) -> _GraphPlanned:
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="NHD",
@@ -304,10 +337,10 @@ class FlashInferBackend:
             paged_kv_last_page_len_buffer=arrays.last_page_len,
             backend="fa2",
         )
-        count = graph_int_workspace_bytes(size, group.heads_per_kv_head, self._memory.processors())
-        small = torch.empty(count, dtype=torch.uint8, device=self._memory.device)
+        count = graph_int_workspace_bytes(size, group.heads_per_kv_head, self.memory.processors())
+        small = torch.empty(count, dtype=torch.uint8, device=self.memory.device)
         wrapper.reset_workspace_buffer(self._workspace, small)
-        return _Planned(wrapper, self._memory)
+        return _GraphPlanned(wrapper, self.memory, self._flashinfer.fast_decode_plan)
 
     def _pool(self, spec: LayerSpec, device: torch.device) -> torch.Tensor:
         shape = (self.num_pages, 2, self.page_size, spec.num_kv_heads, spec.key_dim)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, StepView
+from asyncengine.attention.base import DecodeView, LayerSpec, StepView
+from asyncengine.device.pinned import Int32Array
 
 _ALIGN = 4
 """Parts begin at multiples of this many int32: 16 bytes."""
@@ -158,6 +159,26 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
         num_pages=num_pages,
         longest_query=int(step.counts.max()),
     )
+
+
+def pack_decodes(step: DecodeView, chunk: int | None, page_size: int, host: Int32Array) -> int:
+    """Fill the front of `host`, laid out as `DeviceArrays.over` of as many rows and tokens; returns the pages listed.
+
+    A row of one token has no keys before its own chunk, and its positions count from there (`in_chunks`).
+    """
+    rows, width = len(step.starts), step.tables.shape[1]
+    starts, first = step.starts, step.slots * width
+    if chunk is not None:
+        starts, first = starts % chunk, first + starts // chunk * (chunk // page_size)
+    last_page, begins = starts // page_size, _begins((rows + 1, rows, rows, rows))
+    host[0] = 0
+    np.cumsum(last_page + 1, dtype=np.int32, out=host[1 : rows + 1])
+    for begin, values in zip(begins[1:], (starts - last_page * page_size + 1, np.arange(rows), starts), strict=False):
+        host[begin : begin + rows] = values
+    total = int(host[rows])
+    listed = np.repeat(first - host[:rows], last_page + 1) + np.arange(total)
+    np.take(step.tables.reshape(-1), listed, out=host[begins[-1] : begins[-1] + total], mode="clip")
+    return total
 
 
 def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:

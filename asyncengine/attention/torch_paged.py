@@ -120,9 +120,6 @@ class TorchPagedBackend:
         self._kv_slots: dict[bool, torch.Tensor] = {}
         """By whether a layer has a window."""
 
-    def prepare_graph(self, size: int) -> None:
-        raise RuntimeError("the torch backend chooses its operations by the lengths of the rows: no graphs")
-
     def plan(self, step: StepView) -> None:
         views = {False: step, True: step.for_windows()}
         self._kv_slots = {windowed: view.kv_slots for windowed, view in views.items()}

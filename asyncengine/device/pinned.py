@@ -73,6 +73,44 @@ class DeviceMemory(Protocol):
         ...
 
 
+class FixedInputs:
+    """Device memory at a fixed address that one copy a step fills anew, from pinned arrays used in turns.
+
+    A pinned array is written again once the copy that read it has run: an event behind each copy says when.
+    """
+
+    def __init__(self, memory: DeviceMemory, count: int, kept: int = 0, entries: int = 3) -> None:
+        """`count`: int32 elements sent at most. `kept`: those before them in `device`, which no copy touches."""
+        self._memory = memory
+        self._kept = kept
+        with torch.inference_mode(False):  # written in place inside of inference mode and outside
+            self.device = memory.reserve(kept + count)
+            """int32 [kept + count]"""
+            self._hosts = [memory.host(count) for _ in range(entries)]
+        self._copied: list[Event | None] = [None] * entries
+        self._turn = 0
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """The part that is sent: int32 [count]."""
+        return self.device[self._kept :]
+
+    def take(self) -> torch.Tensor:
+        """The pinned int32 array that `send` will copy next; what it holds is arbitrary."""
+        self._turn = (self._turn + 1) % len(self._hosts)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        return self._hosts[self._turn]
+
+    def send(self, count: int) -> None:
+        """Queue the copy of the first `count` elements of what was taken last."""
+        self._memory.upload(self._hosts[self._turn][:count], into=self.sent)
+        copied = self._copied[self._turn] or self._memory.event()
+        copied.record()
+        self._copied[self._turn] = copied
+
+
 class _CudaEvent:
     """Recorded in the current stream of its device, whichever device is current."""
 

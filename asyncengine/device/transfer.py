@@ -32,11 +32,14 @@ class Readback:
     stream.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        """`stream`: where copies run; None: the device is the host."""
+    def __init__(self, stream: torch.cuda.Stream | None, used: dict[int, list[torch.Tensor]] | None = None) -> None:
+        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays that `fetch_now` has filled
+        and nobody reads any more, by length, for all results of a runner."""
         self._stream = stream
         self._arrived: torch.cuda.Event | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._used = {} if used is None else used
+        self._host: torch.Tensor | None = None
 
     @property
     def ready(self) -> bool:
@@ -51,16 +54,34 @@ class Readback:
         self._copies.append((host, tensor))
         return host
 
+    def fetch_now(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same for one int64 array whose memory the next step overwrites: it is copied in the stream of the steps,
+        into host memory that is used again after `release`."""
+        if self._stream is None:
+            return tensor.clone()
+        used = self._used.get(len(tensor))
+        self._host = used.pop() if used else torch.empty(len(tensor), dtype=torch.int64, pin_memory=True)
+        return self._host.copy_(tensor, non_blocking=True)
+
+    def release(self) -> None:
+        """What `fetch_now` returned has been read."""
+        host, self._host = self._host, None
+        if host is not None:
+            self._used.setdefault(len(host), []).append(host)
+
     def send(self) -> None:
         """Start copying, behind everything launched so far."""
         if self._stream is None:
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            for host, tensor in self._copies:
-                host.copy_(tensor, non_blocking=True)
+        steps = stream = torch.cuda.current_stream(self._stream.device)
+        if self._copies:
+            stream = self._stream
+            stream.wait_stream(steps)
+            with torch.cuda.stream(stream):
+                for host, tensor in self._copies:
+                    host.copy_(tensor, non_blocking=True)
         event: Any = torch.cuda.Event  # untyped in torch
-        self._arrived = self._stream.record_event(event(blocking=True))  # else waiting burns a core
+        self._arrived = stream.record_event(event(blocking=True))  # else waiting burns a core
 
     def wait(self) -> None:
         """Block, without the interpreter lock, until all is here."""

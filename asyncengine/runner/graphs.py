@@ -1,9 +1,11 @@
 """Decode steps as CUDA graphs: one replay instead of hundreds of kernel launches.
 
 There is a graph for some numbers of rows, captured largest first into one memory pool (vLLM, SGLang); a step is padded
-to the next larger one. A graph reads and writes fixed memory only: the step's arrays are copied into it before each
-replay, and the logits come out of it. Padding rows compute a token at position 0 of page 0, which belongs to nobody.
-Steps with prompts, with scored prompts, or with more rows than the largest graph run without.
+to the next larger one. It holds the whole step: each row's last token is gathered, logits computed, a token sampled
+where the sampler has kernels for it, and put where the next step gathers it. A graph reads and writes fixed memory
+only: what a step needs of its rows is one copy from pinned memory before the replay, and what it makes is one array.
+Padding rows compute a token at position 0 of page 0, in a slot that belongs to nobody.
+Steps with prompts, with drafts, or with more rows than the largest graph run without.
 
 Graphs with adapters read each row's slot from fixed memory too. They are captured with the others where memory of
 adapters was allocated by then, else when first needed; those of an allocation that has changed since are thrown away.
@@ -15,16 +17,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, StepView
+from asyncengine.attention.base import DecodeView, GraphBackend
 from asyncengine.device.memory import is_out_of_memory
+from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
-from asyncengine.runner.step_buffers import Step
+from asyncengine.runner.step_buffers import DecodeStep
 
 logger = logging.getLogger("asyncengine")
 
@@ -103,31 +106,79 @@ def graph_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 257, 8)) if size < largest), largest]
 
 
+class StepSampler(Protocol):
+    """What samples in a graph: `sampling.device_sampler.DeviceSampler`."""
+
+    def refresh(self) -> None:
+        """Bring what is on the device of the slots' parameters up to date, before a replay."""
+        ...
+
+    def sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
+        best: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Write a token for each row of logits [R, vocab] into `tokens`, int64 [R], and the row's largest logit into
+        `best`, float32 [R]. `slots` and `positions`, those of the tokens to be, are int64 [R] on the device. Only
+        launches kernels."""
+        ...
+
+
+class Made(NamedTuple):
+    """The results of a replay, which stand until the next one. R rows."""
+
+    logits: torch.Tensor
+    """[R, vocab]"""
+    sampled: torch.Tensor
+    """Tokens and largest logits of `size` rows in one array; nothing where the graphs do not sample."""
+    size: int
+
+    def unpacked(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens int64 [R], largest logits float32 [R]) in `values`: views of `sampled`, or of a copy of it."""
+        tokens, best = _apart(values, self.size)
+        return tokens[: len(self.logits)], best[: len(self.logits)]
+
+
+_SOURCE, _SLOT, _POSITION, _KV_SLOT, _ADAPTER, _NEXT, _GIVEN = range(7)
+"""int64 of each row: where its input lies among the slots' last tokens and what is sent, its slot, the position of its
+token, where that one's key and value go, its adapter's slot counted from 0, the position after, its token if given."""
+_NUMBERS = 8
+"""Of these, with one to spare, so that what follows them begins at a multiple of 16 bytes for any number of rows."""
+_NO_PAGES = np.zeros((1, 1), dtype=np.int32)
+
+
 class DecodeGraphs:
-    """The graphs of one runner. `run` is one forward of a pure decode step."""
+    """The graphs of one runner. `run` is one pure decode step."""
 
     def __init__(
         self,
         forward: Forward,
-        backend: AttentionBackend,
+        backend: GraphBackend,
         lora: LoraLayers | None,
         sizes: Sequence[int],
-        device: torch.device,
+        max_num_seqs: int,
         capture: Capture,
+        sampler: StepSampler | None = None,
     ) -> None:
+        """`sampler`: None: graphs end with the logits."""
         self._forward = forward
         self._backend = backend
         self._lora = lora
         self._capture = capture
+        self._sampler = sampler
         self.sizes = sorted(sizes)
         most = self.sizes[-1]
-        whole: dict[str, Any] = {"dtype": torch.int64, "device": device}
-        self._input_ids = torch.zeros(most, **whole)
-        self._positions = torch.zeros(most, **whole)
-        self._kv_slots = torch.zeros(most, **whole)
-        self._adapters = torch.full((most,), -1, **whole)
-        self._every = torch.arange(most, **whole)
-        self._logits = torch.empty(0, device=device)
+        self._nobody = max_num_seqs
+        self._front = (max_num_seqs + 2) // 2 * 2
+        with torch.inference_mode(False):
+            words = max(2 * _NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
+            self._inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
+            self._tokens = self._inputs.device[: 2 * (self._front + _NUMBERS * most)].view(torch.int64)
+            self.last_token = self._tokens[: max_num_seqs + 1]
+            """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
+            device = self._tokens.device
+            self._every = torch.arange(most, device=device)
+            self._sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
+            self._logits = torch.empty(0, device=device)
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
@@ -135,14 +186,18 @@ class DecodeGraphs:
         self.seconds = 0.0
         """Spent capturing."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether the graphs sample."""
+        return self._sampler is not None
+
     def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
         """Capture every size, largest first, so that smaller graphs find their memory in the pool; `told` after each.
 
         With adapters too, where there is memory of adapters already: nobody has to wait for that later.
         """
         for size in reversed(self.sizes):
-            self._backend.prepare_graph(size)
-        self._make_logits()
+            self._backend.prepare_graph(size, self._inputs.sent[2 * _NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             told()
@@ -151,56 +206,66 @@ class DecodeGraphs:
         self._version = self._lora.version
         try:
             for size in reversed(self.sizes):
-                self._backend.plan(_padding(size, self._kv_slots[:size]))
                 self._adapted[size] = self._captured(size, self._lora)
                 told()
         except Exception as error:
             self._without_adapted(error)
 
-    def size_for(self, step: Step, adapters: Sequence[int]) -> int | None:
-        """The graph that `step` fits into, if it does. `adapters`: each row's slot or 0."""
-        rows = len(step.view.counts)
-        if self._plain_only and any(adapters):
-            return None
-        if (
-            step.prompt_spans
-            or rows > self.sizes[-1]
-            or len(step.sampling) != rows
-            or bool((step.view.counts > 1).any())
-        ):
-            return None
-        return next(size for size in self.sizes if size >= rows)
-
-    def run(self, step: Step, size: int, adapters: Sequence[int]) -> torch.Tensor | None:
-        """Logits [rows, vocab] of a step that fits; valid until the next run. None: its graph cannot be captured, and
-        nothing was computed."""
-        rows = len(step.view.counts)
-        for fixed, new in (
-            (self._input_ids, step.input_ids),
-            (self._positions, step.positions),
-            (self._kv_slots, step.view.kv_slots),
-        ):
-            fixed[:rows].copy_(new)
-            fixed[rows:size].zero_()
-        self._backend.plan(_padded(step.view, size, self._kv_slots[:size]))
-        if not any(adapters):
-            graph = self._plain[size]
-        else:
+    def run(self, step: DecodeStep) -> Made | None:
+        """A step of at most as many rows as the largest graph has. None: its graph cannot be captured, and nothing was
+        computed."""
+        rows = len(step.slots)
+        size = next(size for size in self.sizes if size >= rows)
+        graph = self._plain[size]
+        if any(step.adapters):
+            if self._plain_only:
+                return None
             try:
-                graph = self._adapted_graph(size, adapters)
+                graph = self._adapted_graph(size, step.adapters)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 self._without_adapted(error)
                 return None
+        self._send(size, step)
+        if self._sampler is not None:
+            self._sampler.refresh()
         graph.replay()
-        return graph.output[:rows]
+        return Made(graph.output[:rows], self._sampled[: size + (size + 1) // 2], size)
 
     def close(self) -> None:
         """Let go of all graphs."""
         self._plain.clear()
         self._adapted.clear()
         self._logits = torch.empty(0)
+
+    def _send(self, size: int, step: DecodeStep | None) -> None:
+        """Plan, and put what a graph reads of a step's rows where it reads it; None: all are padding rows."""
+        host = self._inputs.take()
+        numbers: Int64Array = host[: 2 * _NUMBERS * size].view(torch.int64).numpy().reshape(_NUMBERS, size)
+        numbers[:] = np.array([self._nobody, self._nobody, 0, 0, -1, 1, 0, 0])[:, None]
+        tables = _NO_PAGES
+        if step is not None:
+            rows, tables = len(step.slots), step.tables
+            numbers[_SOURCE, :rows] = numbers[_SLOT, :rows] = step.slots
+            numbers[_POSITION, :rows] = step.starts
+            numbers[_NEXT, :rows] = step.starts + 1
+            numbers[_KV_SLOT, :rows] = step.kv_slots
+            if any(step.adapters):
+                numbers[_ADAPTER, :rows] = np.array(step.adapters) - 1
+            if step.given:
+                places, tokens = zip(*step.given, strict=True)
+                numbers[_SOURCE, places] = np.array(places) + self._front + _GIVEN * size
+                numbers[_GIVEN, places] = tokens
+        slots = numbers[_SLOT] if step is not None else np.zeros(size, dtype=np.int64)
+        view = DecodeView(numbers[_POSITION], slots, tables, self._fixed(_KV_SLOT, size))
+        sent = 2 * _NUMBERS * size
+        self._inputs.send(sent + self._backend.plan_graph(view, host[sent:]))
+
+    def _fixed(self, which: int, size: int) -> torch.Tensor:
+        """One of the numbers, int64 [size], on the device."""
+        begin = self._front + which * size
+        return self._tokens[begin : begin + size]
 
     def _without_adapted(self, error: Exception) -> None:
         logger.warning("decode steps with adapters run without CUDA graphs: %s", error)
@@ -213,51 +278,35 @@ class DecodeGraphs:
         if self._lora.version != self._version:  # its memory lies elsewhere now
             self._adapted.clear()
             self._version = self._lora.version
-        self._lora.put_slots(self._adapters[:size], adapters)
         if size not in self._adapted:
             self._adapted[size] = self._captured(size, self._lora)
         return self._adapted[size]
 
-    def _make_logits(self) -> None:
-        """One memory for the logits of all graphs. Were each to keep its own, the pool could share none of it: more
-        than a gigabyte for a vocabulary of 150,000."""
-        if self._lora is not None:
-            self._lora.begin_none()
-        least = self.sizes[0]
-        self._backend.plan(_padding(least, self._kv_slots[:least]))
-        some = self._forward(self._input_ids[:least], self._positions[:least], self._every[:least], (None, None))
-        self._logits = some.new_empty(self.sizes[-1], some.shape[-1])
-
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
+        """Of padding rows only: it is run once before it is captured, and would overwrite the tokens of others."""
         began = time.perf_counter()
-        every = self._every[:size]
-        if lora is None:  # of padding rows only: what the graph reads must be planned before it is captured
-            if self._lora is not None:
-                self._lora.begin_none()
-            self._backend.plan(_padding(size, self._kv_slots[:size]))
+        self._send(size, None)
+        source, slots, positions, _, adapters, following = (self._fixed(which, size) for which in range(_GIVEN))
+        tokens, best = _apart(self._sampled, size)
 
         def work() -> torch.Tensor:
-            adapters: StepAdapters = (None, None) if lora is None else lora.begin_fixed(self._adapters[:size])
-            logits = self._forward(self._input_ids[:size], self._positions[:size], every, adapters)
-            return self._logits[:size].copy_(logits)
+            own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
+            logits = self._forward(self._tokens.index_select(0, source), positions, self._every[:size], own)
+            if not self._logits.numel():
+                # one memory for all graphs: were each to keep its own, the pool could share none of it, more than a
+                # gigabyte for a vocabulary of 150,000
+                self._logits = torch.empty_like(logits)
+            kept = self._logits[:size].copy_(logits)
+            if self._sampler is not None:
+                self._sampler.sample(kept, slots, following, tokens, best)
+                self.last_token.index_copy_(0, slots, tokens)
+            return kept
 
         graph = self._capture(work)
         self.seconds += time.perf_counter() - began
         return graph
 
 
-def _padding(size: int, kv_slots: torch.Tensor) -> StepView:
-    """`size` padding rows."""
-    starts, counts = np.zeros(size, dtype=np.int64), np.ones(size, dtype=np.int64)
-    indptr, tables = np.arange(size + 1, dtype=np.int64), np.zeros((size, 1), dtype=np.int32)
-    return StepView(starts, counts, indptr, tables, kv_slots, size)
-
-
-def _padded(view: StepView, size: int, kv_slots: torch.Tensor) -> StepView:
-    """`view` with padding rows up to `size`."""
-    rows = len(view.counts)
-    padded = _padding(size, kv_slots)
-    tables = np.zeros((size, view.page_tables.shape[1]), dtype=np.int32)
-    tables[:rows] = view.page_tables
-    padded.starts[:rows] = view.starts
-    return replace(padded, page_tables=tables)
+def _apart(sampled: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, int64 [size], and largest logits, float32 [size], one behind the other in int64 memory."""
+    return sampled[:size], sampled[size:].view(torch.float32)[:size]

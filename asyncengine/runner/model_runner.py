@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend
+from asyncengine.attention.base import AttentionBackend, GraphBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
@@ -23,13 +23,13 @@ from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.loading import LoadedModel
 from asyncengine.pooling.pool import Pooler
-from asyncengine.runner.graphs import Capture, DecodeGraphs
+from asyncengine.runner.graphs import Capture, DecodeGraphs, Made
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.step_buffers import Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
-from asyncengine.sampling.sampler import Sampler
+from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.stats import ThreadStats
 from asyncengine.step import Batch, Row, StepHandle, StepResult, sampling_places
@@ -95,7 +95,7 @@ class ModelRunner:
         self._model: CausalLM | None = model.model
         self._has_other_parts = bool(model.left_out)
         self._backend, self._device = backend, model.device
-        self._copies = copy_stream(model.device)
+        self._copies, self._used = copy_stream(model.device), dict[int, list[torch.Tensor]]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
@@ -112,7 +112,8 @@ class ModelRunner:
         self._states: StatePools | None = None
         if num_states:
             self._states = StatePools(model.states, num_states, model.dtype, model.device)
-        self._last_token = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)
+        # of each slot, and of the one that padding rows of graphs have
+        self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
     def launch(self, batch: Batch) -> StepHandle:
@@ -167,34 +168,74 @@ class ModelRunner:
         return self._launch(batch).wait()
 
     def _launch(self, batch: Batch) -> PendingStep:
-        pending = PendingStep(batch, Readback(self._copies), self._jump)
+        pending = PendingStep(batch, Readback(self._copies, self._used), self._jump)
         # what torch computes beside kernels is little, and its threads wait where the kernels' helpers should run
         cores = self.cores.step(torch_alone=self._compiled, small=self._small)
         with self._inference, on_device(self._device), cores:
             masks = self._masks.start(batch, self._awaited)
-            step = self._buffers.build(batch, self._last_token)
-            logits = self._forward(batch, step)
-            if self.pooler is not None:
-                pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
-            sampled = self._sample(pending, step, logits, masks) if step.sampling else None
-            for index, first, last in step.prompt_spans:
-                self._score_prompt(pending, index, logits[first:last])
-            if sampled is not None:
-                self._keep(pending, sampled)
+            if self._graphs is None or not self._replay(pending, masks, self._graphs):
+                self._run(pending, masks)
             pending.readback.send()
         return pending
+
+    def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
+        batch = pending.batch
+        step = self._buffers.build(batch, self._last_token)
+        logits = self._forward(batch, step)
+        if self.pooler is not None:
+            pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
+        sampled = None
+        if step.sampling:
+            pending.sampling = step.sampling
+            every = len(step.sample_logits) == logits.shape[0]
+            chosen = logits if every else logits[upload(step.sample_logits, self._device)]
+            sampled = self._sample(pending, chosen, masks)
+        for index, first, last in step.prompt_spans:
+            self._score_prompt(pending, index, logits[first:last])
+        if sampled is not None:
+            self._keep(pending, sampled)
+
+    def _replay(self, pending: PendingStep, masks: StepMasks | None, graphs: DecodeGraphs) -> bool:
+        """Run the step as a graph; False: none holds it, and nothing was done."""
+        rows = pending.batch.rows
+        step = self._buffers.decodes(rows) if 0 < len(rows) <= graphs.sizes[-1] else None
+        if step is None:
+            return False
+        self._write_adapters(step.adapters)
+        processed, scored = self._sampler.begin(rows)
+        if masks is not None:
+            processed = sorted({*processed, *(place for place, row in enumerate(rows) if row.grammar is not None)})
+        before = self._last_token.clone() if processed or scored else self._last_token
+        made = graphs.run(step)
+        if made is None:
+            return False
+        pending.sampling = range(len(rows))
+        if not graphs.samples:
+            self._keep(pending, self._sample(pending, made.logits, masks))
+            return True
+        pending.places = rows
+        try:
+            again = self._sample_again(pending, processed, made, masks, before) if processed else ()
+            self._score(pending, scored, made.logits, made.unpacked(made.sampled)[0])
+        except BaseException:  # for want of memory: the step is launched again, with the tokens it had
+            self._last_token.copy_(before)
+            raise
+        pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), again)
+        self._settle(pending)
+        return True
+
+    def _write_adapters(self, adapters: Sequence[int]) -> None:
+        """Put into their slots what these rows are the first to use."""
+        if self._lora is None:
+            return
+        for slot in [slot for slot in self._unwritten if slot in adapters]:
+            self._lora.write(slot, self._unwritten[slot])
+            del self._unwritten[slot]
 
     def _forward(self, batch: Batch, step: Step) -> torch.Tensor:
         """Logits [N, vocab] of the step's wanted rows."""
         adapters = [row.adapter_slot for row in batch.rows]
-        if self._lora is not None:
-            for slot in [slot for slot in self._unwritten if slot in adapters]:
-                self._lora.write(slot, self._unwritten[slot])
-                del self._unwritten[slot]
-        if self._graphs is not None and (size := self._graphs.size_for(step, adapters)) is not None:
-            logits = self._graphs.run(step, size, adapters)
-            if logits is not None:
-                return logits
+        self._write_adapters(adapters)
         self._backend.plan(step.view)
         own: StepAdapters = (None, None)
         if self._lora is not None:
@@ -218,10 +259,13 @@ class ModelRunner:
         self, sizes: Sequence[int], capture: Capture, told: Callable[[], None] = lambda: None
     ) -> DecodeGraphs:
         """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `told` after each."""
-        graphs = DecodeGraphs(self._compute, self._backend, self._lora, sizes, self._device, capture)
         with torch.inference_mode(), on_device(self._device):
+            graphs = DecodeGraphs(
+                self._compute, cast(GraphBackend, self._backend), self._lora, sizes, len(self._last_token) - 1, capture,
+                self._sampler.on_device,
+            )  # fmt: skip
             graphs.capture_all(told)
-        self._graphs = graphs
+        self._graphs, self._last_token = graphs, graphs.last_token
         return graphs
 
     def close(self) -> None:
@@ -251,26 +295,45 @@ class ModelRunner:
         for name in _HELD:
             delattr(self, name)
 
-    def _sample(self, pending: PendingStep, step: Step, logits: torch.Tensor, masks: StepMasks | None) -> torch.Tensor:
-        """int64 tokens of the sampling rows, on the device. Everything that is made of them goes into `pending`."""
-        rows = _sampling_places(pending.batch, step.sampling)
-        if len(step.sample_logits) != logits.shape[0]:
-            logits = logits[upload(step.sample_logits, self._device)]
-        filled = FilledMasks.none() if masks is None else masks.wait(step.sampling)
+    def _sample(self, pending: PendingStep, logits: torch.Tensor, masks: StepMasks | None) -> torch.Tensor:
+        """int64 tokens of the sampling rows, from the logits of each, on the device. Everything that is made of them
+        goes into `pending`."""
+        rows = _sampling_places(pending.batch, pending.sampling)
+        filled = FilledMasks.none() if masks is None else masks.wait(pending.sampling)
         sampled = self._sampler.sample(rows, logits, filled, self._last_token)
-        pending.sampling, pending.filled = step.sampling, filled
-        pending.places = rows
+        pending.filled, pending.places = filled, rows
         pending.sampled = sampled.fetch(pending.readback)
         wanted = [place for place, row in enumerate(rows) if row.spec.params.logprobs]
-        if wanted:
-            index = upload(np.array(wanted, dtype=np.int64), self._device)
-            num_top = max(rows[place].spec.params.top_logprobs for place in wanted)
-            found = token_logprobs(logits[index], sampled.tokens[index], num_top)
-            pending.logprobs = wanted, found.fetch(pending.readback)
-            for place in wanted:
-                if rows[place].grammar is not None:
-                    pending.steerable[place] = pending.readback.fetch(logits[place].clone())
+        self._score(pending, wanted, logits, sampled.tokens)
         return sampled.tokens
+
+    def _sample_again(
+        self, pending: PendingStep, places: list[int], made: Made, masks: StepMasks | None, before: torch.Tensor
+    ) -> list[int]:
+        """Sample for the rows at `places`, whose logits are processed before, and put their tokens in the place of what
+        the graph has sampled. `before`: the slots' last tokens before the step. Returns where logits were changed."""
+        rows = [pending.batch.rows[place] for place in places]
+        if masks is not None:
+            pending.filled = masks.wait(pending.sampling)
+        index, slots = upload(np.array([places, [row.slot for row in rows]], dtype=np.int64), self._device)
+        sampled = self._sampler.sample(rows, made.logits[index], pending.filled.among(places), before)
+        tokens, best = made.unpacked(made.sampled)
+        tokens.index_copy_(0, index, sampled.tokens)
+        best.index_copy_(0, index, sampled.best.float())
+        self._last_token.index_copy_(0, slots, sampled.tokens)
+        return [places[place] for place in sampled.processed]
+
+    def _score(self, pending: PendingStep, places: list[int], logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Log-probabilities of the sampled tokens at `places`."""
+        if not places:
+            return
+        rows = [pending.places[place] for place in places]
+        index = upload(np.array(places, dtype=np.int64), self._device)
+        found = token_logprobs(logits[index], tokens[index], max(row.spec.params.top_logprobs for row in rows))
+        pending.logprobs = places, found.fetch(pending.readback)
+        for place, row in zip(places, rows, strict=True):
+            if row.grammar is not None:
+                pending.steerable[place] = pending.readback.fetch(logits[place].clone())
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
         """What later steps build on, when all memory for this one is taken: launched again, a step must find what was
@@ -283,10 +346,16 @@ class ModelRunner:
                 last[slot] = token
         else:
             self._last_token.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), tokens)
-        for place in pending.filled.discarded:  # tokens that were not to be have been counted
-            self._sampler.forget(slots[place])
-        for place in pending.filled.places:
-            pending.awaited[place] = self._awaited[slots[place]] = AwaitedToken(pending.wait)
+        self._settle(pending)
+
+    def _settle(self, pending: PendingStep) -> None:
+        """Know of what matchers have to say of the step's tokens."""
+        rows, sampling, filled = pending.batch.rows, pending.sampling, pending.filled
+        for place in filled.discarded:  # tokens that were not to be have been counted
+            self._sampler.forget(rows[sampling[place]].slot)
+        for place in filled.places:
+            token = AwaitedToken(pending.wait)
+            pending.awaited[place] = self._awaited[rows[sampling[place]].slot] = token
 
     def _score_prompt(self, pending: PendingStep, index: int, logits: torch.Tensor) -> None:
         row = pending.batch.rows[index]

@@ -26,7 +26,7 @@ class PendingStep:
     jump: bool
     """Whether matchers may force tokens."""
     sampling: Sequence[int] = ()
-    """Batch index of the row of each sampled token."""
+    """Batch index of the row of each sampled token. A range: each row computed one token and sampled one."""
     places: Sequence[Row] = ()
     """These rows, each as one that samples this token alone."""
     sampled: Sampled | None = None
@@ -76,6 +76,7 @@ class PendingStep:
         if self.pooling is not None:
             pooler, spans, hidden = self.pooling
             pooler.read(self.batch.rows, spans, hidden, result)
+        self.readback.release()
         result.seconds = time.perf_counter() - self.began
         return result
 
@@ -112,6 +113,9 @@ class PendingStep:
 
     def _read_plain(self, tokens: list[int], result: StepResult) -> None:
         """The same where nothing but tokens was asked for, and nothing failed."""
+        if isinstance(self.sampling, range):  # each row sampled one
+            result.tokens = tokens
+            return
         first = 0
         while first < len(tokens):
             index = self.sampling[first]

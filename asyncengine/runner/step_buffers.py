@@ -13,6 +13,7 @@ copied.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -54,11 +55,28 @@ class Step:
     """What is done with the rows' states; None: they have none."""
 
 
+class DecodeStep(NamedTuple):
+    """A step of one token in each row, and of one sampled token. R rows."""
+
+    slots: Int64Array
+    """[R]"""
+    starts: Int64Array
+    """[R] position of each row's token."""
+    kv_slots: Int64Array
+    """[R] where its key and value go."""
+    tables: Int32Array
+    """[slots and one more that has page 0 only, pages] page tables."""
+    adapters: tuple[int, ...]
+    """[R] each row's adapter slot or 0."""
+    given: list[tuple[int, int]]
+    """(row, token) of those whose input is known: the others take the last token of their slot."""
+
+
 class _SlotTables:
-    """Page tables of one pool, a row for each slot."""
+    """Page tables of one pool, a row for each slot, and one for padding rows."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.rows = np.zeros((max_num_seqs, 16), dtype=np.int32)
+        self.rows = np.zeros((max_num_seqs + 1, 16), dtype=np.int32)
         self._lists: list[list[int] | None] = [None] * max_num_seqs
         self._copied = [0] * max_num_seqs
 
@@ -78,6 +96,13 @@ class _SlotTables:
         copied = self._copied[slot]
         self.rows[slot, copied:need] = pages[copied - first : need - first]
         self._copied[slot] = max(copied, need)
+
+    def update_all(self, slots: tuple[int, ...], pages: tuple[list[int], ...], need: Int64Array) -> None:
+        """The same for many; those of whom nothing is new are not looked at one by one."""
+        copied = np.fromiter(map(self._copied.__getitem__, slots), dtype=np.int64, count=len(slots))
+        known = np.fromiter(map(is_, map(self._lists.__getitem__, slots), pages), dtype=np.bool_, count=len(slots))
+        for place in np.flatnonzero((copied < need) | ~known).tolist():
+            self.update(slots[place], pages[place], 0, int(need[place]))
 
 
 class _Shape(NamedTuple):
@@ -124,6 +149,24 @@ class StepBuffers:
             return self._build_short(batch.rows, last_token)
         return self._build(batch.rows, last_token)
 
+    def decodes(self, rows: tuple[Row, ...]) -> DecodeStep | None:
+        """Flatten a step in which each row computes one token and samples one; None: it is another kind.
+
+        Raises `ValueError` as `build`.
+        """
+        _, own, first, counts, _, in_flight, pages, samples, adapters, *_ = zip(*rows, strict=True)
+        if counts.count(1) < len(rows) or not all(samples):
+            return None
+        slots, starts = np.array(own, dtype=np.int64), np.array(first, dtype=np.int64)
+        page = starts // self._page_size
+        self._tables.update_all(own, pages, page + 1)
+        given = []
+        if not all(in_flight):
+            given = [(place, self._input_tokens(row)[0]) for place, row in enumerate(rows) if not row.in_flight]
+        tables = self._tables.rows
+        kv_slots = tables[slots, page].astype(np.int64) * self._page_size + (starts - page * self._page_size)
+        return DecodeStep(slots, starts, kv_slots, tables, adapters, given)
+
     def _build_short(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
         """`_build`, token by token, into arrays that are there."""
         size = self._page_size
@@ -156,7 +199,7 @@ class StepBuffers:
         ]  # fmt: skip
         far, close = self._tables_of(rows, most, windows)
         view = StepView(
-            arrays.starts, arrays.counts, arrays.qo_indptr, far, arrays.kv_slots, None, close,
+            arrays.starts, arrays.counts, arrays.qo_indptr, far, arrays.kv_slots, close,
             arrays.window_slots if windows else None,
         )  # fmt: skip
         return Step(

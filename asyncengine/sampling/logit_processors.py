@@ -6,7 +6,6 @@ Rows without any stay as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -41,8 +40,7 @@ class LogitProcessors:
         ]
         """Rows that have any, ascending."""
         self._rows = [rows[place] for place in self.places]
-        number = {place: index for index, place in enumerate(self.places)}
-        self._masks = replace(masks, places=[number[place] for place in masks.places])
+        self._masks = masks.among(self.places)
 
     def apply(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> torch.Tensor:
         """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""

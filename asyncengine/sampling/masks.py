@@ -11,7 +11,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ class FilledMasks:
     """Index among the sampled tokens -> why its matcher has no mask."""
     discarded: list[int]
     """Index among the sampled tokens of those whose input was not what they were launched for."""
+
+    def among(self, places: Sequence[int]) -> FilledMasks:
+        """The same by index among these of the tokens, which have all the masks."""
+        number = {place: index for index, place in enumerate(places)}
+        return replace(self, places=[number[place] for place in self.places])
 
     @staticmethod
     @functools.cache

@@ -73,11 +73,28 @@ class Sampler:
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
         self._penalties = PenaltyTable(vocab_size, device)
+        self.on_device: Any = None
+        """Samples in a CUDA graph (`runner.graphs.StepSampler`); None: there are no kernels for that."""
         self._kernel: Any = None
         if compiler_missing(torch.float32, device) is None:
             from asyncengine.kernels.cpu.sampling import SamplerKernel
 
             self._kernel = SamplerKernel(vocab_size)
+
+    def begin(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+        """Know the parameters of `rows`. Returns the places of those whose logits are to be processed before anything
+        is chosen, and of those whose log-probabilities are asked for."""
+        own = self._params.update(rows)
+        if not self._penalties.empty:
+            for slot in own:
+                if not self._params.penalized[slot]:
+                    self._penalties.forget(slot)
+        params = self._params
+        processed, scored = (
+            [place for place, slot in enumerate(own) if flags[slot]] if any(map(flags.__getitem__, own)) else []
+            for flags in (params.processed, params.scored)
+        )
+        return processed, scored
 
     def sample(
         self,

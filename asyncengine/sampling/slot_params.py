@@ -33,6 +33,8 @@ class SlotParams:
         self.penalized = np.zeros(max_num_seqs, dtype=np.bool_)
         self.processed = [False] * max_num_seqs
         """Whether the slot's logits may go through a processor before anything is chosen, grammars' masks aside."""
+        self.scored = [False] * max_num_seqs
+        """Whether log-probabilities are asked for."""
         self._few = [((1.0, 1.0, 0.0), (0, 0, 0))] * max_num_seqs
         """Of each slot, what `columns` says of it, but for the position."""
 
@@ -77,6 +79,7 @@ class SlotParams:
         self.penalized[slot] = self.repetition[slot] != 1.0 or self.presence[slot] != 0.0 or self.frequency[slot] != 0.0
         held_open = bool(spec.stop_ids) and params.min_tokens > 0
         self.processed[slot] = bool(self.penalized[slot] or params.logit_bias or held_open)
+        self.scored[slot] = bool(params.logprobs)
         floats, whole = self.columns(np.array([slot]), np.zeros(1, dtype=np.int64))
         self._few[slot] = tuple(floats[0].tolist()), tuple(whole[0, :3].tolist())
         self._specs[slot] = ref(spec)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.attention_pair import plan_graph, prepare
 from support.drive import Driver, prompts
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 from support.threads import no_new_engine_thread
@@ -26,6 +27,7 @@ from asyncengine.attention.base import LayerSpec, StepView
 from asyncengine.attention.factory import make_backend
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
+from asyncengine.device.pinned import FixedInputs
 from asyncengine.layers import rotary
 from asyncengine.layers.kernels import FlashInferKernels, layer_kernels
 from asyncengine.models import loading
@@ -44,16 +46,15 @@ Answers = tuple[list[list[int]], list[float]]
 class PaddedBackend(FlashInferBackend):
     """Pads each step of decodes to the next power of two and takes it through the wrappers with fixed buffers."""
 
-    _real = 0
+    _inputs: FixedInputs | None = None
 
     def plan(self, step: StepView) -> None:
-        rows = len(step.counts)
-        self._real = rows
-        if step.counts.max() == 1:
-            size = 1 << (rows - 1).bit_length()
-            self.prepare_graph(size)
-            step = padded_to(step, size)
-        super().plan(step)
+        if step.counts.max() > 1:
+            super().plan(step)
+            return
+        if self._inputs is None:
+            self._inputs = prepare(self, 64, 32, 16, 8, 4, 2, 1)
+        plan_graph(self, self._inputs, padded_to(step, 1 << (len(step.counts) - 1).bit_length()))
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         super().write(layer, self._padded(key), self._padded(value))
@@ -75,7 +76,6 @@ def padded_to(step: StepView, size: int) -> StepView:
         counts=counts,
         qo_indptr=np.concatenate(([0], np.cumsum(counts))),
         page_tables=np.pad(step.page_tables, ((0, extra), (0, 0))),
-        graph=size,
     )
 
 

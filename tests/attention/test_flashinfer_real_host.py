@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_pair import Pair, make_flashinfer
+from support.attention_pair import Pair, make_flashinfer, prepare
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory, _attention
 
 from asyncengine.attention.base import LayerSpec
@@ -121,8 +121,8 @@ def _recorded(flashinfer: Any) -> Any:
 def test_numbers_through_the_real_package(variant: str, real: Any) -> None:
     layers = LAYERS[variant]
     backend = make_flashinfer(layers, real, dtype=torch.float16)
-    backend.prepare_graph(4)
     pair = Pair(backend, layers, rows=3, dtype=torch.float16)
+    pair.fixed = prepare(backend, 4)
     assert pair.step([(0, 3), (1, 30), (2, 17)]) < 0.01
     for _ in range(4):
         assert pair.step([(1, 1), (0, 1)]) < 0.01

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_pair import Pair, make_flashinfer
+from support.attention_pair import Pair, make_flashinfer, prepare
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory
 
 from asyncengine.attention.base import LayerSpec
@@ -30,7 +30,7 @@ OBJECTS = {
 }
 FUNCTIONS = (
     "append_paged_kv_cache", "rmsnorm", "gemma_rmsnorm", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul",
-    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache", "fast_decode_plan",
 )  # fmt: skip
 
 
@@ -95,8 +95,9 @@ def test_every_call_binds(real: Any) -> None:
     pair = Pair(backend, LAYERS, rows=2)
     assert pair.step([(0, 9), (1, 3)]) < 1e-5
     assert pair.step([(0, 1), (1, 1)]) < 1e-5
-    backend.prepare_graph(4)
-    assert pair.step([(0, 1), (1, 1)], padded=4) < 1e-5
+    pair.fixed = prepare(backend, 4)
+    for _ in range(5):
+        assert pair.step([(0, 1), (1, 1)], padded=4) < 1e-5
     kernels = FlashInferKernels(Watched(fake, real, seen))
     x = torch.randn(3, 64)
     for offset in (0.0, 1.0):

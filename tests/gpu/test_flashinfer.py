@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_pair import Pair
+from support.attention_pair import Pair, plan_graph, prepare
 from support.drive import Driver, prompts
 from support.tiny_models import VOCAB
 from support.wide_models import WIDE, make_wide
@@ -88,8 +88,8 @@ def test_captured_graphs(device: torch.device) -> None:
     assert pair.step([(row, 2 + 31 * row) for row in range(8)]) < TOLERANCE[dtype]
     graphs: dict[int, Any] = {}
     pool = torch.cuda.graph_pool_handle()
+    pair.fixed = prepare(backend, 16, 8, 2)
     for size in (16, 8, 2):
-        backend.prepare_graph(size)
         inputs = [pair.inputs(spec, size) for spec in GEMMA]
         pair.plan([], padded=size)
         graph, outs = torch.cuda.CUDAGraph(), []
@@ -134,14 +134,17 @@ def syncs_are_errors() -> Iterator[None]:
 def test_nothing_waits_for_the_device(device: torch.device, request: pytest.FixtureRequest) -> None:
     backend = make(GEMMA, device, torch.bfloat16)
     backend.warm_up()
-    backend.prepare_graph(4)
+    fixed = prepare(backend, 4)
     pair = Pair(backend, GEMMA, 4, dtype=torch.bfloat16, device=device)
     steps = [pair.view([(0, 9), (1, 1)]), pair.view([(row, 1) for row in range(3)]), pair.view([(0, 1)], padded=4)]
     inputs = [[pair.inputs(spec, len(step.kv_slots)) for spec in GEMMA] for step in steps]
     request.getfixturevalue("syncs_are_errors")
     for _ in range(3):
         for step, parts in zip(steps, inputs, strict=True):
-            backend.plan(step)
+            if step is steps[-1]:
+                plan_graph(backend, fixed, step)
+            else:
+                backend.plan(step)
             for spec, (query, key, value) in zip(GEMMA, parts, strict=True):
                 backend.write(spec.index, key, value)
                 backend.attend(spec.index, query)
@@ -152,12 +155,12 @@ def test_workspace_is_enough_for_long_prompts_and_wide_graphs(heads: int, kv_hea
     """Plans that split: FlashInfer raises when a workspace is too small."""
     spec = replace(BASE, num_heads=heads, num_kv_heads=kv_heads)
     backend = make([spec], device, torch.bfloat16, max_rows=256, max_pages_per_row=40)
-    backend.prepare_graph(256)
+    fixed = prepare(backend, 256)
     pair = Pair(backend, [spec], 1, dtype=torch.bfloat16, device=device, most=9500)
     for chunk in (8192, 512, 64):
         pair.plan([(0, chunk)])
         pair.advance([(0, chunk)])
-    pair.lengths = [600]
+    pair.fixed, pair.lengths = fixed, [600]
     pair.plan([(0, 1)] * 1, padded=256)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     assert backend._workspace.numel() == float_workspace_bytes([LayerGroup.of(spec)], 256, processors)

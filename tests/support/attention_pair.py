@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, StepView
+from asyncengine.attention.base import DecodeView, LayerSpec, StepView
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.device.pinned import FixedInputs
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,8 @@ class Pair:
         pages = (torch.randperm(flashinfer.num_pages - 1, generator=self.generator) + 1).tolist()
         each = -(-most // flashinfer.page_size)
         assert each * rows <= len(pages)
+        self.fixed: FixedInputs | None = None
+        """What `prepare` has made of the backend's graphs."""
         self.tables = [[pages.pop() for _ in range(each)] for _ in range(rows)]
 
     def random(self, *shape: int, spread: float = 1.0) -> torch.Tensor:
@@ -69,12 +72,15 @@ class Pair:
             np.concatenate(([0], np.cumsum(counts))).astype(np.int64),
             np.array(tables, dtype=np.int32),
             torch.tensor(slots + [0] * extra, device=self.device),
-            padded,
         )
 
     def plan(self, parts: Sequence[tuple[int, int]], padded: int | None = None) -> StepView:
         view = self.view(parts, padded)
-        self.flashinfer.plan(view)
+        if padded is None:
+            self.flashinfer.plan(view)
+        else:
+            assert self.fixed is not None, "`prepare` comes first"
+            plan_graph(self.flashinfer, self.fixed, view)
         self.torch.plan(view)
         return view
 
@@ -105,6 +111,21 @@ class Pair:
     def advance(self, parts: Sequence[tuple[int, int]]) -> None:
         for row, count in parts:
             self.lengths[row] += count
+
+
+def prepare(backend: FlashInferBackend, *sizes: int) -> FixedInputs:
+    """Make what graphs of these sizes read, the largest first. They must be all that there will be."""
+    inputs = FixedInputs(backend.memory, backend.graph_inputs(sizes[0]))
+    for size in sizes:
+        backend.prepare_graph(size, inputs.sent)
+    return inputs
+
+
+def plan_graph(backend: FlashInferBackend, inputs: FixedInputs, view: StepView) -> None:
+    """Plan for a step of as many rows as a graph has, and send what the graph reads."""
+    slots = np.arange(len(view.starts))
+    step = DecodeView(view.starts, slots, np.ascontiguousarray(view.page_tables), view.kv_slots)
+    inputs.send(backend.plan_graph(step, inputs.take()))
 
 
 def make_flashinfer(layers: Sequence[LayerSpec], fake: Any, **changes: Any) -> FlashInferBackend:

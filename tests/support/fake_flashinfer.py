@@ -151,6 +151,25 @@ class FakeFlashInfer:
             self._graph.launches.append(kernel)
         kernel()
 
+    def fast_decode_plan(
+        self,
+        wrapper: DecodeWrapper,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        *sizes: int,
+        global_override_indptr_cpu: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        """Plan one that was planned before, with everything else as it was; its fixed buffers are left alone."""
+        assert wrapper.planned, "the first plan finds the kernel"
+        assert wrapper.size == len(last_page_len), "the number of rows is fixed in a graph"
+        assert sizes == tuple(wrapper.planned[name] for name in ("heads", "kv_heads", "dim", "page_size"))
+        assert options.items() <= wrapper.planned.items(), "a captured kernel cannot change its options"
+        for array in (indptr, last_page_len, global_override_indptr_cpu):
+            self.check_host_array(array, len(array))
+        wrapper.plan_rows(global_override_indptr_cpu, indices)
+
     def append_paged_kv_cache(
         self,
         append_key: torch.Tensor,
@@ -316,7 +335,11 @@ class Wrapper:
         assert len(indices) == int(indptr[-1])
         assert bool(((last >= 1) & (last <= page_size)).all())
         assert torch.equal(lens, (indptr.diff() - 1) * page_size + last)
-        for row in range(rows):
+        self.check_listed(indptr, indices)
+
+    @staticmethod
+    def check_listed(indptr: torch.Tensor, indices: torch.Tensor) -> None:
+        for row in range(len(indptr) - 1):
             pages = indices[int(indptr[row]) : int(indptr[row + 1])].tolist()
             assert pages == [0] * len(pages) or 0 not in pages, "the padding page among a row's own"
             assert len(set(pages)) == len(pages) or pages[0] == 0
@@ -347,8 +370,16 @@ class Wrapper:
         assert q.stride(-1) == 1
         assert (q.dtype, cache.dtype) == (plan["q_data_type"], plan["kv_data_type"])
         out = torch.full(q.shape, math.nan, dtype=plan["o_data_type"])
-        self.fake.launch(name, lambda: _attention(plan, q, cache, arrays, out))
+
+        def kernel() -> None:
+            self.at_launch()
+            _attention(plan, q, cache, arrays, out)
+
+        self.fake.launch(name, kernel)
         return out
+
+    def at_launch(self) -> None:
+        """What must hold when a kernel runs, also when it is replayed."""
 
 
 def _attention(
@@ -442,6 +473,8 @@ class DecodeWrapper(Wrapper):
         self.use_cuda_graph = use_cuda_graph
         self.arrays: tuple[torch.Tensor, ...] = ()
         self.size: int | None = None
+        self.divided: torch.Tensor | None = None
+        """Row pointers that the plan of a graph was made for."""
         if use_cuda_graph:
             assert paged_kv_indptr_buffer is not None
             assert paged_kv_indices_buffer is not None
@@ -463,37 +496,52 @@ class DecodeWrapper(Wrapper):
         head_dim: int,
         page_size: int,
         *,
-        seq_lens: torch.Tensor,
+        seq_lens: torch.Tensor | None = None,
         sm_scale: float | None = None,
         logits_soft_cap: float | None = None,
         window_left: int = -1,
         **options: Any,
     ) -> None:
         rows = len(last_page_len)
-        self.check_pages(indptr, indices, last_page_len, seq_lens, page_size)
+        if self.size is None:
+            assert seq_lens is not None, "else they are found by a loop over the rows, in each step"
+            self.check_pages(indptr, indices, last_page_len, seq_lens, page_size)
         group = num_qo_heads // num_kv_heads
         assert self.use_tensor_cores == (group >= 4 or head_dim > 256), "no CUDA-core kernel for this, or a slow one"
         options.update(sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, window_left=window_left)
         frozen = {key: self.planned.get(key) for key in options}
         self.check_model(num_qo_heads, num_kv_heads, head_dim, page_size, options, causal=False)
-        self.stage(rows * (group // 16 + 2))
         upload = self.fake.memory.upload
         if self.size is None:
+            self.stage(rows * (group // 16 + 2))
             self.arrays = (torch.arange(rows + 1), upload(indptr), indices, upload(last_page_len))
             return
         assert rows == self.size, "the number of rows is fixed in a graph"
         assert not any(frozen.values()) or frozen == options, "a captured kernel cannot change its options"
+        self.plan_rows(indptr, indices)
         _, indptr_buffer, indices_buffer, last_buffer = self.arrays
-        assert len(indices) <= len(indices_buffer)
         upload(indptr, into=indptr_buffer)
         indices_buffer[: len(indices)] = indices
         upload(last_page_len, into=last_buffer)
 
+    def plan_rows(self, indptr: torch.Tensor, indices: torch.Tensor) -> None:
+        """Divide the pages of a graph's rows."""
+        assert len(indices) == int(indptr[-1]) <= len(self.arrays[2])
+        self.stage(len(indptr) * (self.planned["heads"] // self.planned["kv_heads"] // 16 + 2))
+        self.divided = indptr.clone()
+
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
         assert self.use_cuda_graph or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == len(self.arrays[3]), "one query per row"
-        qo_indptr, indptr, indices, last = self.arrays
-        return self.launch("decode", q, paged_kv_cache, (qo_indptr, indptr, indices, last))
+        return self.launch("decode", q, paged_kv_cache, self.arrays)
+
+    def at_launch(self) -> None:
+        if self.size is not None:
+            assert self.divided is not None
+            assert torch.equal(self.divided, self.arrays[1]), "planned for rows with other numbers of pages"
+            self.check_listed(self.arrays[1], self.arrays[2])
+            last = self.arrays[3]
+            assert bool(((last >= 1) & (last <= self.planned["page_size"])).all())
 
 
 class FakeModules:

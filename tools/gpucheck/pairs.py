@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec, StepView
+from asyncengine.attention.base import AttentionBackend, DecodeView, GraphBackend, LayerSpec, StepView
 from asyncengine.attention.torch_paged import TorchPagedBackend
+from asyncengine.device.pinned import FixedInputs
 from asyncengine.runner.graphs import Capture, Graph
 from tools.gpucheck.report import CheckFailed
 
@@ -58,6 +60,7 @@ class Pair:
         each = -(-most // page_size)
         self._tables = [pages[row * each : (row + 1) * each] for row in range(rows)]
         self._graphs: dict[int, Captured] = {}
+        self._fixed: FixedInputs | None = None
 
     def step(self, parts: Parts) -> float:
         """Append to the rows of `parts` in every layer; the largest error over all of them."""
@@ -73,9 +76,12 @@ class Pair:
 
     def capture(self, size: int, capture: Capture) -> None:
         """Capture a decode step of `size` rows, all padding; sizes in descending order."""
-        self.tested.prepare_graph(size)
+        tested = cast(GraphBackend, self.tested)
+        if self._fixed is None:
+            self._fixed = FixedInputs(tested.memory, tested.graph_inputs(size))
+        tested.prepare_graph(size, self._fixed.sent)
         inputs = [self._inputs(spec, size) for spec in self.layers]
-        self.tested.plan(self._view([], size))
+        self._plan([], size)
 
         def work() -> torch.Tensor:
             outs = []
@@ -111,7 +117,12 @@ class Pair:
 
     def _plan(self, parts: Parts, padded: int | None = None) -> StepView:
         view = self._view(parts, padded)
-        self.tested.plan(view)
+        if padded is None:
+            self.tested.plan(view)
+        else:
+            assert self._fixed is not None
+            step = DecodeView(view.starts, np.arange(padded), view.page_tables, view.kv_slots)
+            self._fixed.send(cast(GraphBackend, self.tested).plan_graph(step, self._fixed.take()))
         self.reference.plan(view)
         return view
 
@@ -131,7 +142,7 @@ class Pair:
             for at in range(self.lengths[row], self.lengths[row] + count)
         ]
         kv_slots = torch.tensor(slots + [0] * extra, dtype=torch.int64, device=self._device)
-        return StepView(starts, counts, np.concatenate(([0], np.cumsum(counts))), tables, kv_slots, padded)
+        return StepView(starts, counts, np.concatenate(([0], np.cumsum(counts))), tables, kv_slots)
 
     def _inputs(self, spec: LayerSpec, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads = ((spec.num_heads, spec.key_dim, 2.0), (spec.num_kv_heads, spec.key_dim, 1.0),

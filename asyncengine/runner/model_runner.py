@@ -112,7 +112,6 @@ class ModelRunner:
         self._states: StatePools | None = None
         if num_states:
             self._states = StatePools(model.states, num_states, model.dtype, model.device)
-        # of each slot, and of the one that padding rows of graphs have
         self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
@@ -217,10 +216,10 @@ class ModelRunner:
         try:
             again = self._sample_again(pending, processed, made, masks, before) if processed else ()
             self._score(pending, scored, made.logits, made.unpacked(made.sampled)[0])
+            pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), again)
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
             self._last_token.copy_(before)
             raise
-        pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), again)
         self._settle(pending)
         return True
 

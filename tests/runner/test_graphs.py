@@ -7,7 +7,6 @@ reads from fixed memory is current and whatever it closed over is what it was at
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,13 @@ from typing import Any
 import pytest
 import torch
 from support.drive import Driver, prompts
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.graphs import Recall, Recalled, on_fakes
 from support.lora_driver import AdapterDriver
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
 from asyncengine import SamplingParams
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.config import EngineConfig
 from asyncengine.lora.layers.slots import LoraLayers, install_lora
-from asyncengine.models.loading import load_model
 from asyncengine.runner.graphs import graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
 
@@ -32,44 +28,9 @@ WANT = 12
 SIZES = [1, 2, 4, 8]
 
 
-@dataclass
-class Recalled:
-    work: Callable[[], torch.Tensor]
-    output: torch.Tensor
-    capture: Recall
-
-    def replay(self) -> None:
-        self.capture.replays.append(self.output.shape[0])
-        self.output.copy_(self.work())
-
-
-class Recall:
-    """A `Capture`."""
-
-    def __init__(self) -> None:
-        self.captured: list[int] = []
-        self.replays: list[int] = []
-
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Recalled:
-        output = work().clone()
-        self.captured.append(output.shape[0])
-        return Recalled(work, output, self)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_wide("qwen2", tmp_path_factory.mktemp("graphs") / "qwen2")
-
-
-def make_runner(path: Path, lora: Callable[[Any], LoraLayers | None] = lambda module: None) -> ModelRunner:
-    config = EngineConfig(page_size=4, max_num_seqs=64, num_threads=1)
-    model = load_model(str(path), config)
-    fake = FakeFlashInfer(FakeMemory())
-    backend = FlashInferBackend(
-        model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
-        memory=fake.memory,
-    )  # fmt: skip
-    return ModelRunner(model, backend, 4, 64, lora=lora(model.model))
 
 
 def test_sizes() -> None:
@@ -84,7 +45,7 @@ def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) 
     """Rows come and go, so that steps of 1 to 7 rows are padded; prompts and chunks run without."""
     outputs = []
     for graphs in (False, True):
-        runner = make_runner(folder)
+        runner = on_fakes(folder)
         capture = Recall()
         if graphs:
             assert runner.use_graphs(SIZES, capture).sizes == SIZES
@@ -104,7 +65,7 @@ def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) 
 
 
 def test_steps_that_no_graph_holds_run_without(folder: Path) -> None:
-    runner = make_runner(folder)
+    runner = on_fakes(folder)
     capture = Recall()
     runner.use_graphs([1, 2, 4], capture)
     driver = Driver(runner)
@@ -123,7 +84,7 @@ def test_what_is_left_in_padding_rows_reaches_nobody(rows: int, folder: Path) ->
     """A wide step, then a narrow one: the memory of the rows that are gone holds their tokens and slots."""
     outputs = []
     for graphs in (False, True):
-        runner = make_runner(folder)
+        runner = on_fakes(folder)
         if graphs:
             runner.use_graphs([8], Recall())
         driver = Driver(runner)
@@ -173,7 +134,7 @@ def with_and_without(folder: Path, capture: Recall) -> tuple[list[list[int]], li
             kept.append(install_lora(module, 3, 32, masked=True))
             return kept[0]
 
-        runner = make_runner(folder, install)
+        runner = on_fakes(folder, install)
         if graphs:
             runner.use_graphs(SIZES, capture)
         outputs.append(adapted(runner, kept[0]))
@@ -202,7 +163,7 @@ def test_adapters_with_memory_are_captured_with_the_others(folder: Path) -> None
             kept[0].allocate([path for path in kept[0].modules if path.endswith(("q_proj", "down_proj"))], 8)
             return kept[0]
 
-        runner = make_runner(folder, install)
+        runner = on_fakes(folder, install)
         capture = Recall()
         if graphs:
             told: list[int] = []

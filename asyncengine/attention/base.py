@@ -75,28 +75,14 @@ class StepView:
     window_slots: torch.Tensor | None = None
     """As `kv_slots`, likewise."""
 
+    slots: Int64Array | None = None
+    """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
+
     def for_windows(self) -> StepView:
         """What layers with windows are given."""
         if self.window_tables is None or self.window_slots is None:
             return self
         return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeView:
-    """A step of one token per row, as many rows as a CUDA graph has. Host arrays.
-
-    A padding row looks like any other: it starts at 0, and its page table begins with page 0.
-    """
-
-    starts: Int64Array
-    """[rows] position of each row's token."""
-    slots: Int64Array
-    """[rows] which of `tables` is a row's page table."""
-    tables: Int32Array
-    """[slots, most pages of a row], contiguous; a row uses the first start // page_size + 1, the rest is arbitrary."""
-    kv_slots: torch.Tensor
-    """As in `StepView`, at a fixed address of the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +145,7 @@ class AttentionBackend(StepAttention, Protocol):
 
 
 class GraphBackend(AttentionBackend, Protocol):
-    """A backend with `graphs`. What its kernels read of a step in a graph is part of the inputs that one copy fills."""
+    """A backend with `graphs`: what its kernels read of a step is written to pinned memory, for one copy of all."""
 
     memory: DeviceMemory
 
@@ -168,13 +154,13 @@ class GraphBackend(AttentionBackend, Protocol):
         ...
 
     def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
-        """Make what graphs of `size` rows need, before any is captured. They read `inputs`, int32 on the device, whose
-        address is a multiple of 16 bytes; graphs of other sizes may read the same."""
+        """Make what graphs of `size` rows need, before any is captured. They read `inputs`, int32 on the device at an
+        address that 16 divides, as may those of other sizes."""
         ...
 
-    def plan_graph(self, step: DecodeView, host: torch.Tensor) -> int:
-        """The same as `plan` for a graph of as many rows. What its kernels read is put into `host`, pinned and as large
-        as `inputs`; the caller copies it there before the replay, as many elements as are returned."""
+    def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
+        """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
+        how many elements of `host`, which is pinned and as large as `inputs`, are to be copied before the replay."""
         ...
 
 

@@ -24,22 +24,23 @@ import importlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import DecodeView, LayerSpec, StepView, page_bytes
+from asyncengine.attention.base import LayerSpec, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
     DeviceArrays,
     HostArrays,
     LayerGroup,
     float_workspace_bytes,
     graph_int_workspace_bytes,
+    host_only,
     in_chunks,
-    pack_decodes,
     pack_step,
     uploaded_size,
 )
@@ -105,7 +106,8 @@ class _GraphPlanned(_Planned):
         if self._planned is None:  # finds the kernel
             self._wrapper.plan(*arrays, **options)
         else:
-            options = {name: value for name, value in options.items() if name != "o_data_type"}
+            for name in ("seq_lens", "o_data_type"):
+                del options[name]
             self._again(self._wrapper, *arrays, global_override_indptr_cpu=indptr, **options)
         self._planned = key
         self._mark()
@@ -115,10 +117,9 @@ class _GraphPlanned(_Planned):
 class _DecodeGraph:
     """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
 
-    begins: dict[int | None, int]
-    """Where the arrays of each chunk begin among its inputs, and last those of whole rows, the only ones whose size is
-    another in each step and is worth counting."""
-    arrays: dict[int | None, DeviceArrays]
+    arrays: dict[int | None, tuple[int, DeviceArrays]]
+    """By chunk, and where they begin among the graph's inputs. Those of whole rows are last: only of them, what is not
+    used is not sent."""
     wrappers: dict[LayerGroup, _GraphPlanned]
 
 
@@ -171,55 +172,46 @@ class FlashInferBackend:
     # -- before the forward, on the host -------------------------------------------------------------------------
 
     def plan(self, step: StepView) -> None:
-        tokens = int(step.qo_indptr[-1])
-        decode = len(step.counts) == tokens
-        wrappers = self._decode if decode else self._prefill
-        for chunk in self._chunks:
-            host = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
-            arrays = DeviceArrays.over(self.memory.upload(host.uploaded), len(host.seq_lens), tokens)
-            pages = arrays.kv_indices[: host.num_pages]
-            for group, wrapper in wrappers.items():
-                if group.chunk == chunk:
-                    plan = self._plan_decode if decode else self._plan_prefill
-                    plan(group, wrapper, host, pages)
-            if chunk is None:
-                self._arrays = arrays
-        self._wrappers = wrappers
+        decode = len(step.counts) == int(step.qo_indptr[-1])
+        self._wrappers = self._decode if decode else self._prefill
+        plan = self._plan_decode if decode else self._plan_prefill
+        for chunk in reversed(self._chunks):
+            packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
+            self._arrays = DeviceArrays.over(self.memory.upload(packed.uploaded), len(packed.seq_lens), packed.tokens)
+            self._plan_groups(chunk, packed, plan)
+
+    def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
+        used, graph = 0, self._graphs[len(step.counts)]
+        self._wrappers = graph.wrappers
+        for chunk, (begin, self._arrays) in graph.arrays.items():
+            at = partial(host.narrow, 0, begin)
+            packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, at)
+            self._plan_groups(chunk, packed, self._plan_decode)
+            used = begin + host_only(len(step.counts)) + packed.uploaded.numel()
+        return used
+
+    def _plan_groups(self, chunk: int | None, packed: HostArrays, plan: Callable[..., None]) -> None:
+        """Of the layers that attend to such chunks, whose arrays are on the device."""
+        assert self._arrays is not None
+        for group, wrapper in self._wrappers.items():
+            if group.chunk == chunk:
+                plan(group, wrapper, packed, self._arrays.kv_indices[: packed.num_pages])
 
     def graph_inputs(self, size: int) -> int:
         return sum(self._input_size(size, chunk) for chunk in self._chunks)
 
     def _input_size(self, size: int, chunk: int | None) -> int:
         pages = self._max_pages_per_row if chunk is None else min(self._max_pages_per_row, chunk // self.page_size)
-        return -(-uploaded_size(size, size, size * pages) // 4) * 4
+        return -(-(host_only(size) + uploaded_size(size, size, size * pages)) // 4) * 4
 
     def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
-        begins, begin = {}, 0
-        for chunk in reversed(self._chunks):
-            begins[chunk] = begin
-            begin += self._input_size(size, chunk)
+        arrays, begin = {}, 0
         with torch.inference_mode(False):
-            arrays = {chunk: DeviceArrays.over(inputs[begins[chunk] :], size, size) for chunk in begins}
-            wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk]) for group in self._groups}
-        self._graphs[size] = _DecodeGraph(begins, arrays, wrappers)
-
-    def plan_graph(self, step: DecodeView, host: torch.Tensor) -> int:
-        size = len(step.starts)
-        graph = self._graphs[size]
-        used = 0
-        for chunk, begin in graph.begins.items():
-            part = host[begin:]
-            count = pack_decodes(step, chunk, self.page_size, part.numpy())
-            used = begin + uploaded_size(size, size, count)
-            packed, pages = DeviceArrays.over(part, size, size), graph.arrays[chunk].kv_indices[:count]
-            for group, wrapper in graph.wrappers.items():
-                if group.chunk == chunk:
-                    wrapper.plan(
-                        packed.kv_indptr, pages, packed.last_page_len, group.num_heads, group.num_kv_heads,
-                        group.head_dim, self.page_size, **self._options(group),
-                    )  # fmt: skip
-        self._arrays, self._wrappers = graph.arrays[None], graph.wrappers
-        return used
+            for chunk in reversed(self._chunks):
+                arrays[chunk] = begin, DeviceArrays.over(inputs[begin + host_only(size) :], size, size)
+                begin += self._input_size(size, chunk)
+            wrappers = {group: self._graph_wrapper(group, size, arrays[group.chunk][1]) for group in self._groups}
+        self._graphs[size] = _DecodeGraph(arrays, wrappers)
 
     def warm_up(self) -> None:
         """Run each kernel once on page 0 and wait: compiles what is not compiled yet, and shows what cannot run."""

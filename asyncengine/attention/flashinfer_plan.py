@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from asyncengine.attention.base import DecodeView, LayerSpec, StepView
-from asyncengine.device.pinned import Int32Array
+from asyncengine.attention.base import LayerSpec, StepView
 
 _ALIGN = 4
 """Parts begin at multiples of this many int32: 16 bytes."""
@@ -91,6 +90,7 @@ class HostArrays:
     """[R + 1] where each row's pages begin and end among all pages listed."""
     last_page_len: torch.Tensor
     """[R] tokens in the last page of each row, 1 to page_size."""
+    tokens: int
     num_pages: int
     """Pages listed, over all rows."""
     longest_query: int
@@ -125,21 +125,28 @@ def uploaded_size(rows: int, tokens: int, pages: int) -> int:
     return _begins((rows + 1, rows, tokens, tokens))[-1] + pages
 
 
+def host_only(rows: int) -> int:
+    """int32 elements before the uploaded part, of what only plans read."""
+    return _begins((rows + 1, rows))[-1]
+
+
 def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Tensor]) -> HostArrays:
     """Fill one array of `allocate` (int32 elements -> host tensor) with everything a step's plans need."""
     rows, tokens = len(step.counts), int(step.qo_indptr[-1])
     ends = step.starts + step.counts
     pages = -(-ends // page_size)
-    listed = np.arange(step.page_tables.shape[1]) < pages[:, None]
-    num_pages = int(pages.sum())
-    row_of_token = np.repeat(np.arange(rows), step.counts)
+    width = step.page_tables.shape[1]
+    kv_indptr = np.zeros(rows + 1, dtype=np.int64)
+    np.cumsum(pages, out=kv_indptr[1:])
+    num_pages = int(kv_indptr[-1])
+    first = (np.arange(rows) if step.slots is None else step.slots) * width - kv_indptr[:-1]
+    listed = np.repeat(first, pages) + np.arange(num_pages)
+    row_of_token = np.arange(rows) if rows == tokens else np.repeat(np.arange(rows), step.counts)
 
-    front = _begins((rows + 1, rows))[-1]
+    front = host_only(rows)
     memory = allocate(front + uploaded_size(rows, tokens, num_pages))
     on_host = _split(memory[:front], (rows + 1, rows))
     device = DeviceArrays.over(memory[front:], rows, tokens)
-    kv_indptr = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(pages, out=kv_indptr[1:])
     for target, values in (
         (on_host[0], step.qo_indptr),
         (on_host[1], ends),
@@ -147,7 +154,7 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
         (device.last_page_len, ends - (pages - 1) * page_size),
         (device.batch_indices, row_of_token),
         (device.positions, np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token]),
-        (device.kv_indices, step.page_tables[listed]),
+        (device.kv_indices, step.page_tables.reshape(-1)[listed]),
     ):
         target.numpy()[:] = values
     return HostArrays(
@@ -156,29 +163,10 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
         seq_lens=on_host[1],
         kv_indptr=device.kv_indptr,
         last_page_len=device.last_page_len,
+        tokens=tokens,
         num_pages=num_pages,
         longest_query=int(step.counts.max()),
     )
-
-
-def pack_decodes(step: DecodeView, chunk: int | None, page_size: int, host: Int32Array) -> int:
-    """Fill the front of `host`, laid out as `DeviceArrays.over` of as many rows and tokens; returns the pages listed.
-
-    A row of one token has no keys before its own chunk, and its positions count from there (`in_chunks`).
-    """
-    rows, width = len(step.starts), step.tables.shape[1]
-    starts, first = step.starts, step.slots * width
-    if chunk is not None:
-        starts, first = starts % chunk, first + starts // chunk * (chunk // page_size)
-    last_page, begins = starts // page_size, _begins((rows + 1, rows, rows, rows))
-    host[0] = 0
-    np.cumsum(last_page + 1, dtype=np.int32, out=host[1 : rows + 1])
-    for begin, values in zip(begins[1:], (starts - last_page * page_size + 1, np.arange(rows), starts), strict=False):
-        host[begin : begin + rows] = values
-    total = int(host[rows])
-    listed = np.repeat(first - host[:rows], last_page + 1) + np.arange(total)
-    np.take(step.tables.reshape(-1), listed, out=host[begins[-1] : begins[-1] + total], mode="clip")
-    return total
 
 
 def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
@@ -196,14 +184,15 @@ def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
     number = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = np.maximum(step.starts[row] - number * chunk, 0)
     counts = np.minimum(ends[row] - number * chunk, chunk) - starts
-    width = step.page_tables.shape[1]
+    owner, width = row if step.slots is None else step.slots[row], step.page_tables.shape[1]
     columns = number[:, None] * (chunk // page_size) + np.arange(min(chunk // page_size, width))
     return replace(
         step,
         starts=starts,
         counts=counts,
         qo_indptr=np.concatenate(([0], np.cumsum(counts))),
-        page_tables=step.page_tables[row[:, None], np.minimum(columns, width - 1)],
+        page_tables=step.page_tables[owner[:, None], np.minimum(columns, width - 1)],
+        slots=None,
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from asyncengine.attention.base import DecodeView, GraphBackend
+from asyncengine.attention.base import GraphBackend, StepView
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
@@ -258,7 +258,8 @@ class DecodeGraphs:
                 numbers[_SOURCE, places] = np.array(places) + self._front + _GIVEN * size
                 numbers[_GIVEN, places] = tokens
         slots = numbers[_SLOT] if step is not None else np.zeros(size, dtype=np.int64)
-        view = DecodeView(numbers[_POSITION], slots, tables, self._fixed(_KV_SLOT, size))
+        ones, indptr = np.ones(size, dtype=np.int64), np.arange(size + 1)
+        view = StepView(numbers[_POSITION], ones, indptr, tables, self._fixed(_KV_SLOT, size), slots=slots)
         sent = 2 * _NUMBERS * size
         self._inputs.send(sent + self._backend.plan_graph(view, host[sent:]))
 

@@ -6,12 +6,13 @@ The torch backend always computes in float32, so that only one of the two rounds
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import DecodeView, LayerSpec, StepView
+from asyncengine.attention.base import LayerSpec, StepView
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.device.pinned import FixedInputs
@@ -123,9 +124,9 @@ def prepare(backend: FlashInferBackend, *sizes: int) -> FixedInputs:
 
 def plan_graph(backend: FlashInferBackend, inputs: FixedInputs, view: StepView) -> None:
     """Plan for a step of as many rows as a graph has, and send what the graph reads."""
-    slots = np.arange(len(view.starts))
-    step = DecodeView(view.starts, slots, np.ascontiguousarray(view.page_tables), view.kv_slots)
-    inputs.send(backend.plan_graph(step, inputs.take()))
+    order = np.arange(len(view.starts))[::-1].copy()
+    tables = np.concatenate((view.page_tables[::-1], np.full_like(view.page_tables, 5)))
+    inputs.send(backend.plan_graph(replace(view, page_tables=tables, slots=order), inputs.take()))
 
 
 def make_flashinfer(layers: Sequence[LayerSpec], fake: Any, **changes: Any) -> FlashInferBackend:

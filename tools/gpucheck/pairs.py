@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, DecodeView, GraphBackend, LayerSpec, StepView
+from asyncengine.attention.base import AttentionBackend, GraphBackend, LayerSpec, StepView
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.device.pinned import FixedInputs
 from asyncengine.runner.graphs import Capture, Graph
@@ -121,8 +121,7 @@ class Pair:
             self.tested.plan(view)
         else:
             assert self._fixed is not None
-            step = DecodeView(view.starts, np.arange(padded), view.page_tables, view.kv_slots)
-            self._fixed.send(cast(GraphBackend, self.tested).plan_graph(step, self._fixed.take()))
+            self._fixed.send(cast(GraphBackend, self.tested).plan_graph(view, self._fixed.take()))
         self.reference.plan(view)
         return view
 

@@ -1,0 +1,67 @@
+"""RMS norms, alone or with the residual sum before them, each in one kernel."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton compiles no parameter that is annotated with anything but constexpr
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.kernels.cuda.launching import early
+
+
+@triton.jit
+def _rms_norm(
+    x, branch, weight, total, normed, x_stride, branch_stride, width, scale, epsilon,
+    add: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """One row a program: its numbers stay in registers between the sum of their squares and their scaling."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, block)
+    inside = columns < width
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        added = tl.load(branch + row * branch_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = (values + added * scale).to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
+    tl.store(normed + row * width + columns, (values * inverse * factors).to(normed.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x [..., width] / rms * weight [width], the sum in float32. Rows may lie apart; there may be none."""
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        _launch(rows, rows, weight, normed, normed, 1.0, epsilon, False)
+    return normed
+
+
+def add_rms_norm(
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual + branch * scale, rounded to the residual's type, and the norm of that), all [rows, width]."""
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    if len(residual):
+        _launch(residual, branch, weight, total, normed, scale, epsilon, True)
+    return total, normed
+
+
+def _launch(
+    x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, normed: torch.Tensor,
+    scale: float, epsilon: float, add: bool,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _rms_norm[rows,](
+        x, branch, weight, total, normed, x.stride(0), branch.stride(0), width, scale, epsilon,
+        add=add, block=block, num_warps=min(max(block // 512, 1), 16), **early(x.device),
+    )  # fmt: skip

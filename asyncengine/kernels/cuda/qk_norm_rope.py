@@ -1,0 +1,158 @@
+"""What lies between the merged projection and attention, in one kernel: norms of heads, rotation, writing to pages.
+
+The idea of one kernel for all three is FlashInfer's (`fused_qk_rmsnorm_rope`), whose kernel
+writes no pages.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton compiles no parameter that is annotated with anything but constexpr
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from asyncengine.attention.base import MergedHeads
+from asyncengine.kernels.cuda.launching import early
+
+_HEADS = 4
+"""Heads of a program."""
+
+
+@triton.jit
+def _factors(q_weight, k_weight, is_query, columns, inside):
+    """[heads, columns] float32: each head's weights."""
+    query = tl.load(q_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    key = tl.load(k_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], query[None, :], key[None, :])
+
+
+@triton.jit
+def _put(values, query_at, pool_at, is_query, present, columns, inside, largest: tl.constexpr):
+    """Queries beside the others' rows, keys and values into their page."""
+    own = is_query[:, None] & inside[None, :]
+    tl.store(query_at[:, None] + columns[None, :], values.to(query_at.dtype.element_ty), mask=own)
+    if largest > 0:  # 8 bits: larger numbers would become NaN
+        values = tl.minimum(tl.maximum(values, -largest), largest)
+    stored = (present & (is_query == 0))[:, None] & inside[None, :]
+    tl.store(pool_at[:, None] + columns[None, :], values.to(pool_at.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _prepare_and_write(
+    qkv, cos, sin, q_weight, k_weight, slots, query, pool, qkv_stride, angle_stride, epsilon,
+    queries: tl.constexpr, keys: tl.constexpr, dim: tl.constexpr, rotary: tl.constexpr, half: tl.constexpr,
+    behind_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """A few heads of one token. A head is read as the two halves of what is rotated, and the rest (powers of two)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads + tl.arange(0, heads)
+    present = head < queries + 2 * keys
+    is_query = head < queries
+    is_value = head >= queries + keys
+    low, high = tl.arange(0, half), rotary // 2 + tl.arange(0, half)
+    turned = low < rotary // 2
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(slots + token).to(tl.int64)
+    line = (slot // page * 2 + tl.where(is_value, 1, 0)) * page + slot % page
+    pool_at = pool + (line * keys + (head - queries - tl.where(is_value, keys, 0))) * dim
+    query_at = query + (token * queries + head) * dim
+    start = qkv + token * qkv_stride + head[:, None] * dim
+    both = present[:, None] & turned[None, :]
+    first = tl.load(start + low[None, :], mask=both, other=0.0).to(tl.float32)
+    second = tl.load(start + high[None, :], mask=both, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first + second * second, 1)
+    if behind_size > 0:
+        others = rotary + tl.arange(0, behind_size)
+        behind = others < dim
+        rest = tl.load(start + others[None, :], mask=present[:, None] & behind[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+    if norm:
+        inverse = tl.rsqrt(squares / dim + epsilon)[:, None]
+        plain = is_value[:, None]
+        first = tl.where(plain, first, first * inverse * _factors(q_weight, k_weight, is_query, low, turned))
+        second = tl.where(plain, second, second * inverse * _factors(q_weight, k_weight, is_query, high, turned))
+        if behind_size > 0:
+            rest = tl.where(plain, rest, rest * inverse * _factors(q_weight, k_weight, is_query, others, behind))
+    angle = token * angle_stride + low
+    cosine = tl.load(cos + angle, mask=turned, other=1.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + angle, mask=turned, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.where(is_value[:, None], 1.0, cosine)
+    sine = tl.where(is_value[:, None], 0.0, sine)
+    _put(first * cosine - second * sine, query_at, pool_at, is_query, present, low, turned, largest)
+    _put(second * cosine + first * sine, query_at, pool_at, is_query, present, high, turned, largest)
+    if behind_size > 0:
+        _put(rest, query_at, pool_at, is_query, present, others, behind, largest)
+
+
+def prepare_and_write(
+    qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor
+) -> torch.Tensor:
+    """Rotated queries [tokens, heads, dim] of a merged projection, whose keys and values go to `pool`.
+
+    qkv [tokens, (heads + 2 kv heads) * dim], whose rows may lie apart; cos and sin [tokens, rotary dim], alike in both
+    halves; slots int64 [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim] contiguous. dim
+    is a power of two.
+    """
+    tokens, dim, rotary = len(qkv), heads.key_dim, cos.shape[-1]
+    query = torch.empty(tokens, heads.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return query
+    normed = heads.q_norm is not None
+    _prepare_and_write[tokens, triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, _HEADS)](
+        qkv, cos, sin, heads.q_norm if normed else qkv, heads.k_norm if normed else qkv, slots, query, pool,
+        qkv.stride(0), cos.stride(0), heads.epsilon, queries=heads.num_heads, keys=heads.num_kv_heads, dim=dim,
+        rotary=rotary, half=triton.next_power_of_2(max(rotary // 2, 1)),
+        behind_size=triton.next_power_of_2(dim - rotary) if dim > rotary else 0, page=pool.shape[2], norm=normed,
+        largest=torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0, heads=_HEADS, num_warps=2,
+        **early(qkv.device),
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _angles(
+    positions, frequencies, found, scaling, pairs,
+    block: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """Cosines and then sines of one position."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, block)
+    inside = pair < pairs
+    frequency = tl.load(frequencies + pair, mask=inside, other=0.0)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    cosine = (tl.cos(angle) * scaling).to(found.dtype.element_ty)
+    sine = (tl.sin(angle) * scaling).to(found.dtype.element_ty)
+    first, second = pair, pair + pairs
+    if interleaved:
+        first, second = pair * 2, pair * 2 + 1
+    line = found + token * 4 * pairs
+    tl.store(line + first, cosine, mask=inside)
+    tl.store(line + second, cosine, mask=inside)
+    tl.store(line + 2 * pairs + first, sine, mask=inside)
+    tl.store(line + 2 * pairs + second, sine, mask=inside)
+
+
+def angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, interleaved: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [tokens, 2 pairs] of position * frequency, times `scaling`; frequencies float32 [pairs].
+
+    Each pair's stand in both halves, or beside each other.
+    """
+    pairs = len(frequencies)
+    found = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
+    if len(positions):
+        _angles[len(positions),](
+            positions, frequencies, found, scaling, pairs, block=triton.next_power_of_2(pairs),
+            interleaved=interleaved, num_warps=1, **early(positions.device),
+        )  # fmt: skip
+    return found[:, 0], found[:, 1]

@@ -97,6 +97,8 @@ class MergedHeads:
     """[key_dim] float32 weight of an RMS norm of each query head, contiguous. None: no norm."""
     k_norm: torch.Tensor | None = None
     epsilon: float = 0.0
+    interleaved: bool = False
+    """Pairs that are rotated are (2 i, 2 i + 1), not (i, i + dim / 2); only on a GPU."""
 
 
 class StepAttention(Protocol):

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncengine.attention.base import LayerSpec, StepView, page_bytes
+from asyncengine.attention.base import LayerSpec, MergedHeads, StepView, page_bytes
 from asyncengine.attention.flashinfer_plan import (
     DeviceArrays,
     HostArrays,
@@ -45,6 +45,7 @@ from asyncengine.attention.flashinfer_plan import (
     uploaded_size,
 )
 from asyncengine.device.pinned import CudaMemory, DeviceMemory
+from asyncengine.kernels.cuda import triton_missing
 
 _LARGEST_FP8 = 448.0
 """Of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""
@@ -168,10 +169,18 @@ class FlashInferBackend:
         self._graphs: dict[int, _DecodeGraph] = {}
         self._wrappers: Mapping[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self.attend_merged: Callable[..., torch.Tensor] | None = None
+        """Norms, rotation, `write` and `attend` at once, as the compiled backend's; None: there is no kernel."""
+        if triton_missing(device) is None:
+            from asyncengine.kernels.cuda.qk_norm_rope import prepare_and_write
+
+            self._prepare_and_write, self.attend_merged = prepare_and_write, self._attend_merged
 
     # -- before the forward, on the host -------------------------------------------------------------------------
 
     def plan(self, step: StepView) -> None:
+        self._slots = step.kv_slots
         decode = len(step.counts) == int(step.qo_indptr[-1])
         self._wrappers = self._decode if decode else self._prefill
         plan = self._plan_decode if decode else self._plan_prefill
@@ -182,7 +191,7 @@ class FlashInferBackend:
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
         used, graph = 0, self._graphs[len(step.counts)]
-        self._wrappers = graph.wrappers
+        self._wrappers, self._slots = graph.wrappers, step.kv_slots
         for chunk, (begin, self._arrays) in graph.arrays.items():
             at = partial(host.narrow, 0, begin)
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, at)
@@ -257,6 +266,13 @@ class FlashInferBackend:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._wrappers[self._group_of[layer]].run(_rows_dense(query), self._pools[layer])
         return out
+
+    def _attend_merged(
+        self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        query = self._prepare_and_write(qkv, heads, cos, sin, self._slots, self._pools[layer])
+        out: torch.Tensor = self._wrappers[self._group_of[layer]].run(query, self._pools[layer])
+        return out.view(len(qkv), -1)
 
     def _stored(self, values: torch.Tensor) -> torch.Tensor:
         if self._kv_dtype != self._dtype:

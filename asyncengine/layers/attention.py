@@ -89,7 +89,7 @@ class Attention:
             )
         fusable = config.norm_scope == "head" and all(norm.fusable for norm in self.norms or ())
         self._norms_apart = self.norms is not None and (config.norm_after_rotation or not fusable)
-        """Norms of heads that compiled attention does not have in it."""
+        """Norms of heads that `attend_merged` does not have in it."""
         self.value_norm: Norm | None = None
         if config.value_norm is not None and not shares:
             self.value_norm = Norm(options, config.value_norm, f"{prefix}self_attn.v_norm", dim)
@@ -104,7 +104,7 @@ class Attention:
         )  # fmt: skip
         self.gate = HeadGate(options, config.num_heads, dim) if config.output_gate else None
         self._dtype = options.dtype
-        self._rotate_by_kernel = options.kernels.rotate
+        self._on_gpu = options.kernels.name == "cuda"
 
     def _norm(self, options: LayerOptions, path: str, heads: int) -> Norm:
         config = self.config
@@ -114,20 +114,22 @@ class Attention:
         return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
 
     def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
-        """How compiled attention prepares the merged projection; None: it cannot.
+        """How one kernel prepares the merged projection for attention; None: none can.
 
-        `rotary` is the layer's rotation. Compiled attention takes cosines in the model's type.
+        `rotary` is the layer's rotation. Compiled attention rotates halves, by cosines in the model's type.
         """
         config = self.config
         counts = (config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
         if config.keys_of is not None:
             return None
-        if rotary is not None and (rotary.style != "halves" or (rotary.exact and self._dtype != torch.float32)):
+        interleaved = rotary is not None and rotary.style == "interleaved"
+        exact = rotary is not None and rotary.exact and self._dtype != torch.float32
+        if (interleaved or exact) and not self._on_gpu:
             return None
         if self.norms is None or self._norms_apart:
-            return None if config.norm_after_rotation else MergedHeads(*counts)
+            return None if config.norm_after_rotation else MergedHeads(*counts, interleaved=interleaved)
         query, key = self.norms
-        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon)
+        return MergedHeads(*counts, query.weight, key.weight, query.config.epsilon, interleaved)
 
     @property
     def only_merged(self) -> bool:
@@ -172,7 +174,7 @@ class Attention:
             query, key = self._normed(query, key)
         query, key, value = (part.reshape(len(part), -1, config.head_dim) for part in (query, key, value))
         if config.rotary is not None:
-            query, key = self._rotated(query, key, angles)
+            query, key = rotate(query, angles), rotate(key, angles)
         if config.norm_after_rotation:
             query, key = self._normed(query, key)
         return query, key, value
@@ -206,13 +208,6 @@ class Attention:
         if self.value_norm is not None:
             value = self.value_norm(value.view(len(value), -1, self.config.head_dim)).flatten(1)
         return torch.cat((qkv[:, : self.query_size + self.kv_size], value), dim=-1)
-
-    def _rotated(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-        if angles.style == "halves":
-            rotated = self._rotate_by_kernel(query, key, angles.cos, angles.sin)
-            if rotated is not None:
-                return rotated
-        return rotate(query, angles), rotate(key, angles)
 
     def linears(self) -> list[Linear]:
         return [self.qkv, self.out]

@@ -1,7 +1,7 @@
-"""Norms, gated activations and rotation, by whichever library does them best on a device.
+"""Norms and gated activations, by whichever kernels do them best on a device.
 
-Compiled kernels on the CPU, FlashInfer's on CUDA, torch's operations everywhere else; each gives the same numbers up to
-rounding. Rotation on the CPU is part of the compiled attention (`AttentionBackend.attend_merged`).
+Compiled kernels on the CPU, Triton's and FlashInfer's on CUDA, torch's operations everywhere else; each gives the same
+numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from asyncengine.attention.flashinfer import load_flashinfer
 from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
 
 logger = logging.getLogger("asyncengine")
 
@@ -30,9 +31,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 """By the names that `DecoderConfig` knows."""
-
-_ROTARY_DIMS = (64, 128, 256)
-"""Head dimensions that FlashInfer rotates."""
 
 
 class LayerKernels(Protocol):
@@ -83,12 +81,6 @@ class LayerKernels(Protocol):
         """[..., 2 * width] -> [..., width]: the activation of the first half times the second, if there is one."""
         ...
 
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Queries [T, heads, dim] and keys rotated by halves, cos and sin [T, dim]; None: no kernel for these."""
-        ...
-
 
 class TorchKernels:
     """torch's own operations, on any device."""
@@ -129,11 +121,6 @@ class TorchKernels:
         return ACTIVATIONS[name]
 
     def gated(self, activation: str) -> Activation | None:
-        return None
-
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
 
@@ -188,24 +175,19 @@ class CompiledKernels(TorchKernels):
         return self._gated.get(activation)
 
 
-class FlashInferKernels(TorchKernels):
-    """FlashInfer's, in the engine's shapes."""
+class CudaKernels(TorchKernels):
+    """Norms in Triton, and FlashInfer's gated activations."""
 
-    name = "flashinfer"
+    name = "cuda"
+    norm_dtype: torch.dtype | None = torch.float32
 
-    def __init__(self, flashinfer: Any) -> None:
+    def __init__(self, flashinfer: Any, device: torch.device) -> None:
         self._flashinfer = flashinfer
-        self._cos: torch.Tensor | None = None
-        self._table = self._places = torch.empty(0)
+        if triton_missing(device) is None:
+            from asyncengine.kernels.cuda.norm import add_rms_norm, rms_norm
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
-        if offset not in (0.0, 1.0):
-            return super().rms_norm(x, weight, epsilon, offset)
-        kernel = self._flashinfer.gemma_rmsnorm if offset else self._flashinfer.rmsnorm
-        # [tokens, heads, dim] as a view of a merged projection: in three dimensions any stride will do
-        flat = x if x.dim() == 3 else x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = kernel(flat, weight, eps=epsilon)
-        return out.view(x.shape)
+            own: Any = self  # no call of a method lies between a layer and its kernel
+            own.rms_norm, own.add_rms_norm = rms_norm, add_rms_norm
 
     def gated(self, activation: str) -> Activation | None:
         names = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
@@ -213,22 +195,6 @@ class FlashInferKernels(TorchKernels):
             return None
         kernel = getattr(self._flashinfer, names[activation])
         return lambda x: kernel(x.contiguous())
-
-    def rotate(
-        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """FlashInfer wants cosines and sines side by side in float32: the step's are converted once, for all layers."""
-        if query.shape[-1] not in _ROTARY_DIMS or cos.shape[-1] != query.shape[-1]:
-            return None
-        if cos is not self._cos:
-            half = cos.shape[-1] // 2
-            self._table = torch.cat((cos[:, :half], sin[:, :half]), dim=-1).float()
-            self._places = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
-            self._cos = cos
-        rotated = self._flashinfer.apply_rope_with_cos_sin_cache(
-            self._places, query.flatten(1), key.flatten(1), query.shape[-1], self._table, is_neox=True
-        )
-        return rotated[0].view(query.shape), rotated[1].view(key.shape)
 
 
 def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.device) -> LayerKernels:
@@ -240,7 +206,7 @@ def layer_kernels(attention_backend: str, dtype: torch.dtype, device: torch.devi
             logger.warning("layers run on torch's own operations: importing numba failed: %s", error)
     elif _flashinfer_serves(attention_backend, dtype, device):
         try:
-            return FlashInferKernels(load_flashinfer())
+            return CudaKernels(load_flashinfer(), device)
         except Exception as error:  # it touches compilers, drivers and the home directory on import
             logger.warning("layers run on torch's own operations: importing flashinfer failed: %s", error)
     return TorchKernels()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
 
 if TYPE_CHECKING:
     from asyncengine.kernels.cpu.gather import RowCopies
@@ -63,8 +65,8 @@ class Angles(NamedTuple):
 class Rotary:
     """Cosines and sines [T, dim] in the model's dtype, for positions int64 [T] on its device.
 
-    Of the first positions they are kept: on a CPU a step's own would take ten small operations. There those of a few
-    positions lie where the next few will.
+    On a GPU one kernel makes them. On a CPU a step's own would take ten small operations: those of the first positions
+    are kept there, and those of a few lie where the next few will.
     """
 
     def __init__(self, config: RotaryConfig, length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,7 +76,12 @@ class Rotary:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
         self._length = min(length, _TABLE)
         self._few: tuple[RowCopies, RowCopies] | None = None
-        if device.type == "cpu":
+        self._kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+        if triton_missing(device) is None:
+            from asyncengine.kernels.cuda.qk_norm_rope import angles
+
+            self._kernel = angles
+        elif device.type == "cpu":
             self._tables = self._compute(torch.arange(self._length))
             if compiler_missing(dtype, device) is None:
                 from asyncengine.kernels.cpu.gather import RowCopies
@@ -100,6 +107,9 @@ class Rotary:
         return Angles(tables[0].index_select(0, positions), tables[1].index_select(0, positions), style)
 
     def _compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._kernel is not None:
+            interleaved = self.config.style == "interleaved"
+            return self._kernel(positions, self._frequencies, self.config.scaling, interleaved, self._dtype)
         angles = positions.to(torch.float32)[:, None] * self._frequencies
         if self.config.style == "halves":
             angles = torch.cat((angles, angles), dim=-1)

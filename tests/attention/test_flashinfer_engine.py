@@ -29,7 +29,7 @@ from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
 from asyncengine.device.pinned import FixedInputs
 from asyncengine.layers import rotary
-from asyncengine.layers.kernels import FlashInferKernels, layer_kernels
+from asyncengine.layers.kernels import CudaKernels, layer_kernels
 from asyncengine.models import loading
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
@@ -111,7 +111,7 @@ def on_flashinfer(request: pytest.FixtureRequest, fake: FakeFlashInfer, monkeypa
         return backend
 
     monkeypatch.setattr("asyncengine.runner.building.make_backend", make)
-    monkeypatch.setattr(loading, "layer_kernels", lambda *_: FlashInferKernels(fake))
+    monkeypatch.setattr(loading, "layer_kernels", lambda *_: CudaKernels(fake, torch.device("cpu")))
     monkeypatch.setattr(rotary, "compiler_missing", lambda *_: "a GPU has new angles in each step")
 
 

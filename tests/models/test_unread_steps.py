@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers.embedding import LMHead
-from asyncengine.layers.kernels import FlashInferKernels
+from asyncengine.layers.kernels import CudaKernels
 from asyncengine.layers.linear import Linear
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
@@ -44,7 +44,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Those that models are loaded with from now on."""
     if request.param == "flashinfer":
         fake = FakeFlashInfer(FakeMemory())
-        monkeypatch.setattr(loading, "layer_kernels", lambda *_: FlashInferKernels(fake))
+        monkeypatch.setattr(loading, "layer_kernels", lambda *_: CudaKernels(fake, torch.device("cpu")))
     return str(request.param)
 
 

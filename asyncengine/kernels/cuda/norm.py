@@ -36,8 +36,9 @@ def _rms_norm(
     tl.store(normed + row * width + columns, (values * inverse * factors).to(normed.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x [..., width] / rms * weight [width], the sum in float32. Rows may lie apart; there may be none."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+    """As `LayerKernels.rms_norm`; the weight has the offset in it. Rows may lie apart; there may be none."""
+    assert offset == 0.0
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if len(rows):
@@ -46,9 +47,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def add_rms_norm(
-    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + branch * scale, rounded to the residual's type, and the norm of that), all [rows, width]."""
+    residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float,
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `LayerKernels.add_rms_norm`, of [rows, width]; the weight has the offset in it. The norm is that of the sum as
+    it is rounded to the residual's type."""
+    assert offset == 0.0
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
     if len(residual):
         _launch(residual, branch, weight, total, normed, scale, epsilon, True)

@@ -45,16 +45,20 @@ def _prepare_and_write(
     qkv, cos, sin, q_weight, k_weight, slots, query, pool, qkv_stride, angle_stride, epsilon,
     queries: tl.constexpr, keys: tl.constexpr, dim: tl.constexpr, rotary: tl.constexpr, half: tl.constexpr,
     behind_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr,
-    pdl: tl.constexpr,
+    interleaved: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """A few heads of one token. A head is read as the two halves of what is rotated, and the rest (powers of two)."""
+    """A few heads of one token. A head is read as the first and the second dimensions of all pairs that are rotated,
+    and the rest, each filled up to a power of two."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     present = head < queries + 2 * keys
     is_query = head < queries
     is_value = head >= queries + keys
-    low, high = tl.arange(0, half), rotary // 2 + tl.arange(0, half)
-    turned = low < rotary // 2
+    pair = tl.arange(0, half)
+    turned = pair < rotary // 2
+    low, high = pair, pair + rotary // 2
+    if interleaved:
+        low, high = pair * 2, pair * 2 + 1
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -95,9 +99,9 @@ def prepare_and_write(
 ) -> torch.Tensor:
     """Rotated queries [tokens, heads, dim] of a merged projection, whose keys and values go to `pool`.
 
-    qkv [tokens, (heads + 2 kv heads) * dim], whose rows may lie apart; cos and sin [tokens, rotary dim], alike in both
-    halves; slots int64 [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim] contiguous. dim
-    is a power of two.
+    qkv [tokens, (heads + 2 kv heads) * dim], whose rows may lie apart; cos and sin [tokens, rotary dim], alike for both
+    dimensions of a pair; slots int64 [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim]
+    contiguous. dim is a power of two.
     """
     tokens, dim, rotary = len(qkv), heads.key_dim, cos.shape[-1]
     query = torch.empty(tokens, heads.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
@@ -109,8 +113,8 @@ def prepare_and_write(
         qkv.stride(0), cos.stride(0), heads.epsilon, queries=heads.num_heads, keys=heads.num_kv_heads, dim=dim,
         rotary=rotary, half=triton.next_power_of_2(max(rotary // 2, 1)),
         behind_size=triton.next_power_of_2(dim - rotary) if dim > rotary else 0, page=pool.shape[2], norm=normed,
-        largest=torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0, heads=_HEADS, num_warps=2,
-        **early(qkv.device),
+        largest=torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0, heads=_HEADS,
+        interleaved=heads.interleaved, num_warps=2, **early(qkv.device),
     )  # fmt: skip
     return query
 
@@ -150,7 +154,7 @@ def angles(
     """
     pairs = len(frequencies)
     found = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
-    if len(positions):
+    if found.numel():
         _angles[len(positions),](
             positions, frequencies, found, scaling, pairs, block=triton.next_power_of_2(pairs),
             interleaved=interleaved, num_warps=1, **early(positions.device),

@@ -20,6 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "partial, no power of two": {"heads": 3, "kv_heads": 1, "dim": 64, "rotary": 20},
     "no rotation": {"heads": 2, "kv_heads": 2, "dim": 32, "rotary": 0},
     "norm alone": {"heads": 2, "kv_heads": 2, "dim": 32, "rotary": 0, "norm": True},
+    "interleaved": {"heads": 3, "kv_heads": 1, "dim": 64, "rotary": 24, "norm": True, "style": "interleaved"},
     "wide rows": {"heads": 2, "kv_heads": 1, "dim": 32, "rotary": 32, "gap": 24},
 }
 PAGES, PAGE = 7, 4
@@ -27,14 +28,15 @@ PAGES, PAGE = 7, 4
 
 def compare(
     heads: int, kv_heads: int, dim: int, rotary: int, *, norm: bool = False, gap: int = 0,
-    dtype: torch.dtype = torch.float32, tokens: int = 5,
+    style: str = "halves", dtype: torch.dtype = torch.float32, tokens: int = 5,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(queries, pool) of the kernel and of torch. The last token's slot is that of padding."""
     width = (heads + 2 * kv_heads) * dim
     qkv = torch.randn(tokens, width + gap).to(dtype)[:, :width]
     weights = [torch.rand(dim) + 0.5 for _ in range(2)] if norm else [None, None]
-    own = MergedHeads(heads, kv_heads, dim, dim, *weights, epsilon=1e-6)
-    turn = torch.rand(tokens, rotary // 2).repeat(1, 2) * 6
+    own = MergedHeads(heads, kv_heads, dim, dim, *weights, epsilon=1e-6, interleaved=style == "interleaved")
+    turn = torch.rand(tokens, rotary // 2) * 6
+    turn = turn.repeat(1, 2) if style == "halves" else turn.repeat_interleave(2, dim=1)
     cos, sin = turn.cos().to(dtype), turn.sin().to(dtype)
     slots = torch.randperm((PAGES - 1) * PAGE)[:tokens] + PAGE
     slots[-1:] = 0
@@ -45,7 +47,7 @@ def compare(
     query, key = (part.unflatten(1, (-1, dim)) for part in (query, key))
     if norm:
         query, key = (rms_norm(part, (dim,), own, 1e-6) for part, own in zip((query, key), weights, strict=True))
-    query, key = (rotate(part, Angles(cos.float(), sin.float(), "halves")) for part in (query, key))
+    query, key = (rotate(part, Angles(cos.float(), sin.float(), style)) for part in (query, key))
     for which, part in enumerate((key, value.unflatten(1, (-1, dim)))):
         wanted[slots // PAGE, which, slots % PAGE] = part.to(dtype)
     return found, query.to(dtype), pool, wanted
@@ -83,7 +85,7 @@ def test_eight_bits_saturate() -> None:
 
 
 @pytest.mark.parametrize("style", ["halves", "interleaved"])
-@pytest.mark.parametrize("pairs", [1, 6, 32])
+@pytest.mark.parametrize("pairs", [0, 1, 6, 32])
 def test_angles(style: Any, pairs: int) -> None:
     config = RotaryConfig(tuple((torch.rand(pairs) ** 3).tolist()), scaling=1.2, style=style)
     positions = torch.tensor([0, 1, 7, 4000, 130_000])

@@ -9,12 +9,13 @@ writes no pages.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.attention.base import MergedHeads
 from asyncengine.kernels.cuda.launching import early
 
 _HEADS = 4
@@ -95,13 +96,13 @@ def _prepare_and_write(
 
 
 def prepare_and_write(
-    qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor
+    qkv: torch.Tensor, heads: Any, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor
 ) -> torch.Tensor:
     """Rotated queries [tokens, heads, dim] of a merged projection, whose keys and values go to `pool`.
 
-    qkv [tokens, (heads + 2 kv heads) * dim], whose rows may lie apart; cos and sin [tokens, rotary dim], alike for both
-    dimensions of a pair; slots int64 [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim]
-    contiguous. dim is a power of two.
+    `heads`: an `attention.base.MergedHeads`, whose dim is a power of two. qkv [tokens, (heads + 2 kv heads) * dim],
+    whose rows may lie apart; cos and sin [tokens, rotary dim], alike for both dimensions of a pair; slots int64
+    [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim] contiguous.
     """
     tokens, dim, rotary = len(qkv), heads.key_dim, cos.shape[-1]
     query = torch.empty(tokens, heads.num_heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -6,7 +6,8 @@ A backend owns the KV pool and its memory layout; nobody else reads or writes KV
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -163,6 +164,21 @@ class GraphBackend(AttentionBackend, Protocol):
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
         """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
         how many elements of `host`, which is pinned and as large as `inputs`, are to be copied before the replay."""
+        ...
+
+
+class CutBackend(GraphBackend, Protocol):
+    """A backend whose attention can be left out of a forward, to be launched by whoever runs what lies between."""
+
+    def cut_at(
+        self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Inside, nothing attends: `cut(layer, query [T, heads, key dim])` is called instead, and what it returns is
+        taken for the result. Keys and values are written by `kv_slots`, int64 [T] at a fixed address of the device."""
+        ...
+
+    def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """As `attend`, into memory that is there, of the same shape as `query`."""
         ...
 
 

@@ -24,7 +24,8 @@ import importlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -176,6 +177,7 @@ class FlashInferBackend:
             from asyncengine.kernels.cuda.qk_norm_rope import prepare_and_write
 
             self._prepare_and_write, self.attend_merged = prepare_and_write, self._attend_merged
+        self._cut: Callable[[int, torch.Tensor], torch.Tensor] | None = None
 
     # -- before the forward, on the host -------------------------------------------------------------------------
 
@@ -264,6 +266,8 @@ class FlashInferBackend:
         )
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        if self._cut is not None:
+            return self._cut(layer, query)
         out: torch.Tensor = self._wrappers[self._group_of[layer]].run(_rows_dense(query), self._pools[layer])
         return out
 
@@ -271,8 +275,18 @@ class FlashInferBackend:
         self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         query = self._prepare_and_write(qkv, heads, cos, sin, self._slots, self._pools[layer])
-        out: torch.Tensor = self._wrappers[self._group_of[layer]].run(query, self._pools[layer])
-        return out.view(len(qkv), -1)
+        return self.attend(layer, query).view(len(qkv), -1)
+
+    def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        self._wrappers[self._group_of[layer]].run(query, self._pools[layer], out=out)
+
+    @contextmanager
+    def cut_at(self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor) -> Iterator[None]:
+        self._cut, self._slots = cut, kv_slots
+        try:
+            yield
+        finally:
+            self._cut = None
 
     def _stored(self, values: torch.Tensor) -> torch.Tensor:
         if self._kv_dtype != self._dtype:

@@ -28,8 +28,9 @@ from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.runner.first_steps import GREEDY, first_lengths, read_kept
-from asyncengine.runner.graphs import CudaCapture, DecodeGraphs, graph_sizes
+from asyncengine.runner.graphs import CudaCapture, graph_sizes
 from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.runner.step_times import measure_steps
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.speculation.costs import SIZES, least_chance
@@ -270,21 +271,24 @@ def largest_step(
 def _capture_graphs(
     runner: ModelRunner, config: EngineConfig, device: torch.device, progress: LoadProgress, *, adapted: bool
 ) -> None:
-    """Capture all decode graphs, and say what they took. Without memory for them, steps run without.
+    """Capture all graphs, and say what they took. Without memory for them, steps run without.
 
-    `adapted`: there is memory of adapters, so that there are graphs with them as well.
+    `adapted`: there is memory of adapters, so that there are decode graphs with them as well.
     """
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
-    count = len(sizes) * (1 + adapted)
+    prompts = prompt_graph_sizes(config.max_num_batched_tokens) if runner.may_cut else []
+    count = len(sizes) * (1 + adapted) + len(prompts)
     release_cached(device)  # else they would be served from there, and seem to take nothing
-    before = free_bytes(device)
-    graphs: DecodeGraphs | None = None
+    before, began, kind = free_bytes(device), time.perf_counter(), "decode steps"
     progress.stage("capturing CUDA graphs", count)
     try:
-        graphs = runner.use_graphs(sizes, CudaCapture(), progress.advance)
+        capture = CudaCapture()
+        runner.use_graphs(sizes, capture, progress.advance)
+        if prompts:
+            kind = "steps with prompts"
+            runner.use_prompt_graphs(prompts, capture.in_pieces, progress.advance)
     except Exception as error:
-        logger.warning("decode steps run without CUDA graphs: %s", error)
+        logger.warning("%s run without CUDA graphs: %s", kind, error)
     release_cached(device)
-    if graphs is not None:
-        taken = (before - free_bytes(device)) / 2**20
-        logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count, graphs.seconds, taken)
+    taken, seconds = (before - free_bytes(device)) / 2**20, time.perf_counter() - began
+    logger.info("captured up to %d CUDA graphs in %.1f s; they take %.0f MiB", count, seconds, taken)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from asyncengine.attention.base import GraphBackend, StepView
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+from asyncengine.runner.prompt_graphs import Piece, PieceCapture
 from asyncengine.runner.step_buffers import DecodeStep
 
 logger = logging.getLogger("asyncengine")
@@ -89,15 +91,57 @@ class CudaCapture:
                 raise
 
     def _captured(self, work: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> Graph:
-        self._warm_up.wait_stream(current)
-        with torch.cuda.stream(self._warm_up):  # libraries allocate on their first call, which no graph may hold
-            work()
-        current.wait_stream(self._warm_up)
+        self._warm(work, current)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may use CUDA meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = work()
         return _CudaGraph(graph, output)
+
+    @contextmanager
+    def in_pieces(self, work: Callable[[], None]) -> Iterator[PieceCapture]:
+        """`prompt_graphs.Pieces`, into the same pool."""
+        before = torch.cuda.current_stream()
+        with _ONE_AT_A_TIME:
+            try:
+                self._warm(work, before)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(self._stream):
+                    pieces = _CudaPieces(self._pool)
+                    yield pieces
+                    pieces.end()
+            finally:
+                torch.cuda.set_stream(before)  # as above
+        before.wait_stream(self._stream)
+
+    def _warm(self, work: Callable[[], object], current: torch.cuda.Stream) -> None:
+        """Libraries allocate on their first call, which no graph may hold."""
+        self._warm_up.wait_stream(current)
+        with torch.cuda.stream(self._warm_up):
+            work()
+        current.wait_stream(self._warm_up)
+
+
+class _CudaPieces:
+    """A `PieceCapture` in the current stream, which goes on from here."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pieces: list[Piece] = []
+        self._pool = pool
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use CUDA meanwhile
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def cut(self) -> None:
+        self.end()
+        self._begin()
+
+    def end(self) -> None:
+        self._graph.capture_end()
+        self.pieces.append(self._graph)
 
 
 def graph_sizes(most: int) -> list[int]:

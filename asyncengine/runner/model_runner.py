@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, GraphBackend
+from asyncengine.attention.base import AttentionBackend, CutBackend, GraphBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
@@ -21,12 +21,14 @@ from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import StatePools, StateSegments, StateStep
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
+from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs, Made
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
-from asyncengine.runner.step_buffers import Step, StepBuffers
+from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
+from asyncengine.runner.step_buffers import FlatStep, Step, StepBuffers
 from asyncengine.sampling.logprobs import token_logprobs
 from asyncengine.sampling.masks import AwaitedToken, FilledMasks, MaskFiller, StepMasks
 from asyncengine.sampling.sampler import Sampled, Sampler
@@ -44,7 +46,17 @@ SMALL = 2**25
 """Bytes of weights up to which the loops of a step are too short to be shared among threads."""
 _BRIEF = 2**17
 """Pairs of a query and a key in a step of such a model that takes a few milliseconds."""
-_HELD = ("_backend", "_graphs", "_lora", "_unwritten", "_sampler", "_last_token", "_awaited", "_states")
+_HELD = (
+    "_backend",
+    "_graphs",
+    "_prompt_graphs",
+    "_lora",
+    "_unwritten",
+    "_sampler",
+    "_last_token",
+    "_awaited",
+    "_states",
+)
 """What refers to weights, adapters or device memory; gone once the runner is closed."""
 
 
@@ -102,6 +114,7 @@ class ModelRunner:
         self._small, self._compiled = model.weights_bytes <= SMALL, model.model.compiled
         self._may_be_brief = self._small and self._compiled and model.device.type == "cpu"
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
         """Adapter slots whose content has changed, and that no row has used since: there may be no memory for it."""
         self._lora = lora
@@ -144,7 +157,6 @@ class ModelRunner:
 
         Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """
-        from asyncengine.models.decoder import Decoder
         from asyncengine.models.updates import prepare_update
 
         model = self._model
@@ -179,15 +191,19 @@ class ModelRunner:
 
     def _run(self, pending: PendingStep, masks: StepMasks | None) -> None:
         batch = pending.batch
-        step = self._buffers.build(batch, self._last_token)
-        logits = self._forward(batch, step)
+        step: Step | FlatStep
+        if self._prompt_graphs is not None and self._prompt_graphs.hold(batch):
+            step, logits = self._run_pieces(batch, self._prompt_graphs)
+        else:
+            step = self._buffers.build(batch, self._last_token)
+            logits = self._forward(batch, step)
         if self.pooler is not None:
             pending.pooling = self.pooler, step.pool_spans, pending.readback.fetch(logits)
         sampled = None
         if step.sampling:
             pending.sampling = step.sampling
             every = len(step.sample_logits) == logits.shape[0]
-            chosen = logits if every else logits[upload(step.sample_logits, self._device)]
+            chosen = logits if every else logits[upload(np.array(step.sample_logits), self._device)]
             sampled = self._sample(pending, chosen, masks)
         for index, first, last in step.prompt_spans:
             self._score_prompt(pending, index, logits[first:last])
@@ -241,6 +257,16 @@ class ModelRunner:
             own = self._lora.begin(adapters, step.view.counts, step.logit_rows)
         return self._compute(step.input_ids, step.positions, step.logit_rows, own, step.segments)
 
+    def _run_pieces(self, batch: Batch, graphs: PromptGraphs) -> tuple[FlatStep, torch.Tensor]:
+        """The step, and logits [N, vocab] of its wanted rows."""
+        assert isinstance(self._model, Decoder)
+        step = self._buffers.flatten(batch.rows)
+        hidden = graphs.run(step)
+        if len(step.wanted) < len(hidden):
+            wanted = upload(np.array(step.wanted, dtype=np.int64), self._device) if step.wanted else None
+            hidden = hidden[:0] if wanted is None else hidden.index_select(0, wanted)
+        return step, self._model.logits(hidden, StepContext(self._last_token, self._backend))
+
     def _compute(
         self,
         input_ids: torch.Tensor,
@@ -267,6 +293,29 @@ class ModelRunner:
         self._graphs, self._last_token = graphs, graphs.last_token
         return graphs
 
+    @property
+    def may_cut(self) -> bool:
+        """Whether there can be graphs for steps with prompts."""
+        return may_be_cut(self._model, self._backend)
+
+    def use_prompt_graphs(
+        self, sizes: Sequence[int], capture: Pieces, told: Callable[[], None] = lambda: None
+    ) -> PromptGraphs:
+        """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `told` after
+        each. Graphs of decode steps are there already, and it `may_cut`."""
+        model = self._model
+        assert isinstance(model, Decoder)
+
+        def hidden(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return model.hidden_states(input_ids, StepContext(positions, self._backend))
+
+        backend, widest = cast(CutBackend, self._backend), max(spec.num_heads * spec.key_dim for spec in model.specs)
+        graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype)
+        with torch.inference_mode(), on_device(self._device):
+            graphs.capture_all(told)
+        self._prompt_graphs = graphs
+        return graphs
+
     def close(self) -> None:
         """Free KV memory and let go of the weights and of everything on the device. Idempotent."""
         if self._model is None:
@@ -282,8 +331,9 @@ class ModelRunner:
             release_cached(self._device)
 
     def _let_go(self) -> None:
-        if self._graphs is not None:
-            self._graphs.close()
+        for graphs in (self._graphs, self._prompt_graphs):
+            if graphs is not None:
+                graphs.close()
         self._backend.close()
         self._masks.close()
         if self._lora is not None:

@@ -55,6 +55,42 @@ class Step:
     """What is done with the rows' states; None: they have none."""
 
 
+class FlatStep(NamedTuple):
+    """A step on the host. R rows, T tokens."""
+
+    starts: Int64Array
+    """[R] position of each row's first token."""
+    counts: Int64Array
+    """[R]"""
+    slots: Int64Array
+    """[R]"""
+    indptr: Int64Array
+    """[R + 1] where each row's tokens begin."""
+    tables: Int32Array
+    """[R, most pages of a row]"""
+    tokens: Int64Array
+    """[T]; arbitrary where it is in flight."""
+    positions: Int64Array
+    """[T]"""
+    kv_slots: Int64Array
+    """[T]"""
+    window_slots: Int64Array | None
+    """[T], in the pool of layers with windows; None: all layers have one pool."""
+    in_flight: list[tuple[int, int]]
+    """(token, slot) of those that are the last token of their slot."""
+    wanted: list[int]
+    """Tokens whose logits are wanted, ascending."""
+    sampling: list[int]
+    """As in `Step`, and so on."""
+    sample_logits: list[int]
+    prompt_spans: list[tuple[int, int, int]]
+    pool_spans: list[Span]
+
+    def view(self, kv_slots: torch.Tensor) -> StepView:
+        """The same for an attention backend, with `kv_slots` on the device."""
+        return StepView(self.starts, self.counts, self.indptr, self.tables, kv_slots)
+
+
 class DecodeStep(NamedTuple):
     """A step of one token in each row, and of one sampled token. R rows."""
 
@@ -223,6 +259,27 @@ class StepBuffers:
         return self._tables.rows[chosen, :width], near
 
     def _build(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
+        flat = self.flatten(rows)
+        packed = [flat.tokens, flat.positions, flat.kv_slots, np.array(flat.wanted, dtype=np.int64)]
+        if flat.window_slots is not None:
+            packed.append(flat.window_slots)
+        on_device = upload(np.concatenate(packed), self._device)
+        input_ids, where, targets, keep, *near = torch.split(on_device, [len(part) for part in packed])
+        if flat.in_flight:
+            index = upload(np.array(flat.in_flight, dtype=np.int64), self._device)
+            input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
+        view = flat.view(targets)
+        if near:
+            slots, width = flat.slots, view.page_tables.shape[1]
+            view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
+        of_sampled = np.array(flat.sample_logits, dtype=np.int64)
+        segments = _segments(rows, flat.indptr.tolist())
+        return Step(
+            view, input_ids, where, keep, flat.sampling, of_sampled, flat.prompt_spans, flat.pool_spans, segments
+        )
+
+    def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
+        """What the host knows of a step. Raises `ValueError` as `build`."""
         tokens: list[int] = []
         in_flight: list[tuple[int, int]] = []
         windows = bool(rows) and rows[0].window is not None
@@ -244,24 +301,13 @@ class StepBuffers:
         places = (slots[row_of_token], positions // self._page_size)
         offsets = positions % self._page_size
         kv_slots = self._tables.rows[places].astype(np.int64) * self._page_size + offsets
-        bounds = indptr.tolist()
-        wanted, sampling, sample_logits, prompt_spans, pooled = _wanted_logits(rows, bounds)
+        near = self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets if windows else None
         width = int(-(-(starts + counts).max() // self._page_size))
-
-        packed = [np.array(tokens, dtype=np.int64), positions, kv_slots, np.array(wanted, dtype=np.int64)]
-        if windows:
-            packed.append(self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets)
-        on_device = upload(np.concatenate(packed), self._device)
-        input_ids, where, targets, keep, *near = torch.split(on_device, [len(part) for part in packed])
-        if in_flight:
-            index = upload(np.array(in_flight, dtype=np.int64), self._device)
-            input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
-        view = StepView(starts, counts, indptr, self._tables.rows[slots, :width], targets)
-        if windows:
-            view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
-        of_sampled = np.array(sample_logits, dtype=np.int64)
-        segments = _segments(rows, bounds)
-        return Step(view, input_ids, where, keep, sampling, of_sampled, prompt_spans, pooled, segments)
+        tables = self._tables.rows[slots, :width]
+        return FlatStep(
+            starts, counts, slots, indptr, tables, np.array(tokens, dtype=np.int64), positions, kv_slots, near,
+            in_flight, *_wanted_logits(rows, indptr.tolist()),
+        )  # fmt: skip
 
     def _input_tokens(self, row: Row) -> list[int]:
         end = row.start + row.num_scheduled

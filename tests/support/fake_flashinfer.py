@@ -297,6 +297,11 @@ def _check_cache(cache: torch.Tensor) -> tuple[int, int, int]:
 class Wrapper:
     """What both wrappers share: workspaces, the staging area, the checks of a plan, the arithmetic."""
 
+    @staticmethod
+    def put(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Where the caller wants it."""
+        return made if out is None else out.copy_(made)
+
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
         assert backend == "fa2", "auto would take the slower fa3 for fp8"
@@ -447,10 +452,10 @@ class PrefillWrapper(Wrapper):
         upload = self.fake.memory.upload
         self.arrays = (upload(qo_indptr), upload(paged_kv_indptr), paged_kv_indices, upload(paged_kv_last_page_len))
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == int(self.arrays[0][-1])
-        return self.launch("prefill", q, paged_kv_cache, self.arrays)
+        return self.put(self.launch("prefill", q, paged_kv_cache, self.arrays), out)
 
 
 class DecodeWrapper(Wrapper):
@@ -530,10 +535,10 @@ class DecodeWrapper(Wrapper):
         self.stage(len(indptr) * (self.planned["heads"] // self.planned["kv_heads"] // 16 + 2))
         self.divided = indptr.clone()
 
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self.use_cuda_graph or not self.fake.memory.capturing, "a wrapper without fixed buffers in a graph"
         assert q.shape[0] == len(self.arrays[3]), "one query per row"
-        return self.launch("decode", q, paged_kv_cache, self.arrays)
+        return self.put(self.launch("decode", q, paged_kv_cache, self.arrays), out)
 
     def at_launch(self) -> None:
         if self.size is not None:

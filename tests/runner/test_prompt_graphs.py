@@ -1,0 +1,128 @@
+"""Steps with prompts as graphs in pieces, on stand-ins: the same tokens, whatever the lengths and the padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.drive import Driver, prompts
+from support.fake_flashinfer import FakeFlashInfer, FakeMemory
+from support.graphs import Recall
+from support.pieces import ThreadedPieces
+from support.tiny_models import VOCAB
+from support.wide_models import make_wide
+
+from asyncengine import SamplingParams
+from asyncengine.attention.base import MergedHeads
+from asyncengine.attention.flashinfer import FlashInferBackend
+from asyncengine.config import EngineConfig
+from asyncengine.layers.rotary import Angles, rotate
+from asyncengine.models.loading import load_model
+from asyncengine.runner.model_runner import ModelRunner
+from asyncengine.runner.prompt_graphs import prompt_graph_sizes
+from asyncengine.step import Batch
+
+
+def merged(backend: Any) -> Any:
+    """`attend_merged` of a model without norms of heads, in torch."""
+
+    def attend_merged(
+        layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        size = [heads.num_heads * heads.key_dim, heads.num_kv_heads * heads.key_dim, heads.num_kv_heads * heads.key_dim]
+        query, key, value = (part.unflatten(1, (-1, heads.key_dim)) for part in qkv.split(size, dim=1))
+        angles = Angles(cos, sin, "halves")
+        page, place = backend._slots // backend.page_size, backend._slots % backend.page_size
+        backend._pools[layer][page, 0, place] = rotate(key, angles)
+        backend._pools[layer][page, 1, place] = value
+        return backend.attend(layer, rotate(query, angles)).flatten(1)
+
+    return attend_merged
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wide("qwen2", tmp_path_factory.mktemp("graphs") / "qwen2")
+
+
+def make_runner(path: Path, sizes: list[int] | None, *, decode: bool = True) -> tuple[ModelRunner, ThreadedPieces]:
+    model = load_model(str(path), EngineConfig(page_size=4, max_num_seqs=64, num_threads=1, attention_backend="torch"))
+    fake = FakeFlashInfer(FakeMemory())
+    backend = FlashInferBackend(
+        model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
+        memory=fake.memory,
+    )  # fmt: skip
+    backend.attend_merged = merged(backend)
+    runner = ModelRunner(model, backend, 4, 64)
+    pieces = ThreadedPieces()
+    if sizes is not None:
+        assert runner.may_cut
+        runner.use_graphs([1, 2] if decode else [1], Recall())
+        runner.use_prompt_graphs(sizes, pieces)
+    return runner, pieces
+
+
+def test_sizes() -> None:
+    assert prompt_graph_sizes(20) == [20]
+    assert prompt_graph_sizes(300) == [32, 64, 128, 256, 300]
+    assert prompt_graph_sizes(100_000)[-3:] == [1536, 1792, 2048]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.9)])
+def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) -> None:
+    outputs = []
+    for sizes in (None, [4, 16, 48]):
+        runner, pieces = make_runner(folder, sizes)
+        layers = len(runner.windows) and len(runner._model.specs)  # type: ignore[union-attr]
+        assert pieces.captured == (0 if sizes is None else 3 * (layers + 1))
+        driver = Driver(runner)
+        for chunk, preempt_every in ((None, None), (5, 4)):
+            jobs = [
+                driver.job(prompt, 9 - place, params, place)
+                for place, prompt in enumerate(prompts([3, 9, 22, 1, 6], VOCAB))
+            ]
+            outputs.append(driver.run(jobs, chunk, preempt_every))
+        assert bool(pieces.replays) == (sizes is not None)
+        runner.close()
+    assert outputs[:2] == outputs[2:]
+    assert len({token for output in outputs[0] for token in output}) > 8
+
+
+def test_a_step_that_wants_no_logits_and_one_that_scores_its_prompt(folder: Path) -> None:
+    scored = SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2, prompt_logprobs=True)
+    found = []
+    for sizes in (None, [8]):
+        runner, _ = make_runner(folder, sizes)
+        driver = Driver(runner)
+        jobs = [driver.job(prompts([21], VOCAB)[0], 3, params) for params in (scored, SamplingParams(temperature=0.0))]
+        driver.run([jobs[0]], 7)
+        driver.run([jobs[1]], 7)
+        found.append(([job.tokens for job in jobs], [entry.token_id for entry in jobs[0].prompt_logprobs]))
+        score = [round(entry.logprob, 4) for entry in jobs[0].prompt_logprobs]
+        found[-1] += (score,)  # type: ignore[operator]
+        runner.close()
+    assert found[0] == found[1]
+
+
+def test_a_token_in_flight_is_gathered_by_the_graph(folder: Path) -> None:
+    """A decode row, whose token nobody on the host knows yet, beside a prompt."""
+    answers = []
+    for sizes in (None, [16]):
+        runner, _ = make_runner(folder, sizes)
+        driver = Driver(runner)
+        first, second = (driver.job(prompt, 4) for prompt in prompts([6, 5], VOCAB, seed=4))
+        driver.admit(first)
+        driver.advance([first])
+        token = first.tokens.pop()  # the device has it
+        driver.admit(second)
+        row = driver.row(second)
+        flying = driver.row(first)._replace(num_scheduled=1, in_flight=True, samples=True, tokens=first.tokens)
+        need = -(-(flying.start + 1) // runner.page_size)
+        while len(first.pages) < need:
+            first.pages.append(driver.free.pop())
+        result = runner.launch(Batch(9, (row, flying))).wait()
+        answers.append((token, result.tokens))
+        runner.close()
+    assert answers[0] == answers[1]

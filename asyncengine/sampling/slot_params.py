@@ -18,6 +18,8 @@ class SlotParams:
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self.version = 0
+        """Changes with every slot that changes hands."""
         self._specs: list[ref[RequestSpec] | None] = [None] * max_num_seqs
         """Whose numbers a slot holds. Weakly: a slot that nobody uses keeps nobody's prompt in memory."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -64,7 +66,16 @@ class SlotParams:
         whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)
         return floats, np.stack(whole, axis=1)
 
+    def packed(self) -> NDArray[np.int32]:
+        """What a sampler on a device takes: int32 [slots, 8], bits of temperature, top-p and min-p, then top-k and the
+        halves of the seed."""
+        packed = np.zeros((len(self.temperature), 8), dtype=np.int32)
+        packed.view(np.float32)[:, :3] = np.stack((self.temperature, self.top_p, self.min_p), axis=1)
+        packed.view(np.uint32)[:, 3:6] = np.stack((self.top_k, self.seed_low, self.seed_high), axis=1)
+        return packed
+
     def _write(self, slot: int, spec: RequestSpec) -> None:
+        self.version += 1
         params = spec.params
         top_k = params.top_k or 0
         self.temperature[slot] = 1.0 if params.temperature is None else params.temperature

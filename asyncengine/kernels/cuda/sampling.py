@@ -1,0 +1,338 @@
+"""Sampling on a GPU: the largest logit, or a draw from what top-k, top-p and min-p keep, many programs to a row.
+
+The choice is that of `sampling.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
+tokens of the winning block. `scan` reads all logits once and is the end for greedy rows and for those that are drawn
+from whole. For the others, thresholds are found by comparing with several pivots at a time (no atomic additions of
+floats, no sorting of rows, so that the same row gives the same bits in any batch): `narrow` brackets a top-p set among
+all logits, `gather` collects what the bracket holds and finds the exact value there, and `total` draws. A program skips
+blocks whose largest logit is below the bracket, which of a peaked row leaves a few, and rows that need nothing of it.
+Whichever program of a row is the last to arrive goes on for the row (NVIDIA's sample threadFenceReduction).
+
+Sums that decide are of float32 in an order that only the vocabulary decides, or of whole numbers.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Triton compiles no parameter that is annotated with anything but constexpr
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(512)
+"""Tokens that are drawn among at once."""
+PIVOTS = tl.constexpr(16)
+SETTINGS = tl.constexpr(8)
+"""Numbers of a slot, int32: bits of temperature, top-p and min-p, then top-k, both halves of the seed."""
+STATE = tl.constexpr(16)
+"""Numbers of a row, float32, at the places below."""
+_FINER = tl.constexpr(8)
+_ONE = tl.constexpr(2.0**40)
+"""The weight of the likeliest token in fixed point."""
+_TOTAL, _GATHER, _NARROW = tl.constexpr(1.0), tl.constexpr(2.0), tl.constexpr(3.0)
+"""What a row still needs: this kernel and those before it in this list. 0: it has its token."""
+_NEED, _LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(10))
+"""The threshold is in [LOW, HIGH): logits of HIGH and more weigh BASE together, and what is kept weighs TARGET. LEAST
+is what min-p keeps, then all of it. A logit weighs e^((logit - TOP) * SCALE), TOP being the largest; 1 if TOP_K > 0."""
+
+
+@triton.jit
+def _mix(value):
+    value = value ^ (value >> 16)
+    value = value * 0x85EBCA6B
+    value = value ^ (value >> 13)
+    value = value * 0xC2B2AE35
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _gumbel(ids, low, high, position):
+    """The noise of `sampling.noise` for uint32 ids: a function of seed, position and id alone."""
+    inner = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ position)
+    outer = _mix(_mix(_mix(high ^ 0x7F4A7C15) ^ position) ^ low)
+    bits = _mix(_mix(ids ^ inner) + outer)
+    return (-tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10))).to(tl.float32)
+
+
+@triton.jit
+def _is_last(arrivals, programs):
+    """Whether this program is the last of `programs` to come here; it sees what all others have stored."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
+def _pivots(low, high, count: tl.constexpr):
+    """float32 [count] in (low, high], ascending; the last is `high`. None is infinite."""
+    place = tl.arange(0, count)
+    between = low + tl.minimum(high - low, 3.0e38) * ((place + 1).to(tl.float32) / count)
+    return tl.where(place == count - 1, high, tl.minimum(between, high))
+
+
+@triton.jit
+def _at(numbers, place, count: tl.constexpr):
+    """One of `count` numbers, 0 before and behind them."""
+    return tl.sum(tl.where(tl.arange(0, count) == place, numbers, 0), 0)
+
+
+@triton.jit
+def _read(values, first, count):
+    """float32 [BLOCK] of `values` from `first` on; -inf from `count` on."""
+    place = first + tl.arange(0, BLOCK)
+    return tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _search(values, count, low, high, base, target, by_count, top, scale):
+    """The largest of `count` values in [low, high) that weighs, with all above it and `base` for those not below
+    `high`, at least `target`. Weights are whole numbers: 1, or in fixed point what a logit weighs."""
+    found = low
+    while low < high:
+        smallest, largest = high, low
+        for first in range(0, count, BLOCK):
+            x = _read(values, first, count)
+            inside = (x >= low) & (x < high)
+            smallest = tl.minimum(smallest, tl.min(tl.where(inside, x, high), 0))
+            largest = tl.maximum(largest, tl.max(tl.where(inside, x, low), 0))
+        found = tl.where(smallest < high, smallest, low)
+        if smallest < largest:
+            pivots = _pivots(smallest, largest, _FINER)
+            sums = tl.zeros([_FINER], tl.int64) + base
+            for first in range(0, count, BLOCK):
+                x = _read(values, first, count)
+                weight = tl.where(by_count, 1, (tl.exp((x - top) * scale) * _ONE).to(tl.int64))
+                weight = tl.where((x >= low) & (x < high), weight, 0)
+                sums += tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0), axis=1)
+            reached = tl.sum((sums >= target).to(tl.int32), 0)
+            low = tl.where(reached > 0, _at(pivots, reached - 1, _FINER), smallest)
+            high = tl.where(reached < _FINER, _at(pivots, reached, _FINER), low)
+            base = _at(sums, reached, _FINER)
+            found = low
+        else:
+            high = low
+    return found
+
+
+@triton.jit
+def _choose(values, scores, least, top, scale, settings, position, vocab, most: tl.constexpr):
+    """The row's token, from the scores [most] of its blocks without noise. `scale` 0: that of the largest logit."""
+    low = tl.load(settings + 4).to(tl.uint32, bitcast=True)
+    high = tl.load(settings + 5).to(tl.uint32, bitcast=True)
+    where = position.to(tl.uint32)
+    if scale > 0:
+        scores += _gumbel(tl.arange(0, most).to(tl.uint32) | 0x80000000, low, high, where)
+    first = tl.argmax(scores, 0) * BLOCK
+    x = _read(values, first, vocab)
+    inside = tl.where(x >= least, x - top, float("-inf"))
+    if scale > 0:
+        inside = inside * scale + _gumbel((first + tl.arange(0, BLOCK)).to(tl.uint32), low, high, where)
+    return (first + tl.argmax(inside, 0)).to(tl.int64)
+
+
+@triton.jit
+def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, most: tl.constexpr):
+    """Write the state of a row that may not keep all its logits; all blocks' numbers are [most]."""
+    top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
+    min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
+    top_k = tl.load(settings + 3)
+    need, low, high, target = 0.0, lowest, top, 0.0
+    if top_k > 0:
+        need, target = _NARROW, top_k.to(tl.float32)
+        if top_k <= blocks:  # as many blocks reach this as tokens are wanted, so the threshold is no smaller
+            for _ in range(3):
+                pivots = _pivots(low, high, PIVOTS)
+                counts = tl.sum((maxima[None, :] >= pivots[:, None]).to(tl.int32), axis=1)
+                reached = tl.sum((counts >= top_k).to(tl.int32), 0)
+                low = tl.where(reached > 0, _at(pivots, reached - 1, PIVOTS), low)
+                high = tl.where(reached < PIVOTS, _at(pivots, reached, PIVOTS), high)
+            need = _GATHER
+    elif top_p < 1:
+        # were all tokens as unlikely as this, they would together be what top-p leaves out
+        faint = top + tl.log((1 - top_p) / vocab) / scale
+        need, low, target = _NARROW, tl.maximum(low, faint), top_p * tl.sum(tl.exp(masses - top * scale), 0)
+    elif min_p > 0:
+        need = _TOTAL
+    tl.store(state + _NEED, need)
+    tl.store(state + _LOW, low)
+    tl.store(state + _HIGH, tl.where(top_k > 0, float("inf"), high))
+    tl.store(state + _BASE, 0.0)
+    tl.store(state + _TARGET, target)
+    tl.store(state + _LEAST, tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)) / scale, float("-inf")))
+    tl.store(state + _TOP, top)
+    tl.store(state + _SCALE, scale)
+    tl.store(state + _TOP_K, top_k.to(tl.float32))
+    tl.store(state + _TOP_P, top_p)
+    return need
+
+
+@triton.jit
+def scan(logits, stride, table, slots, positions, tokens, best, stats, states, counters, vocab, blocks,
+         per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+    """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
+
+    Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks], counters int32 [rows, 2] (arrivals,
+    candidates), zeros at first. most is a power of two of at least `blocks`.
+    """
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    values, settings = logits + row.to(tl.int64) * stride, table + tl.load(slots + row) * SETTINGS
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
+    stats += row * 3 * blocks
+    block = chunk * per_chunk + tl.arange(0, per_chunk)
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(values + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # with either the row has no token
+    maxima = tl.max(x, axis=1)
+    tl.store(stats + block, maxima, mask=block < blocks)
+    if scale > 0:
+        minima = tl.min(tl.where(x > float("-inf"), x, float("inf")), axis=1)
+        some = (maxima > float("-inf")) & (maxima < float("inf"))
+        mass = tl.sum(tl.exp((x - tl.where(some, maxima, 0.0)[:, None]) * scale), axis=1)
+        mass = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + maxima * scale, float("-inf"))
+        tl.store(stats + blocks + block, minima, mask=block < blocks)
+        tl.store(stats + 2 * blocks + block, mass, mask=block < blocks)
+    if _is_last(counters + row * 2, tl.num_programs(0)):
+        _begin(values, stats, states + row * STATE, scale, settings, tl.load(positions + row), tokens + row,
+               best + row, vocab, blocks, most)  # fmt: skip
+
+
+@triton.jit
+def _begin(values, stats, state, scale, settings, position, token, best, vocab, blocks, most: tl.constexpr):
+    """Go on with a row whose blocks are known."""
+    block = tl.arange(0, most)
+    maxima = tl.load(stats + block, mask=block < blocks, other=float("-inf"))
+    top = tl.max(maxima, 0)
+    finite = (top > float("-inf")) & (top < float("inf"))
+    tl.store(best, top)
+    tl.store(token, tl.zeros([], tl.int64))
+    tl.store(state + _NEED, 0.0)
+    if finite:
+        scores, need = maxima, 0.0
+        if scale > 0:
+            minima = tl.load(stats + blocks + block, mask=block < blocks, other=float("inf"))
+            scores = tl.load(stats + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+            need = _plan(state, maxima, tl.min(minima, 0), scores, top, scale, settings, vocab, blocks, most)
+        if need == 0:
+            chosen = _choose(values, scores, float("-inf"), top, scale, settings, position, vocab, most)
+            tl.store(token, chosen)
+
+
+@triton.jit
+def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, chunks,
+           per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+    """Narrow [LOW, HIGH) to a sixteenth, of rows whose threshold may be anywhere.
+
+    Like the kernels below: any number of programs for all chunks of all rows. parts float32 [rows, chunks, PIVOTS];
+    most is a power of two of at least `chunks`.
+    """
+    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+        row, chunk = item // chunks, item % chunks
+        state = states + row * STATE
+        if tl.load(state + _NEED) == _NARROW:
+            low, high, top = tl.load(state + _LOW), tl.load(state + _HIGH), tl.load(state + _TOP)
+            scale, by_count = tl.load(state + _SCALE), tl.load(state + _TOP_K) > 0
+            pivots = _pivots(low, tl.minimum(high, top), PIVOTS)
+            weights = tl.zeros([PIVOTS, BLOCK], tl.float32)
+            for part in range(per_chunk):
+                block = chunk * per_chunk + part
+                if tl.load(stats + row * 3 * blocks + block, mask=block < blocks, other=float("-inf")) >= low:
+                    x = _read(logits + row.to(tl.int64) * stride, block * BLOCK, vocab)
+                    weight = tl.where(by_count, 1.0, tl.exp((x - top) * scale))
+                    weights += tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0)
+            order = tl.arange(0, PIVOTS)
+            tl.store(parts + item * PIVOTS + order, tl.sum(weights, axis=1))
+            if _is_last(counters + row * 2, chunks):
+                place = tl.arange(0, most)[:, None]
+                found = parts + (row * chunks + place) * PIVOTS + order[None, :]
+                sums = tl.sum(tl.load(found, mask=place < chunks, other=0.0), axis=0)
+                reached = tl.sum((sums >= tl.load(state + _TARGET)).to(tl.int32), 0)
+                if reached == PIVOTS:  # the largest logit alone
+                    tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), top))
+                    tl.store(state + _NEED, _TOTAL)
+                else:
+                    tl.store(state + _LOW, tl.where(reached > 0, _at(pivots, reached - 1, PIVOTS), low))
+                    tl.store(state + _HIGH, _at(pivots, reached, PIVOTS))
+                    tl.store(state + _BASE, _at(sums, reached, PIVOTS))
+
+
+@triton.jit
+def gather(logits, stride, stats, states, counters, candidates, room, rows, vocab, blocks, chunks,
+           per_chunk: tl.constexpr):  # fmt: skip
+    """Find the threshold exactly among the logits in [LOW, HIGH), of rows with top-k among all from LOW on.
+
+    candidates [rows, room] of the logits' type. If there are more than `room`, one program reads all logits again.
+    """
+    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+        row, chunk = item // chunks, item % chunks
+        state, values = states + row * STATE, logits + row.to(tl.int64) * stride
+        if tl.load(state + _NEED) >= _GATHER:
+            kept = candidates + row.to(tl.int64) * room
+            low = tl.load(state + _LOW)
+            high = tl.where(tl.load(state + _TOP_K) > 0, float("inf"), tl.load(state + _HIGH))
+            for part in range(per_chunk):
+                block = chunk * per_chunk + part
+                if tl.load(stats + row * 3 * blocks + block, mask=block < blocks, other=float("-inf")) >= low:
+                    x = _read(values, block * BLOCK, vocab)
+                    inside = ((x >= low) & (x < high)).to(tl.int32)
+                    some = tl.sum(inside, 0)
+                    if some > 0:
+                        first = tl.atomic_add(counters + row * 2 + 1, some, sem="relaxed", scope="gpu")
+                        place = first + tl.cumsum(inside, 0) - 1
+                        tl.store(kept + place, x.to(kept.dtype.element_ty), mask=(inside > 0) & (place < room))
+            if _is_last(counters + row * 2, chunks):
+                count = tl.load(counters + row * 2 + 1)
+                tl.store(counters + row * 2 + 1, 0)
+                if count > room:
+                    kept, count = values, vocab
+                tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), _threshold(kept, count, state, low, high)))
+                tl.store(state + _NEED, _TOTAL)
+
+
+@triton.jit
+def _threshold(values, count, state, low, high):
+    """The smallest logit that top-k, then top-p over what that left, keep: among `count` values in [low, high)."""
+    top, scale, top_p = tl.load(state + _TOP), tl.load(state + _SCALE), tl.load(state + _TOP_P)
+    base = (tl.load(state + _BASE).to(tl.float64) * _ONE).to(tl.int64)
+    target = (tl.load(state + _TARGET).to(tl.float64) * _ONE).to(tl.int64)
+    top_k = tl.load(state + _TOP_K).to(tl.int64)
+    if top_k > 0:
+        base = tl.zeros([], tl.int64)
+        low = _search(values, count, low, high, base, top_k, True, top, scale)
+        mass, above = base, base
+        for first in range(0, count, BLOCK):
+            x = _read(values, first, count)
+            mass += tl.sum(tl.where(x > low, (tl.exp((x - top) * scale) * _ONE).to(tl.int64), 0), 0)
+            above += tl.sum((x > low).to(tl.int64), 0)
+        # of those that tie with the last, as many as top-k has room for
+        mass += (top_k - above) * (tl.exp((low - top) * scale) * _ONE).to(tl.int64)
+        target = (mass.to(tl.float64) * top_p).to(tl.int64)
+    if top_p < 1:
+        low = _search(values, count, low, high, base, tl.maximum(target, 1), False, top, scale)
+    return low
+
+
+@triton.jit
+def total(logits, stride, table, slots, positions, tokens, stats, states, counters, rows, vocab, blocks, chunks,
+          per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+    """The mass of every block without what is below the threshold, then the token, of rows that have a threshold."""
+    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+        row, chunk = item // chunks, item % chunks
+        state, values, maxima = states + row * STATE, logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
+        if tl.load(state + _NEED) > 0:
+            least, top, scale = tl.load(state + _LEAST), tl.load(state + _TOP), tl.load(state + _SCALE)
+            for part in range(per_chunk):
+                block = chunk * per_chunk + part
+                score = float("-inf")
+                if tl.load(maxima + block, mask=block < blocks, other=float("-inf")) >= least:
+                    x = _read(values, block * BLOCK, vocab)
+                    mass = tl.sum(tl.where(x >= least, tl.exp((x - top) * scale), 0.0), 0)
+                    score = tl.log(tl.maximum(mass, 1e-37))
+                tl.store(maxima + 2 * blocks + block, score, mask=block < blocks)
+            if _is_last(counters + row * 2, chunks):
+                block = tl.arange(0, most)
+                scores = tl.load(maxima + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+                settings, position = table + tl.load(slots + row) * SETTINGS, tl.load(positions + row)
+                tl.store(tokens + row, _choose(values, scores, least, top, scale, settings, position, vocab, most))

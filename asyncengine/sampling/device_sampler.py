@@ -1,0 +1,89 @@
+"""Sampling by kernels on a GPU: what a step launches, in a CUDA graph or by itself, and the memory that it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from asyncengine.device.transfer import upload
+from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, gather, narrow, scan, total
+from asyncengine.sampling.slot_params import SlotParams
+
+_PARTS = 4
+"""Blocks that a program reads."""
+_PROGRAMS = 1024
+"""Of a kernel that most rows need nothing of: about what a GPU runs at once."""
+_WARPS = {"scan": 4, "narrow": 4, "gather": 4, "total": 4}
+_NARROWINGS = 2
+_ROOM = 16384
+"""Candidates of a row for its threshold."""
+
+
+class DeviceSampler:
+    """Chooses a token for each of up to `max_rows` rows. Holds working memory: one step at a time."""
+
+    def __init__(self, params: SlotParams, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._params, self._device, self._vocab_size = params, device, vocab_size
+        self._max_rows = max_rows
+        self._blocks = -(-vocab_size // BLOCK.value)
+        self._chunks = -(-self._blocks // _PARTS)
+        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._table = torch.zeros((len(params.temperature) + 1, SETTINGS.value), **whole)
+        """Parameters by slot; the last slot is for padding and takes the largest logit."""
+        self._counters = torch.zeros((max_rows, 2), **whole)
+        self._stats = torch.empty((max_rows, 3, self._blocks), device=device)
+        self._states = torch.empty((max_rows, STATE.value), device=device)
+        self._parts = torch.empty((max_rows, self._chunks, PIVOTS.value), device=device)
+        self._candidates = torch.empty((max_rows, _ROOM), device=device)
+        self._version = -1
+
+    def refresh(self) -> None:
+        """Send the parameters of slots, if some have changed; before a graph is replayed, never part of one."""
+        if self._version != self._params.version:
+            self._version = self._params.version
+            self._table[:-1].copy_(upload(self._params.packed(), self._device))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+    ) -> None:
+        """Write each row's token, 0 where void, and its largest logit, infinite where one is not a number.
+
+        logits [rows, vocab] of any float type, slots and positions int64 [rows] on the device; tokens int64 [rows],
+        best float32 [rows]. Launches kernels and does nothing else.
+        """
+        for begin in range(0, logits.shape[0], self._max_rows):
+            part = slice(begin, begin + self._max_rows)
+            self._sample(logits[part], slots[part], positions[part], tokens[part], best[part])
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        best: torch.Tensor,
+    ) -> None:
+        rows, blocks, chunks = logits.shape[0], self._blocks, self._chunks
+        size = (rows, self._vocab_size, blocks, chunks)
+        shared = (self._stats, self._states, self._counters)
+        source, slot = (logits, logits.stride(0)), (self._table, slots, positions, tokens)
+        most, most_chunks = _power_of_two(blocks), _power_of_two(chunks)
+        options = {name: {"per_chunk": _PARTS, "num_warps": warps, "num_stages": 1} for name, warps in _WARPS.items()}
+        grid = (min(rows * chunks, _PROGRAMS),)
+        scan[(chunks, rows)](*source, *slot, best, *shared, self._vocab_size, blocks, most=most, **options["scan"])
+        for _ in range(_NARROWINGS):
+            narrow[grid](*source, *shared, self._parts, *size, most=most_chunks, **options["narrow"])
+        candidates = self._candidates.view(logits.dtype)
+        gather[grid](*source, *shared, candidates, candidates.shape[1], *size, **options["gather"])
+        total[grid](*source, *slot, *shared, *size, most=most, **options["total"])
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,108 @@
+"""Sampling for GPUs, in Triton's interpreter, against the CPU's: the same tokens from the same noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
+
+from asyncengine.sampling import device_sampler as module
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has them compiled")
+CPU = torch.device("cpu")
+
+
+def random_logits(rows: int, vocab: int, scale: float = 2.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab)) * scale).to(dtype)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(7, torch.float32), (513, torch.float16), (6000, torch.bfloat16)])
+def test_the_tokens_are_those_of_the_cpu(vocab: int, dtype: torch.dtype) -> None:
+    rows = rows_of(2 * len(SETTINGS))
+    logits = random_logits(len(rows), vocab, dtype=dtype)
+    logits[::5, : vocab // 2] = float("-inf")
+    tokens, best = by_kernels(device_sampler(rows, vocab, CPU), rows, logits)
+    wanted, largest = by_cpu(rows, logits)
+    assert tokens.tolist() == wanted.tolist()
+    assert torch.equal(best, largest)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 40.0, 1e4])
+def test_flat_and_peaked_rows(scale: float) -> None:
+    rows = rows_of(len(SETTINGS))
+    logits = random_logits(len(rows), 2100, scale)
+    tokens, _ = by_kernels(device_sampler(rows, 2100, CPU), rows, logits)
+    assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
+
+
+def test_ties_are_kept_together() -> None:
+    settings: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 40, "top_p": 0.3}, {"temperature": 0.0}]
+    rows = rows_of(24, settings)
+    logits = (random_logits(24, 1500) * 2).round() / 2
+    logits[20:] = 3.0
+    tokens, _ = by_kernels(device_sampler(rows, 1500, CPU), rows, logits)
+    assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
+
+
+def test_more_candidates_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All logits of the row are read again."""
+    rows = rows_of(6, [{"top_k": 300}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.8}])
+    logits = random_logits(6, 1100)
+    wanted = by_kernels(device_sampler(rows, 1100, CPU), rows, logits)
+    monkeypatch.setattr(module, "_ROOM", 16)
+    monkeypatch.setattr(module, "_NARROWINGS", 1)
+    found = by_kernels(device_sampler(rows, 1100, CPU), rows, logits)
+    assert found[0].tolist() == wanted[0].tolist() == by_cpu(rows, logits)[0].tolist()
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_slot() -> None:
+    rows = rows_of(len(SETTINGS))
+    logits = random_logits(len(rows), 3000, dtype=torch.bfloat16)
+    together, _ = by_kernels(device_sampler(rows, 3000, CPU), rows, logits)
+    in_parts, _ = by_kernels(device_sampler(rows, 3000, CPU, most=3), rows, logits)
+    moved = [row._replace(slot=len(rows) - 1 - row.slot) for row in rows][::-1]
+    backwards, _ = by_kernels(device_sampler(moved, 3000, CPU), moved, logits.flip(0))
+    assert together.tolist() == in_parts.tolist() == backwards.tolist()[::-1]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=str)
+def test_rows_without_a_token_say_so_and_harm_nobody(fields: dict[str, Any]) -> None:
+    rows = rows_of(6, [fields])
+    logits = random_logits(6, 900)
+    sampler = device_sampler(rows, 900, CPU)
+    alone, _ = by_kernels(sampler, rows, logits)
+    logits[1, 899], logits[2], logits[4, 3] = float("nan"), float("-inf"), float("inf")
+    tokens, best = by_kernels(sampler, rows, logits)
+    assert [math.isfinite(value) for value in best.tolist()] == [True, False, False, True, False, True]
+    assert best[2] == float("-inf")
+    assert tokens[[1, 2, 4]].tolist() == [0, 0, 0]
+    assert tokens[[0, 3, 5]].tolist() == alone[[0, 3, 5]].tolist()
+
+
+def test_no_rows_and_rows_that_lie_apart() -> None:
+    rows = rows_of(3, [{"top_p": 0.7}])
+    wide = random_logits(3, 700)
+    sampler = device_sampler(rows, 600, CPU)
+    assert by_kernels(sampler, rows, wide[:, 50:650])[0].tolist() == by_cpu(rows, wide[:, 50:650])[0].tolist()
+    assert by_kernels(sampler, [], wide[:0, :600])[0].tolist() == []
+
+
+def test_a_slot_that_changes_hands_is_sent_again() -> None:
+    first, second = rows_of(1, [{"temperature": 0.0}]), rows_of(1, [{"top_k": 3, "temperature": 9.0}])
+    logits = random_logits(1, 600)
+    sampler = device_sampler(first, 600, CPU)
+    assert by_kernels(sampler, first, logits)[0].tolist() == logits.argmax(dim=1).tolist()
+    sampler._params.update(second)
+    sampler.refresh()
+    assert by_kernels(sampler, second, logits)[0].tolist() == by_cpu(second, logits)[0].tolist()
+
+
+def test_the_slot_of_padding_is_greedy() -> None:
+    rows = rows_of(2)
+    logits = random_logits(2, 600)
+    sampler = device_sampler(rows, 600, CPU)
+    padding = [row._replace(slot=2) for row in rows]
+    assert by_kernels(sampler, padding, logits)[0].tolist() == logits.argmax(dim=1).tolist()

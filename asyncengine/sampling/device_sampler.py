@@ -44,6 +44,14 @@ class DeviceSampler:
             self._version = self._params.version
             self._table[:-1].copy_(upload(self._params.packed(), self._device))
 
+    def choose(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `sample` writes, in new memory."""
+        tokens, best = torch.empty_like(slots), torch.empty(slots.shape, device=slots.device)
+        self.sample(logits, slots, positions, tokens, best)
+        return tokens, best
+
     def sample(
         self,
         logits: torch.Tensor,

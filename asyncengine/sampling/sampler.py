@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import Readback, upload
 from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.sampling.logit_processors import LogitProcessors
 from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.noise import BLOCK_FLAG, gumbel, noise_keys
@@ -26,6 +27,9 @@ from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
 from asyncengine.sampling.top_p import kept_threshold
 from asyncengine.step import Row
+
+if TYPE_CHECKING:
+    from asyncengine.sampling.device_sampler import DeviceSampler
 
 _BLOCK = 512
 _KERNEL_TYPES = (torch.bfloat16, torch.float32)
@@ -76,6 +80,12 @@ class Sampler:
         self.on_device: Any = None
         """Samples in a CUDA graph (`runner.graphs.StepSampler`); None: there are no kernels for that."""
         self._kernel: Any = None
+        self.on_device: DeviceSampler | None = None
+        """Samples by kernels alone, in a CUDA graph too; None: there are none for this device."""
+        if triton_missing(device) is None:
+            from asyncengine.sampling.device_sampler import DeviceSampler
+
+            self.on_device = DeviceSampler(self._params, max_num_seqs, vocab_size, device)
         if compiler_missing(torch.float32, device) is None:
             from asyncengine.kernels.cpu.sampling import SamplerKernel
 
@@ -149,6 +159,9 @@ class Sampler:
                 logits, *self._params.columns(slots, positions)
             )
             return chosen
+        if self.on_device is not None:
+            self.on_device.refresh()
+            return self.on_device.choose(logits, *self._to_device(np.stack((slots, positions))))
         best, tokens = logits.max(dim=-1)
         random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
         if random_rows.size:

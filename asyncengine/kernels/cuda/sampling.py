@@ -34,6 +34,8 @@ _TOTAL, _GATHER, _NARROW = tl.constexpr(1.0), tl.constexpr(2.0), tl.constexpr(3.
 _NEED, _LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(10))
 """The threshold is in [LOW, HIGH): logits of HIGH and more weigh BASE together, and what is kept weighs TARGET. LEAST
 is what min-p keeps, then all of it. A logit weighs e^((logit - TOP) * SCALE), TOP being the largest; 1 if TOP_K > 0."""
+_ROWS = ["slots", "positions", "tokens", "best", "rows"]
+"""Arguments that are no reason to compile a kernel again: as steps have more rows and fewer, they lie anywhere."""
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
     return need
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
 def scan(logits, stride, table, slots, positions, tokens, best, stats, states, counters, vocab, blocks,
          per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
@@ -220,7 +222,7 @@ def _begin(values, stats, state, scale, settings, position, token, best, vocab, 
             tl.store(token, chosen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
 def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Narrow [LOW, HIGH) to a sixteenth, of rows whose threshold may be anywhere.
@@ -258,7 +260,7 @@ def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, 
                     tl.store(state + _BASE, _at(sums, reached, PIVOTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
 def gather(logits, stride, stats, states, counters, candidates, room, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr):  # fmt: skip
     """Find the threshold exactly among the logits in [LOW, HIGH), of rows with top-k among all from LOW on.
@@ -314,7 +316,7 @@ def _threshold(values, count, state, low, high):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
 def total(logits, stride, table, slots, positions, tokens, stats, states, counters, rows, vocab, blocks, chunks,
           per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """The mass of every block without what is below the threshold, then the token, of rows that have a threshold."""

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from asyncengine.sampling import masks
-from asyncengine.sampling import top_p as top_p_module
 from asyncengine.sampling.masks import FilledMasks, unpack_bits
 from asyncengine.sampling.sampler import Sampled, Sampler
 from asyncengine.step import Row
@@ -36,16 +35,15 @@ def make(device: torch.device) -> Sampler:
 
 
 class AsOnAGpu(Sampler):
-    """Computes with torch's operations, and in the ways that are a GPU's."""
+    """Computes with torch's operations, and unpacks masks as a GPU does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         super().__init__(ROWS, VOCAB, device)
         self._monkeypatch = monkeypatch
-        self._chooser = None
+        self._kernel = None
 
     def sample(self, *arguments: Any) -> Sampled:
         with self._monkeypatch.context() as patch:
-            patch.setattr(top_p_module, "_by_sorting", top_p_module.by_digits)
             patch.setattr(masks, "unpack_on_host", unpack_bits)
             return super().sample(*arguments)
 

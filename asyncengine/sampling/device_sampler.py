@@ -10,7 +10,7 @@ from asyncengine.device.transfer import upload
 from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, gather, narrow, scan, total
 from asyncengine.sampling.slot_params import SlotParams
 
-_PARTS = 4
+_PARTS = 8
 """Blocks that a program reads."""
 _PROGRAMS = 1024
 """Of a kernel that most rows need nothing of: about what a GPU runs at once."""
@@ -31,7 +31,7 @@ class DeviceSampler:
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._table = torch.zeros((len(params.temperature) + 1, SETTINGS.value), **whole)
         """Parameters by slot; the last slot is for padding and takes the largest logit."""
-        self._counters = torch.zeros((max_rows, 2), **whole)
+        self._counters = torch.zeros((3, max_rows), **whole)
         self._stats = torch.empty((max_rows, 3, self._blocks), device=device)
         self._states = torch.empty((max_rows, STATE.value), device=device)
         self._parts = torch.empty((max_rows, self._chunks, PIVOTS.value), device=device)
@@ -78,17 +78,18 @@ class DeviceSampler:
         best: torch.Tensor,
     ) -> None:
         rows, blocks, chunks = logits.shape[0], self._blocks, self._chunks
-        size = (rows, self._vocab_size, blocks, chunks)
-        shared = (self._stats, self._states, self._counters)
+        size, row_size = (rows, self._vocab_size, blocks, chunks), (self._vocab_size, blocks)
+        needs, arrivals, counts = self._counters
+        shared = (self._stats, self._states, needs, arrivals)
         source, slot = (logits, logits.stride(0)), (self._table, slots, positions, tokens)
         most, most_chunks = _power_of_two(blocks), _power_of_two(chunks)
         options = {name: {"per_chunk": _PARTS, "num_warps": warps, "num_stages": 1} for name, warps in _WARPS.items()}
         grid = (min(rows * chunks, _PROGRAMS),)
-        scan[(chunks, rows)](*source, *slot, best, *shared, self._vocab_size, blocks, most=most, **options["scan"])
+        scan[(chunks, rows)](*source, *slot, best, *shared, counts, *row_size, most=most, **options["scan"])
         for _ in range(_NARROWINGS):
             narrow[grid](*source, *shared, self._parts, *size, most=most_chunks, **options["narrow"])
         candidates = self._candidates.view(logits.dtype)
-        gather[grid](*source, *shared, candidates, candidates.shape[1], *size, **options["gather"])
+        gather[grid](*source, *shared, counts, candidates, candidates.shape[1], *size, **options["gather"])
         total[grid](*source, *slot, *shared, *size, most=most, **options["total"])
 
 

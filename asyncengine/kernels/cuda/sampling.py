@@ -29,9 +29,9 @@ STATE = tl.constexpr(16)
 _FINER = tl.constexpr(8)
 _ONE = tl.constexpr(2.0**40)
 """The weight of the likeliest token in fixed point."""
-_TOTAL, _GATHER, _NARROW = tl.constexpr(1.0), tl.constexpr(2.0), tl.constexpr(3.0)
+_TOTAL, _GATHER, _NARROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """What a row still needs: this kernel and those before it in this list. 0: it has its token."""
-_NEED, _LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(10))
+_LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(9))
 """The threshold is in [LOW, HIGH): logits of HIGH and more weigh BASE together, and what is kept weighs TARGET. LEAST
 is what min-p keeps, then all of it. A logit weighs e^((logit - TOP) * SCALE), TOP being the largest; 1 if TOP_K > 0."""
 _ROWS = ["slots", "positions", "tokens", "best", "rows"]
@@ -49,11 +49,31 @@ def _mix(value):
 
 @triton.jit
 def _gumbel(ids, low, high, position):
-    """The noise of `sampling.noise` for uint32 ids: a function of seed, position and id alone."""
+    """The noise of `sampling.noise` for uint32 ids: a function of seed, position and id alone.
+
+    -log(-log(u)) of u = (bits + 0.5) / 2**32 to an error of some 5e-7, which is float32's: above a half, log(u) is the
+    series of 1 - u, which is known exactly. Logarithms in float64 would take half of a lone row's time.
+    """
     inner = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ position)
     outer = _mix(_mix(_mix(high ^ 0x7F4A7C15) ^ position) ^ low)
     bits = _mix(_mix(ids ^ inner) + outer)
-    return (-tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10))).to(tl.float32)
+    upper = bits >= 0x80000000
+    part = (tl.where(upper, ~bits, bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    ratio = part / (2.0 - part)
+    square = ratio * ratio
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9 + square * (
+        1 / 11 + square * (1 / 13 + square * (1 / 15)))))))  # fmt: skip
+    return -tl.log(tl.where(upper, 2.0 * ratio * series, -tl.log(part)))
+
+
+@triton.jit
+def _items(needs, rows, chunks, need):
+    """How many chunks there are to look at: none if no row needs this kernel, else those of all rows."""
+    place = tl.arange(0, BLOCK)
+    most = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, rows, BLOCK):
+        most = tl.maximum(most, tl.load(needs + first + place, mask=first + place < rows, other=0))
+    return tl.where(tl.max(most, 0) >= need, rows * chunks, 0)
 
 
 @triton.jit
@@ -140,7 +160,7 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
     top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
     min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
     top_k = tl.load(settings + 3)
-    need, low, high, target = 0.0, lowest, top, 0.0
+    need, low, high, target = 0, lowest, top, 0.0
     if top_k > 0:
         need, target = _NARROW, top_k.to(tl.float32)
         if top_k <= blocks:  # as many blocks reach this as tokens are wanted, so the threshold is no smaller
@@ -157,7 +177,6 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
         need, low, target = _NARROW, tl.maximum(low, faint), top_p * tl.sum(tl.exp(masses - top * scale), 0)
     elif min_p > 0:
         need = _TOTAL
-    tl.store(state + _NEED, need)
     tl.store(state + _LOW, low)
     tl.store(state + _HIGH, tl.where(top_k > 0, float("inf"), high))
     tl.store(state + _BASE, 0.0)
@@ -171,21 +190,22 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def scan(logits, stride, table, slots, positions, tokens, best, stats, states, counters, vocab, blocks,
+def scan(logits, stride, table, slots, positions, tokens, best, stats, states, needs, arrivals, counts, vocab, blocks,
          per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
 
-    Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks], counters int32 [rows, 2] (arrivals,
-    candidates), zeros at first. most is a power of two of at least `blocks`.
+    Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks]; needs, arrivals (zeros at first) and
+    counts int32 [rows]. most is a power of two of at least `blocks`.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
-    values, settings = logits + row.to(tl.int64) * stride, table + tl.load(slots + row) * SETTINGS
-    temperature = tl.load(settings).to(tl.float32, bitcast=True)
-    scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
-    stats += row * 3 * blocks
+    values = logits + row.to(tl.int64) * stride
     block = chunk * per_chunk + tl.arange(0, per_chunk)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(values + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    settings = table + tl.load(slots + row) * SETTINGS
+    temperature = tl.load(settings).to(tl.float32, bitcast=True)
+    scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
+    stats += row * 3 * blocks
     x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # with either the row has no token
     maxima = tl.max(x, axis=1)
     tl.store(stats + block, maxima, mask=block < blocks)
@@ -196,44 +216,45 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, c
         mass = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + maxima * scale, float("-inf"))
         tl.store(stats + blocks + block, minima, mask=block < blocks)
         tl.store(stats + 2 * blocks + block, mass, mask=block < blocks)
-    if _is_last(counters + row * 2, tl.num_programs(0)):
+    if _is_last(arrivals + row, tl.num_programs(0)):
+        tl.store(counts + row, 0)  # not where it is read: some threads of that program read it later than others
         _begin(values, stats, states + row * STATE, scale, settings, tl.load(positions + row), tokens + row,
-               best + row, vocab, blocks, most)  # fmt: skip
+               best + row, needs + row, vocab, blocks, most)  # fmt: skip
 
 
 @triton.jit
-def _begin(values, stats, state, scale, settings, position, token, best, vocab, blocks, most: tl.constexpr):
+def _begin(values, stats, state, scale, settings, position, token, best, needed, vocab, blocks, most: tl.constexpr):
     """Go on with a row whose blocks are known."""
     block = tl.arange(0, most)
     maxima = tl.load(stats + block, mask=block < blocks, other=float("-inf"))
     top = tl.max(maxima, 0)
     finite = (top > float("-inf")) & (top < float("inf"))
-    tl.store(best, top)
-    tl.store(token, tl.zeros([], tl.int64))
-    tl.store(state + _NEED, 0.0)
+    need, chosen = 0, tl.zeros([], tl.int64)
     if finite:
-        scores, need = maxima, 0.0
+        scores = maxima
         if scale > 0:
             minima = tl.load(stats + blocks + block, mask=block < blocks, other=float("inf"))
             scores = tl.load(stats + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
             need = _plan(state, maxima, tl.min(minima, 0), scores, top, scale, settings, vocab, blocks, most)
         if need == 0:
             chosen = _choose(values, scores, float("-inf"), top, scale, settings, position, vocab, most)
-            tl.store(token, chosen)
+    tl.store(needed, need)
+    tl.store(best, top)
+    tl.store(token, chosen)
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, chunks,
+def narrow(logits, stride, stats, states, needs, arrivals, parts, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Narrow [LOW, HIGH) to a sixteenth, of rows whose threshold may be anywhere.
 
     Like the kernels below: any number of programs for all chunks of all rows. parts float32 [rows, chunks, PIVOTS];
     most is a power of two of at least `chunks`.
     """
-    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+    for item in range(tl.program_id(0), _items(needs, rows, chunks, _NARROW), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
         state = states + row * STATE
-        if tl.load(state + _NEED) == _NARROW:
+        if tl.load(needs + row) == _NARROW:
             low, high, top = tl.load(state + _LOW), tl.load(state + _HIGH), tl.load(state + _TOP)
             scale, by_count = tl.load(state + _SCALE), tl.load(state + _TOP_K) > 0
             pivots = _pivots(low, tl.minimum(high, top), PIVOTS)
@@ -246,14 +267,14 @@ def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, 
                     weights += tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0)
             order = tl.arange(0, PIVOTS)
             tl.store(parts + item * PIVOTS + order, tl.sum(weights, axis=1))
-            if _is_last(counters + row * 2, chunks):
+            if _is_last(arrivals + row, chunks):
                 place = tl.arange(0, most)[:, None]
                 found = parts + (row * chunks + place) * PIVOTS + order[None, :]
                 sums = tl.sum(tl.load(found, mask=place < chunks, other=0.0), axis=0)
                 reached = tl.sum((sums >= tl.load(state + _TARGET)).to(tl.int32), 0)
                 if reached == PIVOTS:  # the largest logit alone
                     tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), top))
-                    tl.store(state + _NEED, _TOTAL)
+                    tl.store(needs + row, _TOTAL)
                 else:
                     tl.store(state + _LOW, tl.where(reached > 0, _at(pivots, reached - 1, PIVOTS), low))
                     tl.store(state + _HIGH, _at(pivots, reached, PIVOTS))
@@ -261,16 +282,16 @@ def narrow(logits, stride, stats, states, counters, parts, rows, vocab, blocks, 
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def gather(logits, stride, stats, states, counters, candidates, room, rows, vocab, blocks, chunks,
+def gather(logits, stride, stats, states, needs, arrivals, counts, candidates, room, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr):  # fmt: skip
     """Find the threshold exactly among the logits in [LOW, HIGH), of rows with top-k among all from LOW on.
 
     candidates [rows, room] of the logits' type. If there are more than `room`, one program reads all logits again.
     """
-    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+    for item in range(tl.program_id(0), _items(needs, rows, chunks, _GATHER), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
         state, values = states + row * STATE, logits + row.to(tl.int64) * stride
-        if tl.load(state + _NEED) >= _GATHER:
+        if tl.load(needs + row) >= _GATHER:
             kept = candidates + row.to(tl.int64) * room
             low = tl.load(state + _LOW)
             high = tl.where(tl.load(state + _TOP_K) > 0, float("inf"), tl.load(state + _HIGH))
@@ -281,16 +302,15 @@ def gather(logits, stride, stats, states, counters, candidates, room, rows, voca
                     inside = ((x >= low) & (x < high)).to(tl.int32)
                     some = tl.sum(inside, 0)
                     if some > 0:
-                        first = tl.atomic_add(counters + row * 2 + 1, some, sem="relaxed", scope="gpu")
+                        first = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu")
                         place = first + tl.cumsum(inside, 0) - 1
                         tl.store(kept + place, x.to(kept.dtype.element_ty), mask=(inside > 0) & (place < room))
-            if _is_last(counters + row * 2, chunks):
-                count = tl.load(counters + row * 2 + 1)
-                tl.store(counters + row * 2 + 1, 0)
+            if _is_last(arrivals + row, chunks):
+                count = tl.load(counts + row)
                 if count > room:
                     kept, count = values, vocab
                 tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), _threshold(kept, count, state, low, high)))
-                tl.store(state + _NEED, _TOTAL)
+                tl.store(needs + row, _TOTAL)
 
 
 @triton.jit
@@ -317,13 +337,13 @@ def _threshold(values, count, state, low, high):
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def total(logits, stride, table, slots, positions, tokens, stats, states, counters, rows, vocab, blocks, chunks,
+def total(logits, stride, table, slots, positions, tokens, stats, states, needs, arrivals, rows, vocab, blocks, chunks,
           per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """The mass of every block without what is below the threshold, then the token, of rows that have a threshold."""
-    for item in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
+    for item in range(tl.program_id(0), _items(needs, rows, chunks, _TOTAL), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
         state, values, maxima = states + row * STATE, logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
-        if tl.load(state + _NEED) > 0:
+        if tl.load(needs + row) > 0:
             least, top, scale = tl.load(state + _LEAST), tl.load(state + _TOP), tl.load(state + _SCALE)
             for part in range(per_chunk):
                 block = chunk * per_chunk + part
@@ -333,7 +353,7 @@ def total(logits, stride, table, slots, positions, tokens, stats, states, counte
                     mass = tl.sum(tl.where(x >= least, tl.exp((x - top) * scale), 0.0), 0)
                     score = tl.log(tl.maximum(mass, 1e-37))
                 tl.store(maxima + 2 * blocks + block, score, mask=block < blocks)
-            if _is_last(counters + row * 2, chunks):
+            if _is_last(arrivals + row, chunks):
                 block = tl.arange(0, most)
                 scores = tl.load(maxima + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
                 settings, position = table + tl.load(slots + row) * SETTINGS, tl.load(positions + row)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from asyncengine.device.pinned import Int64Array
-from asyncengine.device.transfer import upload
+from asyncengine.device.transfer import send, upload
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.sampling.masks import FilledMasks, apply_masks
 from asyncengine.sampling.penalties import PenaltyTable
 from asyncengine.sampling.slot_params import SlotParams
@@ -45,14 +46,36 @@ class LogitProcessors:
     def apply(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> torch.Tensor:
         """A float32 copy of `logits` [len(places), vocab], those of the rows concerned, with all of theirs applied."""
         logits = logits.to(torch.float32, copy=True)
-        for index, row in enumerate(self._rows):
-            if self._params.penalized[row.slot]:
-                self._penalize(logits[index], row, table, last_token)
-        self._bias(logits)
-        if self._masks.places:
-            apply_masks(logits, self._masks)
+        if triton_missing(logits.device) is None:
+            self._by_kernel(logits, table, last_token)
+            self._bias(logits)
+        else:
+            for index, row in enumerate(self._rows):
+                if self._params.penalized[row.slot]:
+                    self._penalize(logits[index], row, table, last_token)
+            self._bias(logits)
+            if self._masks.places:
+                apply_masks(logits, self._masks)
         self._hold_open(logits)
         return logits
+
+    def _by_kernel(self, logits: torch.Tensor, table: PenaltyTable, last_token: torch.Tensor) -> None:
+        """Penalties, then masks. A bias added behind these changes nothing that is masked."""
+        from asyncengine.kernels.cuda.logit_processors import penalize_and_mask
+
+        params, masks, device = self._params, self._masks, logits.device
+        slots = [row.slot for row in self._rows]
+        penalties = np.stack((params.repetition[slots], params.frequency[slots], params.presence[slots]))
+        sources = np.zeros((3, len(slots)), dtype=np.int64)
+        sources[2] = -1
+        sources[2, masks.places] = np.arange(len(masks.places))
+        seen = {
+            place: table.seen(row, last_token) for place, row in enumerate(self._rows) if params.penalized[row.slot]
+        }
+        for place, tensors in seen.items():
+            sources[:2, place] = [tensor.data_ptr() for tensor in tensors]
+        if seen or masks.places:
+            penalize_and_mask(logits, upload(penalties, device), upload(sources, device), send(masks.packed, device))
 
     def _bias(self, logits: torch.Tensor) -> None:
         entries = [

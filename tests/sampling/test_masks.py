@@ -1,4 +1,4 @@
-"""Masks on logits: the two ways to unpack bits, and rows in parts."""
+"""Masks on logits: rows in parts, and all that is sent without waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from support.device_modes import DEVICE, NoWaiting
 
 from asyncengine.sampling import masks
-from asyncengine.sampling.masks import FilledMasks, apply_masks, unpack_bits, unpack_on_host
+from asyncengine.sampling.masks import FilledMasks, apply_masks
 
 VOCAB = 75
 
@@ -23,18 +23,8 @@ def random_masks(places: list[int], seed: int = 0) -> tuple[FilledMasks, torch.T
     return FilledMasks(places, packed, {}, []), allowed
 
 
-def test_a_device_unpacks_as_the_host_does() -> None:
-    filled, allowed = random_masks([0, 1, 2])
-    packed = filled.packed.view(torch.uint8)
-    assert torch.equal(unpack_bits(packed, VOCAB), allowed)
-    assert torch.equal(unpack_on_host(packed, VOCAB), allowed)
-    assert unpack_bits(packed, VOCAB).device == packed.device
-
-
 @pytest.mark.parametrize("places", [[0, 1, 2, 3, 4], [1, 2, 4]])
-@pytest.mark.parametrize("unpack", [unpack_bits, unpack_on_host])
-def test_rows_in_parts(places: list[int], unpack: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "unpack_on_host", unpack)
+def test_rows_in_parts(places: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(1))
     filled, allowed = random_masks(places)
     expected = logits.clone()
@@ -53,4 +43,4 @@ def test_masks_go_to_the_device_without_waiting(places: list[int], monkeypatch: 
     logits = torch.empty(3, VOCAB, device=DEVICE)
     with NoWaiting(monkeypatch) as mode:
         apply_masks(logits, filled)
-    assert mode.copies == (1 if len(places) == 3 else 3)
+    assert mode.copies == (3 if len(places) == 3 else 4)

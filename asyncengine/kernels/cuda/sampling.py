@@ -26,7 +26,7 @@ SETTINGS = tl.constexpr(8)
 """Numbers of a slot, int32: bits of temperature, top-p and min-p, then top-k, both halves of the seed."""
 STATE = tl.constexpr(16)
 """Numbers of a row, float32, at the places below."""
-_FINER = tl.constexpr(8)
+_FINER, _TILE = tl.constexpr(8), tl.constexpr(1024)
 _ONE = tl.constexpr(2.0**40)
 """The weight of the likeliest token in fixed point."""
 _TOTAL, _GATHER, _NARROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -87,24 +87,45 @@ def _is_last(arrivals, programs):
 
 
 @triton.jit
-def _pivots(low, high, count: tl.constexpr):
-    """float32 [count] in (low, high], ascending; the last is `high`. None is infinite."""
-    place = tl.arange(0, count)
-    between = low + tl.minimum(high - low, 3.0e38) * ((place + 1).to(tl.float32) / count)
-    return tl.where(place == count - 1, high, tl.minimum(between, high))
+def _pivot(low, high, place, count: tl.constexpr):
+    """Number `place`, from 1 to `count`, of ascending numbers in (low, high], the last of which is `high`; none is
+    infinite. Wherever it is computed it is the same to the bit."""
+    between = tl.fma(tl.minimum(high - low, 3.0e38), place.to(tl.float32) / count, low)
+    return tl.where(place == count, high, tl.minimum(between, high))
 
 
 @triton.jit
-def _at(numbers, place, count: tl.constexpr):
-    """One of `count` numbers, 0 before and behind them."""
-    return tl.sum(tl.where(tl.arange(0, count) == place, numbers, 0), 0)
+def _weigh(x, weight, low, high, count: tl.constexpr):
+    """[count]: what of `x` is at least as large as each pivot weighs."""
+    order = tl.arange(0, count)
+    sums = tl.zeros([count], weight.dtype)
+    for place in tl.static_range(1, count + 1):
+        pivot = _pivot(low, high, tl.full([], place, tl.int32), count)
+        sums = tl.where(order == place - 1, tl.sum(tl.where(x >= pivot, weight, 0)), sums)
+    return sums
 
 
 @triton.jit
-def _read(values, first, count):
-    """float32 [BLOCK] of `values` from `first` on; -inf from `count` on."""
-    place = first + tl.arange(0, BLOCK)
+def _bracket(reached, low, high, count: tl.constexpr):
+    """[low, high) between the pivots of which `reached` are reached, fewer than `count`."""
+    new_low = tl.where(reached > 0, _pivot(low, high, reached, count), low)
+    return new_low, _pivot(low, high, reached + 1, count)
+
+
+@triton.jit
+def _read(values, first, count, size: tl.constexpr):
+    """float32 [size] of `values` from `first` on; -inf from `count` on."""
+    place = first + tl.arange(0, size)
     return tl.load(values + place, mask=place < count, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _read_chunk(values, maxima, chunk, least, vocab, blocks, per_chunk: tl.constexpr):
+    """float32 [per_chunk, BLOCK]: the chunk's blocks whose largest logit is at least `least`; -inf in all others."""
+    block = chunk * per_chunk + tl.arange(0, per_chunk)
+    wanted = tl.load(maxima + block, mask=block < blocks, other=float("-inf")) >= least
+    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(values + ids, mask=wanted[:, None] & (ids < vocab), other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -114,25 +135,26 @@ def _search(values, count, low, high, base, target, by_count, top, scale):
     found = low
     while low < high:
         smallest, largest = high, low
-        for first in range(0, count, BLOCK):
-            x = _read(values, first, count)
+        for first in range(0, count, _TILE):
+            x = _read(values, first, count, _TILE)
             inside = (x >= low) & (x < high)
             smallest = tl.minimum(smallest, tl.min(tl.where(inside, x, high), 0))
             largest = tl.maximum(largest, tl.max(tl.where(inside, x, low), 0))
         found = tl.where(smallest < high, smallest, low)
         if smallest < largest:
-            pivots = _pivots(smallest, largest, _FINER)
             sums = tl.zeros([_FINER], tl.int64) + base
-            for first in range(0, count, BLOCK):
-                x = _read(values, first, count)
+            for first in range(0, count, _TILE):
+                x = _read(values, first, count, _TILE)
                 weight = tl.where(by_count, 1, (tl.exp((x - top) * scale) * _ONE).to(tl.int64))
                 weight = tl.where((x >= low) & (x < high), weight, 0)
-                sums += tl.sum(tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0), axis=1)
+                sums += _weigh(x, weight, smallest, largest, _FINER)
             reached = tl.sum((sums >= target).to(tl.int32), 0)
-            low = tl.where(reached > 0, _at(pivots, reached - 1, _FINER), smallest)
-            high = tl.where(reached < _FINER, _at(pivots, reached, _FINER), low)
-            base = _at(sums, reached, _FINER)
-            found = low
+            if reached == _FINER:
+                found, high = largest, low
+            else:
+                base = tl.sum(tl.where(tl.arange(0, _FINER) == reached, sums, 0), 0)
+                low, high = _bracket(reached, smallest, largest, _FINER)
+                found = low
         else:
             high = low
     return found
@@ -147,7 +169,7 @@ def _choose(values, scores, least, top, scale, settings, position, vocab, most: 
     if scale > 0:
         scores += _gumbel(tl.arange(0, most).to(tl.uint32) | 0x80000000, low, high, where)
     first = tl.argmax(scores, 0) * BLOCK
-    x = _read(values, first, vocab)
+    x = _read(values, first, vocab, BLOCK)
     inside = tl.where(x >= least, x - top, float("-inf"))
     if scale > 0:
         inside = inside * scale + _gumbel((first + tl.arange(0, BLOCK)).to(tl.uint32), low, high, where)
@@ -165,11 +187,12 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
         need, target = _NARROW, top_k.to(tl.float32)
         if top_k <= blocks:  # as many blocks reach this as tokens are wanted, so the threshold is no smaller
             for _ in range(3):
-                pivots = _pivots(low, high, PIVOTS)
-                counts = tl.sum((maxima[None, :] >= pivots[:, None]).to(tl.int32), axis=1)
+                counts = _weigh(maxima, (maxima >= low).to(tl.int32), low, high, PIVOTS)
                 reached = tl.sum((counts >= top_k).to(tl.int32), 0)
-                low = tl.where(reached > 0, _at(pivots, reached - 1, PIVOTS), low)
-                high = tl.where(reached < PIVOTS, _at(pivots, reached, PIVOTS), high)
+                if reached == PIVOTS:
+                    low = high
+                else:
+                    low, high = _bracket(reached, low, high, PIVOTS)
             need = _GATHER
     elif top_p < 1:
         # were all tokens as unlikely as this, they would together be what top-p leaves out
@@ -225,17 +248,17 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
 @triton.jit
 def _begin(values, stats, state, scale, settings, position, token, best, needed, vocab, blocks, most: tl.constexpr):
     """Go on with a row whose blocks are known."""
-    block = tl.arange(0, most)
-    maxima = tl.load(stats + block, mask=block < blocks, other=float("-inf"))
+    maxima = _read(stats, 0, blocks, most)
     top = tl.max(maxima, 0)
     finite = (top > float("-inf")) & (top < float("inf"))
     need, chosen = 0, tl.zeros([], tl.int64)
     if finite:
         scores = maxima
         if scale > 0:
-            minima = tl.load(stats + blocks + block, mask=block < blocks, other=float("inf"))
-            scores = tl.load(stats + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
-            need = _plan(state, maxima, tl.min(minima, 0), scores, top, scale, settings, vocab, blocks, most)
+            block = tl.arange(0, most)
+            lowest = tl.min(tl.load(stats + blocks + block, mask=block < blocks, other=float("inf")), 0)
+            scores = _read(stats + 2 * blocks, 0, blocks, most)
+            need = _plan(state, maxima, lowest, scores, top, scale, settings, vocab, blocks, most)
         if need == 0:
             chosen = _choose(values, scores, float("-inf"), top, scale, settings, position, vocab, most)
     tl.store(needed, need)
@@ -253,20 +276,15 @@ def narrow(logits, stride, stats, states, needs, arrivals, parts, rows, vocab, b
     """
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _NARROW), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
-        state = states + row * STATE
         if tl.load(needs + row) == _NARROW:
-            low, high, top = tl.load(state + _LOW), tl.load(state + _HIGH), tl.load(state + _TOP)
-            scale, by_count = tl.load(state + _SCALE), tl.load(state + _TOP_K) > 0
-            pivots = _pivots(low, tl.minimum(high, top), PIVOTS)
-            weights = tl.zeros([PIVOTS, BLOCK], tl.float32)
-            for part in range(per_chunk):
-                block = chunk * per_chunk + part
-                if tl.load(stats + row * 3 * blocks + block, mask=block < blocks, other=float("-inf")) >= low:
-                    x = _read(logits + row.to(tl.int64) * stride, block * BLOCK, vocab)
-                    weight = tl.where(by_count, 1.0, tl.exp((x - top) * scale))
-                    weights += tl.where(x[None, :] >= pivots[:, None], weight[None, :], 0.0)
+            state = states + row * STATE
+            low, top, scale = tl.load(state + _LOW), tl.load(state + _TOP), tl.load(state + _SCALE)
+            high = tl.minimum(tl.load(state + _HIGH), top)
+            values, maxima = logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
+            x = _read_chunk(values, maxima, chunk, low, vocab, blocks, per_chunk)
+            weight = tl.where(tl.load(state + _TOP_K) > 0, 1.0, tl.exp((x - top) * scale))
             order = tl.arange(0, PIVOTS)
-            tl.store(parts + item * PIVOTS + order, tl.sum(weights, axis=1))
+            tl.store(parts + item * PIVOTS + order, _weigh(x, weight, low, high, PIVOTS))
             if _is_last(arrivals + row, chunks):
                 place = tl.arange(0, most)[:, None]
                 found = parts + (row * chunks + place) * PIVOTS + order[None, :]
@@ -276,9 +294,10 @@ def narrow(logits, stride, stats, states, needs, arrivals, parts, rows, vocab, b
                     tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), top))
                     tl.store(needs + row, _TOTAL)
                 else:
-                    tl.store(state + _LOW, tl.where(reached > 0, _at(pivots, reached - 1, PIVOTS), low))
-                    tl.store(state + _HIGH, _at(pivots, reached, PIVOTS))
-                    tl.store(state + _BASE, _at(sums, reached, PIVOTS))
+                    low, high = _bracket(reached, low, high, PIVOTS)
+                    tl.store(state + _LOW, low)
+                    tl.store(state + _HIGH, high)
+                    tl.store(state + _BASE, tl.sum(tl.where(order == reached, sums, 0.0), 0))
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
@@ -290,21 +309,19 @@ def gather(logits, stride, stats, states, needs, arrivals, counts, candidates, r
     """
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _GATHER), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
-        state, values = states + row * STATE, logits + row.to(tl.int64) * stride
         if tl.load(needs + row) >= _GATHER:
-            kept = candidates + row.to(tl.int64) * room
+            state, kept = states + row * STATE, candidates + row.to(tl.int64) * room
+            values, maxima = logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
             low = tl.load(state + _LOW)
             high = tl.where(tl.load(state + _TOP_K) > 0, float("inf"), tl.load(state + _HIGH))
-            for part in range(per_chunk):
-                block = chunk * per_chunk + part
-                if tl.load(stats + row * 3 * blocks + block, mask=block < blocks, other=float("-inf")) >= low:
-                    x = _read(values, block * BLOCK, vocab)
-                    inside = ((x >= low) & (x < high)).to(tl.int32)
-                    some = tl.sum(inside, 0)
-                    if some > 0:
-                        first = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu")
-                        place = first + tl.cumsum(inside, 0) - 1
-                        tl.store(kept + place, x.to(kept.dtype.element_ty), mask=(inside > 0) & (place < room))
+            x = _read_chunk(values, maxima, chunk, low, vocab, blocks, per_chunk)
+            x = tl.reshape(x, [per_chunk * BLOCK])
+            inside = ((x >= low) & (x < high)).to(tl.int32)
+            some = tl.sum(inside, 0)
+            if some > 0:
+                first = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu")
+                place = first + tl.cumsum(inside, 0) - 1
+                tl.store(kept + place, x.to(kept.dtype.element_ty), mask=(inside > 0) & (place < room))
             if _is_last(arrivals + row, chunks):
                 count = tl.load(counts + row)
                 if count > room:
@@ -324,8 +341,8 @@ def _threshold(values, count, state, low, high):
         base = tl.zeros([], tl.int64)
         low = _search(values, count, low, high, base, top_k, True, top, scale)
         mass, above = base, base
-        for first in range(0, count, BLOCK):
-            x = _read(values, first, count)
+        for first in range(0, count, _TILE):
+            x = _read(values, first, count, _TILE)
             mass += tl.sum(tl.where(x > low, (tl.exp((x - top) * scale) * _ONE).to(tl.int64), 0), 0)
             above += tl.sum((x > low).to(tl.int64), 0)
         # of those that tie with the last, as many as top-k has room for
@@ -345,16 +362,12 @@ def total(logits, stride, table, slots, positions, tokens, stats, states, needs,
         state, values, maxima = states + row * STATE, logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
         if tl.load(needs + row) > 0:
             least, top, scale = tl.load(state + _LEAST), tl.load(state + _TOP), tl.load(state + _SCALE)
-            for part in range(per_chunk):
-                block = chunk * per_chunk + part
-                score = float("-inf")
-                if tl.load(maxima + block, mask=block < blocks, other=float("-inf")) >= least:
-                    x = _read(values, block * BLOCK, vocab)
-                    mass = tl.sum(tl.where(x >= least, tl.exp((x - top) * scale), 0.0), 0)
-                    score = tl.log(tl.maximum(mass, 1e-37))
-                tl.store(maxima + 2 * blocks + block, score, mask=block < blocks)
+            x = _read_chunk(values, maxima, chunk, least, vocab, blocks, per_chunk)
+            mass = tl.sum(tl.where(x >= least, tl.exp((x - top) * scale), 0.0), axis=1)
+            score = tl.where(mass > 0, tl.log(tl.maximum(mass, 1e-37)), float("-inf"))
+            block = chunk * per_chunk + tl.arange(0, per_chunk)
+            tl.store(maxima + 2 * blocks + block, score, mask=block < blocks)
             if _is_last(arrivals + row, chunks):
-                block = tl.arange(0, most)
-                scores = tl.load(maxima + 2 * blocks + block, mask=block < blocks, other=float("-inf"))
+                scores = _read(maxima + 2 * blocks, 0, blocks, most)
                 settings, position = table + tl.load(slots + row) * SETTINGS, tl.load(positions + row)
                 tl.store(tokens + row, _choose(values, scores, least, top, scale, settings, position, vocab, most))

@@ -29,7 +29,7 @@ from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.runner.prompt_graphs import Piece, PieceCapture
-from asyncengine.runner.step_buffers import DecodeStep
+from asyncengine.runner.step_buffers import ADAPTER, GIVEN, KV_SLOT, NEXT, NUMBERS, POSITION, SLOT, SOURCE, DecodeStep
 
 logger = logging.getLogger("asyncengine")
 
@@ -150,23 +150,6 @@ def graph_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 257, 8)) if size < largest), largest]
 
 
-class StepSampler(Protocol):
-    """What samples in a graph: `sampling.device_sampler.DeviceSampler`."""
-
-    def refresh(self) -> None:
-        """Bring what is on the device of the slots' parameters up to date, before a replay."""
-        ...
-
-    def sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
-        best: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Write a token for each row of logits [R, vocab] into `tokens`, int64 [R], and the row's largest logit into
-        `best`, float32 [R]. `slots` and `positions`, those of the tokens to be, are int64 [R] on the device. Only
-        launches kernels."""
-        ...
-
-
 class Made(NamedTuple):
     """The results of a replay, which stand until the next one. R rows."""
 
@@ -182,14 +165,6 @@ class Made(NamedTuple):
         return tokens[: len(self.logits)], best[: len(self.logits)]
 
 
-_SOURCE, _SLOT, _POSITION, _KV_SLOT, _ADAPTER, _NEXT, _GIVEN = range(7)
-"""int64 of each row: where its input lies among the slots' last tokens and what is sent, its slot, the position of its
-token, where that one's key and value go, its adapter's slot counted from 0, the position after, its token if given."""
-_NUMBERS = 8
-"""Of these, with one to spare, so that what follows them begins at a multiple of 16 bytes for any number of rows."""
-_NO_PAGES = np.zeros((1, 1), dtype=np.int32)
-
-
 class DecodeGraphs:
     """The graphs of one runner. `run` is one pure decode step."""
 
@@ -201,9 +176,9 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_num_seqs: int,
         capture: Capture,
-        sampler: StepSampler | None = None,
+        sampler: Any = None,
     ) -> None:
-        """`sampler`: None: graphs end with the logits."""
+        """`sampler`: a `sampling.device_sampler.DeviceSampler`; None: graphs end with the logits."""
         self._forward = forward
         self._backend = backend
         self._lora = lora
@@ -211,18 +186,20 @@ class DecodeGraphs:
         self._sampler = sampler
         self.sizes = sorted(sizes)
         most = self.sizes[-1]
-        self._nobody = max_num_seqs
         self._front = (max_num_seqs + 2) // 2 * 2
         with torch.inference_mode(False):
-            words = max(2 * _NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
+            words = max(2 * NUMBERS * size + backend.graph_inputs(size) for size in self.sizes)
             self._inputs = FixedInputs(backend.memory, words, kept=2 * self._front)
-            self._tokens = self._inputs.device[: 2 * (self._front + _NUMBERS * most)].view(torch.int64)
+            self._tokens = self._inputs.device[: 2 * (self._front + NUMBERS * most)].view(torch.int64)
             self.last_token = self._tokens[: max_num_seqs + 1]
             """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
             device = self._tokens.device
             self._every = torch.arange(most, device=device)
             self._sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
             self._logits = torch.empty(0, device=device)
+        self._padding = np.array([[max_num_seqs], [0], [0], [-1], [1], [-1], [max_num_seqs], [0]])
+        no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
+        self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
@@ -241,7 +218,7 @@ class DecodeGraphs:
         With adapters too, where there is memory of adapters already: nobody has to wait for that later.
         """
         for size in reversed(self.sizes):
-            self._backend.prepare_graph(size, self._inputs.sent[2 * _NUMBERS * size :])
+            self._backend.prepare_graph(size, self._inputs.sent[2 * NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
             told()
@@ -258,7 +235,7 @@ class DecodeGraphs:
     def run(self, step: DecodeStep) -> Made | None:
         """A step of at most as many rows as the largest graph has. None: its graph cannot be captured, and nothing was
         computed."""
-        rows = len(step.slots)
+        rows = len(step.adapters)
         size = next(size for size in self.sizes if size >= rows)
         graph = self._plain[size]
         if any(step.adapters):
@@ -283,28 +260,18 @@ class DecodeGraphs:
         self._adapted.clear()
         self._logits = torch.empty(0)
 
-    def _send(self, size: int, step: DecodeStep | None) -> None:
-        """Plan, and put what a graph reads of a step's rows where it reads it; None: all are padding rows."""
-        host = self._inputs.take()
-        numbers: Int64Array = host[: 2 * _NUMBERS * size].view(torch.int64).numpy().reshape(_NUMBERS, size)
-        numbers[:] = np.array([self._nobody, self._nobody, 0, 0, -1, 1, 0, 0])[:, None]
-        tables = _NO_PAGES
-        if step is not None:
-            rows, tables = len(step.slots), step.tables
-            numbers[_SOURCE, :rows] = numbers[_SLOT, :rows] = step.slots
-            numbers[_POSITION, :rows] = step.starts
-            numbers[_NEXT, :rows] = step.starts + 1
-            numbers[_KV_SLOT, :rows] = step.kv_slots
-            if any(step.adapters):
-                numbers[_ADAPTER, :rows] = np.array(step.adapters) - 1
-            if step.given:
-                places, tokens = zip(*step.given, strict=True)
-                numbers[_SOURCE, places] = np.array(places) + self._front + _GIVEN * size
-                numbers[_GIVEN, places] = tokens
-        slots = numbers[_SLOT] if step is not None else np.zeros(size, dtype=np.int64)
+    def _send(self, size: int, step: DecodeStep) -> None:
+        """Plan, and put what a graph reads of a step's rows, and of padding rows, where it reads it."""
+        host, sent = self._inputs.take(), 2 * NUMBERS * size
+        numbers: Int64Array = host[:sent].view(torch.int64).numpy().reshape(NUMBERS, size)
+        rows = len(step.adapters)
+        numbers[:, :rows], numbers[:, rows:] = step.numbers, self._padding
+        given = np.flatnonzero(numbers[GIVEN] >= 0)
+        numbers[SOURCE] = numbers[SLOT]
+        numbers[SOURCE, given] = self._front + GIVEN * size + given
         ones, indptr = np.ones(size, dtype=np.int64), np.arange(size + 1)
-        view = StepView(numbers[_POSITION], ones, indptr, tables, self._fixed(_KV_SLOT, size), slots=slots)
-        sent = 2 * _NUMBERS * size
+        kv_slots = self._fixed(KV_SLOT, size)
+        view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
         self._inputs.send(sent + self._backend.plan_graph(view, host[sent:]))
 
     def _fixed(self, which: int, size: int) -> torch.Tensor:
@@ -330,8 +297,10 @@ class DecodeGraphs:
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
         """Of padding rows only: it is run once before it is captured, and would overwrite the tokens of others."""
         began = time.perf_counter()
-        self._send(size, None)
-        source, slots, positions, _, adapters, following = (self._fixed(which, size) for which in range(_GIVEN))
+        self._send(size, self._nothing)
+        slots, positions, adapters, following, source = (
+            self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE)
+        )
         tokens, best = _apart(self._sampled, size)
 
         def work() -> torch.Tensor:

@@ -217,22 +217,20 @@ class ModelRunner:
         if step is None:
             return False
         self._write_adapters(step.adapters)
-        processed, scored = self._sampler.begin(rows)
-        if masks is not None:
-            processed = sorted({*processed, *(place for place, row in enumerate(rows) if row.grammar is not None)})
-        before = self._last_token.clone() if processed or scored else self._last_token
+        again, scored = self._sampler.begin(rows)
+        if not graphs.samples:
+            again = list(range(len(rows)))
+        elif masks is not None:
+            again = sorted({*again, *(place for place, row in enumerate(rows) if row.grammar is not None)})
+        before = self._last_token.clone() if again or scored else self._last_token
         made = graphs.run(step)
         if made is None:
             return False
-        pending.sampling = range(len(rows))
-        if not graphs.samples:
-            self._keep(pending, self._sample(pending, made.logits, masks))
-            return True
-        pending.places = rows
+        pending.sampling, pending.places = range(len(rows)), rows
         try:
-            again = self._sample_again(pending, processed, made, masks, before) if processed else ()
+            processed = self._sample_again(pending, again, made, masks, before) if again else ()
             self._score(pending, scored, made.logits, made.unpacked(made.sampled)[0])
-            pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), again)
+            pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), processed)
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
             self._last_token.copy_(before)
             raise

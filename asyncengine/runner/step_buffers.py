@@ -91,21 +91,22 @@ class FlatStep(NamedTuple):
         return StepView(self.starts, self.counts, self.indptr, self.tables, kv_slots)
 
 
-class DecodeStep(NamedTuple):
-    """A step of one token in each row, and of one sampled token. R rows."""
+SLOT, POSITION, KV_SLOT, ADAPTER, NEXT, GIVEN, SOURCE = range(7)
+"""Numbers of a decode step's row: its slot, its token's position, where key and value go, its adapter's slot counted
+from 0 or -1, the position after, the token if it is known here or -1, and one for whoever knows where tokens lie."""
+NUMBERS = 8
+"""Of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
 
-    slots: Int64Array
-    """[R]"""
-    starts: Int64Array
-    """[R] position of each row's token."""
-    kv_slots: Int64Array
-    """[R] where its key and value go."""
+
+class DecodeStep(NamedTuple):
+    """A step of one token in each row, and of one sampled token."""
+
+    numbers: Int64Array
+    """[NUMBERS, rows]"""
     tables: Int32Array
     """[slots and one more that has page 0 only, pages] page tables."""
     adapters: tuple[int, ...]
-    """[R] each row's adapter slot or 0."""
-    given: list[tuple[int, int]]
-    """(row, token) of those whose input is known: the others take the last token of their slot."""
+    """[rows] adapter slot or 0."""
 
 
 class _SlotTables:
@@ -193,15 +194,19 @@ class StepBuffers:
         _, own, first, counts, _, in_flight, pages, samples, adapters, *_ = zip(*rows, strict=True)
         if counts.count(1) < len(rows) or not all(samples):
             return None
-        slots, starts = np.array(own, dtype=np.int64), np.array(first, dtype=np.int64)
-        page = starts // self._page_size
+        numbers = np.empty((NUMBERS, len(rows)), dtype=np.int64)
+        numbers[SLOT], numbers[POSITION], numbers[ADAPTER], numbers[GIVEN] = own, first, adapters, -1
+        page = numbers[POSITION] // self._page_size
         self._tables.update_all(own, pages, page + 1)
-        given = []
+        first_of_page = self._tables.rows[numbers[SLOT], page].astype(np.int64) * self._page_size
+        numbers[KV_SLOT] = first_of_page + numbers[POSITION] % self._page_size
+        numbers[ADAPTER] -= 1
+        numbers[NEXT] = numbers[POSITION] + 1
         if not all(in_flight):
-            given = [(place, self._input_tokens(row)[0]) for place, row in enumerate(rows) if not row.in_flight]
-        tables = self._tables.rows
-        kv_slots = tables[slots, page].astype(np.int64) * self._page_size + (starts - page * self._page_size)
-        return DecodeStep(slots, starts, kv_slots, tables, adapters, given)
+            for place, row in enumerate(rows):
+                if not row.in_flight:
+                    (numbers[GIVEN, place],) = self._input_tokens(row)
+        return DecodeStep(numbers, self._tables.rows, adapters)
 
     def _build_short(self, rows: tuple[Row, ...], last_token: torch.Tensor) -> Step:
         """`_build`, token by token, into arrays that are there."""

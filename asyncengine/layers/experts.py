@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.kernels import ACTIVATIONS
 from asyncengine.layers.linear import Linear, Part
-from asyncengine.layers.mlp import MLP, MLPConfig
+from asyncengine.layers.mlp import MLP, MLPConfig, clamped
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.routing import Router, RouterConfig
 from asyncengine.layers.slots import TensorSlot
@@ -134,6 +135,7 @@ class Experts:
         self.kernel = None
         if number is not None:
             self.kernel = _kernel(config, number, self.up.product(), self.down.product(), options.dtype)
+        self._grouped = _grouped(options, config, self.up, self.down, self._gate)
         self._most = 1 << 30
         if self.kernel is not None:
             size = options.dtype.itemsize
@@ -141,7 +143,8 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.kernel is None:
-            return self._by_torch(x, chosen, weights)
+            made: torch.Tensor = (self._grouped or self._by_torch)(x, chosen, weights)
+            return made
         x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
         out = torch.empty_like(x)
         rows = max(1, self._most // chosen.shape[1])
@@ -151,7 +154,7 @@ class Experts:
         return out
 
     def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """One product after the other for each expert that has rows."""
+        """One product after the other for each expert that has rows, whose numbers the host reads."""
         rows, count = chosen.shape
         by_expert, order = chosen.flatten().sort(stable=True)
         made = x.new_empty((rows * count, x.shape[1]))
@@ -308,6 +311,20 @@ def _kernel(config: ExpertsConfig, activation: int, up: Any, down: Any, dtype: t
     return ExpertsKernel(up, down, ExpertsForm(config.experts, activation, config.alpha, config.limit), dtype)
 
 
+def _grouped(options: LayerOptions, config: ExpertsConfig, up: ExpertMatrices, down: ExpertMatrices, gate: Any) -> Any:
+    """All experts' products at once, in Triton; None: experts have forms of their own, or it does not run here."""
+    first, second = up.forms[0], down.forms[0]
+    if triton_missing(options.device) is not None or not isinstance(first, DenseWeight):
+        return None
+    if not isinstance(second, DenseWeight):
+        return None
+    from asyncengine.kernels.cuda.grouped_experts import ExpertWeights, mix
+
+    within = config.gated and config.activation == "silu" and config.bias is None
+    weights = ExpertWeights(first.weight, up.bias), ExpertWeights(second.weight, down.bias)
+    return partial(mix, up=weights[0], down=weights[1], activation=None if within else gate, experts=config.experts)
+
+
 def _adding(options: LayerOptions) -> Any:
     """`kernels.cpu.scaling.add_gated`, where there are such kernels."""
     if options.kernels.name != "compiled":
@@ -315,12 +332,6 @@ def _adding(options: LayerOptions) -> Any:
     from asyncengine.kernels.cpu.scaling import add_gated
 
     return add_gated
-
-
-def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """[..., 2 * width] -> [..., width]: g sigmoid(alpha g) (u + 1) of neighbours g and u, bounded (gpt-oss)."""
-    gate, up = both.float()[..., ::2].clamp(max=limit), both.float()[..., 1::2].clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,3 +90,9 @@ class MLP:
         for name, other in self.config.aliases:
             here, there = (f"{self._prefix}{path}.weight" for path in (name, other))
             yield there, replace(own[here], replaces=(here,))
+
+
+def clamped(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """[..., 2 * width] -> [..., width]: g sigmoid(alpha g) (u + 1) of neighbours g and u, bounded (gpt-oss)."""
+    gate, up = both.float()[..., ::2].clamp(max=limit), both.float()[..., 1::2].clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(both.dtype)

@@ -11,7 +11,8 @@ from support.teams import team_of
 pytest.importorskip("numba")
 
 from asyncengine.kernels.cpu import activation
-from asyncengine.layers.experts import Experts, ExpertsConfig, clamped
+from asyncengine.layers.experts import Experts, ExpertsConfig
+from asyncengine.layers.mlp import clamped
 from asyncengine.layers.weight_forms import DenseWeight
 
 FLOAT, HALF = torch.float32, torch.bfloat16

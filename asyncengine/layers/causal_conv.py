@@ -54,26 +54,28 @@ class CausalConv:
             return made
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
-        def advance(begin: int, end: int, _: torch.Tensor | None, window: torch.Tensor | None) -> tuple[Any, ...]:
+        def advance(tokens: slice | torch.Tensor, _: Any, window: torch.Tensor | None) -> tuple[None, torch.Tensor]:
             assert window is not None
-            out[begin:end], window = self.advance(x[begin:end], window)
+            out[tokens], window = self.advance(x[tokens], window)
             return None, window
 
         advance_segments(step, index, advance)
         return out
 
     def advance(self, x: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(results [tokens, channels], the window after them) of one sequence's next inputs, by torch's operations."""
-        inputs = torch.cat((window, x))
-        wide, tokens = inputs.float(), len(x)
-        total = wide[:tokens] * self.weight[0]
+        """(results [tokens, channels], the windows after them) of the next inputs x alike of some sequences, of which
+        each has equally many, by torch's operations. `window` [sequences, taps - 1, channels]."""
+        inputs = torch.cat((window, torch.unflatten(x, 0, (len(window), -1))), dim=1)
+        wide, tokens = inputs.float(), len(x) // len(window)
+        total = wide[:, :tokens] * self.weight[0]
         if self.bias is not None:
             total = total + self.bias
         for tap in range(1, self.taps):
-            total = total + wide[tap : tap + tokens] * self.weight[tap]
+            total = total + wide[:, tap : tap + tokens] * self.weight[tap]
+        total = total.flatten(0, 1)
         if self.activation is not None:
             total = each_token(functional.silu, total)
-        return total.to(x.dtype), inputs[tokens:]
+        return total.to(x.dtype), inputs[:, tokens:]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
         """What it takes from a checkpoint, by name."""

@@ -23,7 +23,16 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments, by_kernel
+from asyncengine.layers.states import (
+    FusedMix,
+    StateSpec,
+    StateStep,
+    advance_segments,
+    by_kernel,
+    by_sequence,
+    each_place,
+    each_token,
+)
 from asyncengine.layers.step import StepContext
 
 _TINY = 1e-6
@@ -124,15 +133,17 @@ class GatedDelta:
         out = inputs.new_empty((len(inputs), config.value_heads * config.value_dim))
 
         def advance(
-            begin: int, end: int, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, ...]:
+            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             assert state is not None
             assert window is not None
-            qkv, window = self.conv.advance(inputs[begin:end], window)
-            for token in range(begin, end):
-                read, state = self._token(qkv[token - begin], b[token], a[token], state)
-                normed = self._gated_norm(read, z[token].view(-1, config.value_dim))
-                out[token] = normed.flatten()
+            qkv, window = self.conv.advance(inputs[tokens], window)
+            reads = []
+            for own, rate, decay in each_place(len(state), qkv, b[tokens], a[tokens]):
+                read, state = self._token(own, rate, decay, state)
+                reads.append(read)
+            gates = torch.unflatten(z[tokens], 1, (-1, config.value_dim))
+            out[tokens] = self._gated_norm(by_sequence(reads), gates).flatten(1)
             return state, window
 
         advance_segments(step, self.index, advance)
@@ -141,20 +152,20 @@ class GatedDelta:
     def _token(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is read [value heads, value dim], the state after) of one token, all float32."""
+        """(what is read [sequences, value heads, value dim], the states after) of a token of each sequence, float32."""
         config = self.config
         keys = config.key_heads * config.key_dim
-        query, key, value = torch.split(qkv.float(), [keys, keys, len(qkv) - 2 * keys])
-        heads = (config.key_heads, config.key_dim)
-        query, key = (unit(part.view(heads)) for part in (query, key))
+        query, key, value = torch.split(qkv.float(), [keys, keys, qkv.shape[1] - 2 * keys], dim=1)
+        query, key = (unit(torch.unflatten(part, 1, (config.key_heads, config.key_dim))) for part in (query, key))
         group = config.value_heads // config.key_heads
-        query, key = (part.repeat_interleave(group, 0) for part in (query * config.key_dim**-0.5, key))
+        query, key = (part.repeat_interleave(group, 1) for part in (query * config.key_dim**-0.5, key))
         decay = torch.exp(-self.rate * functional.softplus(a.float() + self.dt_bias))
-        return learn(state * decay[:, None, None], query, key, value.view(-1, config.value_dim), b.float().sigmoid())
+        value = torch.unflatten(value, 1, (-1, config.value_dim))
+        return learn(state * decay[:, :, None, None], query, key, value, b.float().sigmoid())
 
     def _gated_norm(self, read: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         wide = functional.rms_norm(read, (read.shape[-1],), None, self.config.epsilon)
-        return (wide * self.norm.weight.float() * functional.silu(z.float())).to(z.dtype)
+        return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
 
     def fused(self) -> FusedMix | None:
         """As fused layers take it."""
@@ -186,15 +197,15 @@ class GatedDelta:
 def learn(
     state: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rate: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The delta rule for one token, behind the gate: (what is read [heads, value dim], the state after).
+    """The delta rule for a token, behind the gate: (what is read [..., heads, value dim], the state after).
 
-    `state` [heads, key dim, value dim] learns `value` [heads, value dim] under `key` [heads, key dim] by `rate` [heads]
-    as far as it does not know it, and is read at `query` [heads, key dim].
+    `state` [..., heads, key dim, value dim] learns `value` [..., heads, value dim] under `key` [..., heads, key dim] by
+    `rate` [..., heads] as far as it does not know it, and is read at `query` [..., heads, key dim].
     """
-    known = (state * key[:, :, None]).sum(1)
-    delta = (value - known) * rate[:, None]
-    state = state + key[:, :, None] * delta[:, None, :]
-    return (state * query[:, :, None]).sum(1), state
+    known = (state * key[..., None]).sum(-2)
+    delta = (value - known) * rate[..., None]
+    state = state + key[..., None] * delta[..., None, :]
+    return (state * query[..., None]).sum(-2), state
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,15 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, StateStep, advance_segments, by_kernel
+from asyncengine.layers.states import (
+    StateSpec,
+    StateStep,
+    advance_segments,
+    by_kernel,
+    by_sequence,
+    each_place,
+    each_token,
+)
 from asyncengine.layers.step import StepContext
 
 
@@ -116,16 +124,18 @@ class KimiDelta:
         out = inputs.new_empty((len(inputs), config.size))
 
         def advance(
-            begin: int, end: int, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, ...]:
+            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             assert state is not None
             assert window is not None
-            qkv, window = self.conv.advance(inputs[begin:end], window)
-            for token in range(begin, end):
-                read, state = self._token(qkv[token - begin], rates[token], forgets[token], state)
-                normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon) * self.norm.weight.float()
-                gate = gates[token].float().sigmoid().view_as(normed)
-                out[token] = (normed * gate).flatten().to(out.dtype)
+            qkv, window = self.conv.advance(inputs[tokens], window)
+            reads = []
+            for own, rate, forget in each_place(len(state), qkv, rates[tokens], forgets[tokens]):
+                read, state = self._token(own, rate, forget, state)
+                reads.append(read)
+            normed = functional.rms_norm(by_sequence(reads), (config.head_dim,), None, config.epsilon)
+            gate = each_token(torch.sigmoid, gates[tokens].float()).view_as(normed)
+            out[tokens] = (normed * self.norm.weight.float() * gate).flatten(1).to(out.dtype)
             return state, window
 
         advance_segments(step, self.index, advance)
@@ -134,13 +144,14 @@ class KimiDelta:
     def _token(
         self, qkv: torch.Tensor, rate: torch.Tensor, forget: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is read [heads, head dim], the state after) of one token, all float32."""
+        """(what is read [sequences, heads, head dim], the states after) of a token of each sequence, all float32."""
         config = self.config
-        query, key, value = qkv.float().view(3, config.heads, config.head_dim)
+        query, key, value = torch.unflatten(qkv.float(), 1, (3, config.heads, config.head_dim)).unbind(1)
         query, key = unit(query) * config.head_dim**-0.5, unit(key)
-        soft = functional.softplus(forget.float() + self.dt_bias).view(config.heads, config.head_dim)
+        soft = functional.softplus(forget.float() + self.dt_bias)
+        soft = torch.unflatten(soft, 1, (config.heads, config.head_dim))
         decay = torch.exp(-self.rate[:, None] * soft)
-        return learn(state * decay[:, :, None], query, key, value, rate.float().sigmoid())
+        return learn(state * decay[..., None], query, key, value, rate.float().sigmoid())
 
     def linears(self) -> list[Linear]:
         return [self.inputs, self.gate, self.forget, self.out]

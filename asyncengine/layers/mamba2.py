@@ -21,7 +21,16 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import FusedMix, StateSpec, StateStep, advance_segments, by_kernel, each_token
+from asyncengine.layers.states import (
+    FusedMix,
+    StateSpec,
+    StateStep,
+    advance_segments,
+    by_kernel,
+    by_sequence,
+    each_place,
+    each_token,
+)
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -111,9 +120,9 @@ class Mamba2:
         steps = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
         kept = each_token(torch.exp, steps * self.decay)
 
-        def advance(begin: int, end: int, state: Any, window: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            made, window = self.conv.advance(mixed[begin:end], window)
-            y[begin:end], state = self._advance(made.float(), steps[begin:end], kept[begin:end], state)
+        def advance(tokens: slice | torch.Tensor, state: Any, window: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            made, window = self.conv.advance(mixed[tokens], window)
+            y[tokens], state = self._advance(made.float(), steps[tokens], kept[tokens], state)
             return state, window
 
         advance_segments(states, self.index, advance)
@@ -122,7 +131,7 @@ class Mamba2:
     def _advance(
         self, made: torch.Tensor, steps: torch.Tensor, kept: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(y [tokens, heads * dim], the state after) of what the convolution gives, dt and the factors of decay."""
+        """(y [tokens, heads * dim], the states after) of what the convolution gives, dt and the factors of decay."""
         config, tokens = self.config, len(made)
         x, into, out = torch.split(made, [self.inner, self.shared, self.shared], dim=-1)
         x = x.view(tokens, config.heads, config.head_dim)
@@ -131,11 +140,11 @@ class Mamba2:
             part.view(tokens, config.groups, config.state_size).repeat_interleave(each, 1) for part in (into, out)
         )
         found = []
-        for token in range(tokens):
-            added = into[token][:, :, None] * (steps[token][:, None] * x[token])[:, None]
-            state = state * kept[token][:, None, None] + added
-            found.append((state * out[token][:, :, None]).sum(1) + self.skip[:, None] * x[token])
-        return torch.stack(found).flatten(1), state
+        for own, before, behind, step, factor in each_place(len(state), x, into, out, steps, kept):
+            added = before[..., None] * (step[..., None] * own)[..., None, :]
+            state = state * factor[..., None, None] + added
+            found.append((state * behind[..., None]).sum(-2) + self.skip[:, None] * own)
+        return by_sequence(found).flatten(1), state
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """float32 [T, heads * dim] of y alike, normalised and gated."""

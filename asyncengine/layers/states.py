@@ -63,20 +63,48 @@ class StateSegments:
     sources: Int64Array
     targets: Int64Array
 
+    def apart(self) -> tuple[StateSegments, Int64Array]:
+        """(the others, `LoneTokens` [3, rows]): segments of one token that are the only one of their row go apart."""
+        first = self.rows[:-1]
+        alone = (np.diff(self.rows) == 1) & (self.ends[first] - self.begins[first] == 1)
+        lone, counts = first[alone], np.diff(self.rows)[~alone]
+        rest = np.delete(np.arange(len(self.begins)), lone)
+        bounds = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+        others = (part[rest] for part in (self.begins, self.ends, self.sources, self.targets))
+        return StateSegments(bounds, *others), np.stack((self.begins[lone], self.sources[lone], self.targets[lone]))
+
+    @staticmethod
+    def none() -> StateSegments:
+        """No segments of no rows."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return StateSegments(np.zeros(1, dtype=np.int64), nothing, nothing, nothing, nothing)
+
 
 class StatePools:
     """Memory of all states. `recurrent[i]` float32 [slots, ...] and `windows[i]` [slots, taps - 1, channels] are those
     of state layer i, None where it has none."""
 
-    def __init__(self, specs: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`num_slots`: slot 0 included."""
-        self.num_slots = num_slots
-        self.recurrent = [_zeros(num_slots, spec.recurrent, torch.float32, device) for spec in specs]
-        self.windows = [_zeros(num_slots, spec.window, dtype, device) for spec in specs]
+    def __init__(
+        self, specs: Sequence[StateSpec], num_slots: int, dtype: torch.dtype, device: torch.device, *,
+        padding: bool = False,
+    ) -> None:  # fmt: skip
+        """`num_slots`: slot 0 included. `padding`: there is one more, which rows that fill up a graph write to."""
+        self.num_slots, count = num_slots, num_slots + padding
+        self.recurrent = [_zeros(count, spec.recurrent, torch.float32, device) for spec in specs]
+        self.windows = [_zeros(count, spec.window, dtype, device) for spec in specs]
 
     @property
     def nbytes(self) -> int:
         return sum(pool.nbytes for pool in (*self.recurrent, *self.windows) if pool is not None)
+
+
+class LoneTokens(NamedTuple):
+    """Segments of one token, each the only one of its row, as a device takes them all at once. int64 [rows]."""
+
+    tokens: torch.Tensor
+    """Of the step's."""
+    sources: torch.Tensor
+    targets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,37 +113,61 @@ class StateStep:
 
     pools: StatePools
     segments: StateSegments
+    alone: LoneTokens | None = None
+    """Further segments, which are not among `segments`. A CUDA graph has these alone, in memory of its own."""
 
 
-Advance = Callable[[int, int, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor | None, ...]]
-"""(first token, last token + 1, recurrent state, window) -> the two after these tokens."""
+Advance = Callable[
+    [slice | torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]
+]
+"""(which tokens, recurrent states [sequences, ...], windows alike) -> the two after these tokens.
+
+Each sequence has equally many of them, and one's stand behind the other's."""
 
 
 def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
-    """Run the segments of state layer `index` one by one in torch: the reference, and the form for other devices.
+    """Run the segments of state layer `index` in torch, one by one but for lone tokens: the reference, and the form for
+    other devices.
 
     `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself.
     """
     recurrent, windows = step.pools.recurrent[index], step.pools.windows[index]
+    pools = recurrent, windows
+    if step.alone is not None:
+        tokens, sources, targets = step.alone
+        state, window = (None if pool is None else pool.index_select(0, sources) for pool in pools)
+        for pool, moved in zip(pools, advance(tokens, state, window), strict=True):
+            if pool is not None and moved is not None:
+                pool.index_copy_(0, targets, moved)
     segments = step.segments
     for begin, end, source, target in zip(
         segments.begins.tolist(), segments.ends.tolist(), segments.sources.tolist(), segments.targets.tolist(),
         strict=True,
     ):  # fmt: skip
-        state = None if recurrent is None else recurrent[source]
-        window = None if windows is None else windows[source]
+        state, window = (None if pool is None else pool[source : source + 1] for pool in pools)
         if end > begin:
-            state, window = advance(begin, end, state, window)
+            state, window = advance(slice(begin, end), state, window)
         elif source == target:
             continue
         if recurrent is not None and state is not None:
-            recurrent[target] = state
+            recurrent[target] = state[0]
         if windows is not None and window is not None:
-            windows[target] = window
+            windows[target] = window[0]
+
+
+def each_place(sequences: int, *parts: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The first tokens [sequences, ...] of `parts` [tokens, ...], then the second ones, as `Advance` has them."""
+    return zip(*(torch.unflatten(part, 0, (sequences, -1)).unbind(1) for part in parts), strict=True)
+
+
+def by_sequence(made: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[tokens, ...] of what was made of each place [sequences, ...]: the inverse of `each_place`."""
+    return torch.stack(list(made), 1).flatten(0, 1)
 
 
 def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
     """What the compiled `kernel` of state layer `index` makes of its projections [T, all], its states moved on."""
+    assert step.alone is None, "a compiled kernel takes segments"
     made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
     return made
 

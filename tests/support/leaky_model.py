@@ -15,7 +15,7 @@ from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, advance_segments
+from asyncengine.layers.states import StateSpec, advance_segments, by_sequence, each_place
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import Decoder, DecoderConfig, LayerConfig
 from asyncengine.models.families.common import default_rotary
@@ -45,16 +45,18 @@ class LeakyLayer:
         out = torch.empty_like(x)
 
         def advance(
-            begin: int, end: int, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor, ...]:
+            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             assert state is not None
             assert window is not None
-            state, before = state.clone(), window[:, 0].clone()
-            for token in range(begin, end):
-                state = state * self.keep + x[token]
-                out[token] = state + 3 * before
-                before = x[token].clone()
-            return state, before[:, None]
+            state, before = state.clone(), window[:, :, 0].clone()
+            made = []
+            for (own,) in each_place(len(state), x[tokens]):
+                state = state * self.keep + own
+                made.append(state + 3 * before)
+                before = own.clone()
+            out[tokens] = by_sequence(made)
+            return state, before[:, :, None]
 
         assert step.states is not None
         advance_segments(step.states, self.index, advance)

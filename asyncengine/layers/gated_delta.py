@@ -11,13 +11,14 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
@@ -106,6 +107,8 @@ class GatedDelta:
         self._prefix = prefix
         self.spec = StateSpec((config.value_heads, config.key_dim, config.value_dim), self.conv.window)
         self._kinds = _kind_indices(config, options.device)
+        heads = (config.key_heads, config.value_heads, config.key_dim, config.value_dim)
+        self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
         self.kernel: Any = None
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
@@ -134,19 +137,15 @@ class GatedDelta:
 
         def advance(
             tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert state is not None
+        ) -> tuple[torch.Tensor | None, torch.Tensor]:
             assert window is not None
             qkv, window = self.conv.advance(inputs[tokens], window)
-            reads = []
-            for own, rate, decay in each_place(len(state), qkv, b[tokens], a[tokens]):
-                read, state = self._token(own, rate, decay, state)
-                reads.append(read)
+            read, state = moved((qkv, b[tokens], a[tokens]), state, self._token, self.rule, step, self.index)
             gates = torch.unflatten(z[tokens], 1, (-1, config.value_dim))
-            out[tokens] = self._gated_norm(by_sequence(reads), gates).flatten(1)
+            out[tokens] = self._gated_norm(read, gates).flatten(1)
             return state, window
 
-        advance_segments(step, self.index, advance)
+        advance_segments(step, self.index, advance, by_slot=self.rule is not None)
         return out
 
     def _token(
@@ -192,6 +191,39 @@ class GatedDelta:
     def nbytes(self) -> int:
         """Of all that is in no linear and no norm."""
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
+
+
+def delta_rule(options: LayerOptions, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor) -> Any:
+    """The rule in Triton, of (key heads, value heads, key dim, value dim); None: it does not run here."""
+    if triton_missing(options.device) is not None:
+        return None
+    from asyncengine.kernels.cuda.delta_rule import DeltaRule
+
+    return DeltaRule(*heads, rate, bias, _TINY)
+
+
+def moved(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], state: torch.Tensor | None,
+    token: Callable[..., tuple[torch.Tensor, torch.Tensor]], rule: Any, step: StateStep, index: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(what is read, float32 [tokens, value heads, value dim]; the states after) of an `Advance`.
+
+    `parts` [tokens, ...]: queries, keys and values side by side, what makes the rates of learning and what makes the
+    gates of forgetting. `token` moves the states of a token of each sequence; `rule`, if any, all, and where `state` is
+    None those of lone tokens in the pool.
+    """
+    if rule is not None and state is None:
+        assert step.alone is not None
+        return rule.move(*parts, step.pools.recurrent[index], step.alone[1:])[0], None
+    if rule is not None:
+        read, state = rule.move(*parts, state, None)
+        return read, state
+    assert state is not None
+    reads = []
+    for place in each_place(len(state), *parts):
+        read, state = token(*place, state)
+        reads.append(read)
+    return by_sequence(reads), state
 
 
 def learn(

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.gated_delta import Columns, learn, unit
+from asyncengine.layers.gated_delta import Columns, delta_rule, learn, moved, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
@@ -28,8 +28,6 @@ from asyncengine.layers.states import (
     StateStep,
     advance_segments,
     by_kernel,
-    by_sequence,
-    each_place,
     each_token,
 )
 from asyncengine.layers.step import StepContext
@@ -86,6 +84,8 @@ class KimiDelta:
         """exp(A_log)."""
         self.dt_bias = options.zeros(config.size, dtype=torch.float32)
         self.spec = StateSpec((config.heads, config.head_dim, config.head_dim), self.conv.window)
+        heads = (config.heads, config.heads, config.head_dim, config.head_dim)
+        self.rule = delta_rule(options, heads, self.rate, self.dt_bias)
         self.kernel: Any = None
         if options.compiled:
             from asyncengine.kernels.cpu.gated_delta import GatedDeltaKernel
@@ -125,20 +125,17 @@ class KimiDelta:
 
         def advance(
             tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert state is not None
+        ) -> tuple[torch.Tensor | None, torch.Tensor]:
             assert window is not None
             qkv, window = self.conv.advance(inputs[tokens], window)
-            reads = []
-            for own, rate, forget in each_place(len(state), qkv, rates[tokens], forgets[tokens]):
-                read, state = self._token(own, rate, forget, state)
-                reads.append(read)
-            normed = functional.rms_norm(by_sequence(reads), (config.head_dim,), None, config.epsilon)
+            parts = qkv, rates[tokens], forgets[tokens]
+            read, state = moved(parts, state, self._token, self.rule, step, self.index)
+            normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon)
             gate = each_token(torch.sigmoid, gates[tokens].float()).view_as(normed)
             out[tokens] = (normed * self.norm.weight.float() * gate).flatten(1).to(out.dtype)
             return state, window
 
-        advance_segments(step, self.index, advance)
+        advance_segments(step, self.index, advance, by_slot=self.rule is not None)
         return out
 
     def _token(

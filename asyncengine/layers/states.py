@@ -125,17 +125,19 @@ Advance = Callable[
 Each sequence has equally many of them, and one's stand behind the other's."""
 
 
-def advance_segments(step: StateStep, index: int, advance: Advance) -> None:
+def advance_segments(step: StateStep, index: int, advance: Advance, *, by_slot: bool = False) -> None:
     """Run the segments of state layer `index` in torch, one by one but for lone tokens: the reference, and the form for
     other devices.
 
-    `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself.
+    `advance` is called for every segment with tokens and writes the layer's outputs of these tokens itself. `by_slot`:
+    it moves the recurrent states of lone tokens where they lie, is given None and returns None.
     """
     recurrent, windows = step.pools.recurrent[index], step.pools.windows[index]
     pools = recurrent, windows
     if step.alone is not None:
         tokens, sources, targets = step.alone
-        state, window = (None if pool is None else pool.index_select(0, sources) for pool in pools)
+        state = None if recurrent is None or by_slot else recurrent.index_select(0, sources)
+        window = None if windows is None else windows.index_select(0, sources)
         for pool, moved in zip(pools, advance(tokens, state, window), strict=True):
             if pool is not None and moved is not None:
                 pool.index_copy_(0, targets, moved)

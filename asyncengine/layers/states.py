@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import Int64Array
+from asyncengine.device.pinned import Int64Array, upload
 
 if TYPE_CHECKING:
     from asyncengine.layers.linear import Linear
@@ -115,6 +115,16 @@ class StateStep:
     segments: StateSegments
     alone: LoneTokens | None = None
     """Further segments, which are not among `segments`. A CUDA graph has these alone, in memory of its own."""
+
+
+def state_step(pools: StatePools, moves: StateSegments | LoneTokens, device: torch.device) -> StateStep:
+    """A step that moves these; on devices other than a CPU, whose kernels take segments, lone tokens go apart."""
+    if isinstance(moves, LoneTokens):
+        return StateStep(pools, StateSegments.none(), moves)
+    if device.type == "cpu":
+        return StateStep(pools, moves)
+    others, alone = moves.apart()
+    return StateStep(pools, others, LoneTokens(*upload(alone, device).unbind()) if alone.size else None)
 
 
 Advance = Callable[

@@ -125,8 +125,7 @@ def _build(
         runner.step_costs = config.speculation_costs or _measure_steps(runner, config)
     if draft is not None:
         _add_draft(runner, draft, config, cores)
-    # a graph's kernels have their places by heart, and which states a step moves differs from step to step
-    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs and not model.states:
+    if device.type == "cuda" and config.cuda_graphs and pooler is None and backend.graphs:
         _capture_graphs(runner, config, device, progress, adapted=lora is not None and lora.nbytes > 0)
     return runner
 

@@ -4,7 +4,8 @@ There is a graph for some numbers of rows, captured largest first into one memor
 to the next larger one. It holds the whole step: each row's last token is gathered, logits computed, a token sampled
 where the sampler has kernels for it, and put where the next step gathers it. A graph reads and writes fixed memory
 only: what a step needs of its rows is one copy from pinned memory before the replay, and what it makes is one array.
-Padding rows compute a token at position 0 of page 0, in a slot that belongs to nobody.
+Padding rows compute a token at position 0 of page 0, in a slot that belongs to nobody; so does the
+slot that their states go to.
 Steps with prompts, with drafts, or with more rows than the largest graph run without.
 
 Graphs with adapters read each row's slot from fixed memory too. They are captured with the others where memory of
@@ -27,14 +28,27 @@ import torch
 from asyncengine.attention.base import GraphBackend, StepView
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
+from asyncengine.layers.states import FIRST, LoneTokens
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.runner.prompt_graphs import Piece, PieceCapture
-from asyncengine.runner.step_buffers import ADAPTER, GIVEN, KV_SLOT, NEXT, NUMBERS, POSITION, SLOT, SOURCE, DecodeStep
+from asyncengine.runner.step_buffers import (
+    ADAPTER,
+    GIVEN,
+    KV_SLOT,
+    NEXT,
+    NUMBERS,
+    POSITION,
+    SLOT,
+    SOURCE,
+    STATE_SOURCE,
+    STATE_TARGET,
+    DecodeStep,
+)
 
 logger = logging.getLogger("asyncengine")
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters], torch.Tensor]
-"""(input_ids [T], positions [T], logit rows [N], adapters) -> logits [N, vocab]."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAdapters, LoneTokens], torch.Tensor]
+"""(input_ids [T], positions [T], logit rows [N], adapters, states that move) -> logits [N, vocab]."""
 
 
 class Graph(Protocol):
@@ -177,8 +191,10 @@ class DecodeGraphs:
         max_num_seqs: int,
         capture: Capture,
         sampler: Any = None,
+        num_states: int = 0,
     ) -> None:
-        """`sampler`: a `sampling.device_sampler.DeviceSampler`; None: graphs end with the logits."""
+        """`sampler`: a `sampling.device_sampler.DeviceSampler`; None: graphs end with the logits. `num_states`: slots
+        of recurrent states; those of padding rows go behind them."""
         self._forward = forward
         self._backend = backend
         self._lora = lora
@@ -197,7 +213,7 @@ class DecodeGraphs:
             self._every = torch.arange(most, device=device)
             self._sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
             self._logits = torch.empty(0, device=device)
-        self._padding = np.array([[max_num_seqs], [0], [0], [-1], [1], [-1], [max_num_seqs], [0]])
+        self._padding = np.array([[max_num_seqs, 0, 0, -1, 1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
         self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
         self._plain: dict[int, Graph] = {}
@@ -298,14 +314,15 @@ class DecodeGraphs:
         """Of padding rows only: it is run once before it is captured, and would overwrite the tokens of others."""
         began = time.perf_counter()
         self._send(size, self._nothing)
-        slots, positions, adapters, following, source = (
-            self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE)
+        slots, positions, adapters, following, source, *moved = (
+            self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE, STATE_SOURCE, STATE_TARGET)
         )
+        states = LoneTokens(self._every[:size], *moved)
         tokens, best = _apart(self._sampled, size)
 
         def work() -> torch.Tensor:
             own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
-            logits = self._forward(self._tokens.index_select(0, source), positions, self._every[:size], own)
+            logits = self._forward(self._tokens.index_select(0, source), positions, self._every[:size], own, states)
             if not self._logits.numel():
                 # one memory for all graphs: were each to keep its own, the pool could share none of it, more than a
                 # gigabyte for a vocabulary of 150,000

@@ -18,7 +18,7 @@ from asyncengine.errors import UnsupportedModel
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
 from asyncengine.layers.state_memory import state_bytes
-from asyncengine.layers.states import StatePools, StateSegments, StateStep
+from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
@@ -124,7 +124,7 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs, model.vocab_size, model.device)
         self._states: StatePools | None = None
         if num_states:
-            self._states = StatePools(model.states, num_states, model.dtype, model.device)
+            self._states = StatePools(model.states, num_states, model.dtype, model.device, padding=backend.graphs)
         self._last_token = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=model.device)
         self._inference = torch.inference_mode()  # making one takes longer than to begin and end it
 
@@ -271,10 +271,10 @@ class ModelRunner:
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
         adapters: StepAdapters,
-        segments: StateSegments | None = None,
+        moves: StateSegments | LoneTokens | None = None,
     ) -> torch.Tensor:
         assert self._model is not None
-        states = None if self._states is None or segments is None else StateStep(self._states, segments)
+        states = None if self._states is None or moves is None else state_step(self._states, moves, self._device)
         context = StepContext(positions, self._backend, *adapters, states)
         return self._model.forward(input_ids, context, logit_rows)
 
@@ -285,7 +285,7 @@ class ModelRunner:
         with torch.inference_mode(), on_device(self._device):
             graphs = DecodeGraphs(
                 self._compute, cast(GraphBackend, self._backend), self._lora, sizes, len(self._last_token) - 1, capture,
-                self._sampler.on_device,
+                self._sampler.on_device, self.num_states,
             )  # fmt: skip
             graphs.capture_all(told)
         self._graphs, self._last_token = graphs, graphs.last_token

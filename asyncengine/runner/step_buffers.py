@@ -91,10 +91,11 @@ class FlatStep(NamedTuple):
         return StepView(self.starts, self.counts, self.indptr, self.tables, kv_slots)
 
 
-SLOT, POSITION, KV_SLOT, ADAPTER, NEXT, GIVEN, SOURCE = range(7)
+SLOT, POSITION, KV_SLOT, ADAPTER, NEXT, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGET = range(9)
 """Numbers of a decode step's row: its slot, its token's position, where key and value go, its adapter's slot counted
-from 0 or -1, the position after, the token if it is known here or -1, and one for whoever knows where tokens lie."""
-NUMBERS = 8
+from 0 or -1, the position after, the token if it is known here or -1, one for whoever knows where tokens lie, and where
+its recurrent state lies and goes."""
+NUMBERS = 10
 """Of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
 
 
@@ -191,11 +192,15 @@ class StepBuffers:
 
         Raises `ValueError` as `build`.
         """
-        _, own, first, counts, _, in_flight, pages, samples, adapters, *_ = zip(*rows, strict=True)
+        _, own, first, counts, _, in_flight, pages, samples, adapters, _, uses, *_ = zip(*rows, strict=True)
         if counts.count(1) < len(rows) or not all(samples):
             return None
         numbers = np.empty((NUMBERS, len(rows)), dtype=np.int64)
         numbers[SLOT], numbers[POSITION], numbers[ADAPTER], numbers[GIVEN] = own, first, adapters, -1
+        if uses[0] is not None:
+            if any(use.saves for use in uses):
+                return None
+            numbers[STATE_SOURCE], numbers[STATE_TARGET] = [use.source for use in uses], [use.slot for use in uses]
         page = numbers[POSITION] // self._page_size
         self._tables.update_all(own, pages, page + 1)
         first_of_page = self._tables.rows[numbers[SLOT], page].astype(np.int64) * self._page_size

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.causal_conv import CausalConv
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
@@ -30,9 +29,11 @@ from asyncengine.layers.states import (
     StateStep,
     advance_segments,
     by_kernel,
+    by_recurrence,
     by_sequence,
     each_place,
     each_token,
+    recurrence,
 )
 from asyncengine.layers.step import StepContext
 
@@ -140,7 +141,11 @@ class GatedDelta:
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             assert window is not None
             qkv, window = self.conv.advance(inputs[tokens], window)
-            read, state = moved((qkv, b[tokens], a[tokens]), state, self._token, self.rule, step, self.index)
+            parts = qkv, b[tokens], a[tokens]
+            if self.rule is None:
+                read, state = token_by_token(parts, state, self._token)
+            else:
+                read, state = by_recurrence(self.rule, parts, state, step, self.index)
             gates = torch.unflatten(z[tokens], 1, (-1, config.value_dim))
             out[tokens] = self._gated_norm(read, gates).flatten(1)
             return state, window
@@ -195,29 +200,17 @@ class GatedDelta:
 
 def delta_rule(options: LayerOptions, heads: tuple[int, int, int, int], rate: torch.Tensor, bias: torch.Tensor) -> Any:
     """The rule in Triton, of (key heads, value heads, key dim, value dim); None: it does not run here."""
-    if triton_missing(options.device) is not None:
-        return None
-    from asyncengine.kernels.cuda.delta_rule import DeltaRule
-
-    return DeltaRule(*heads, rate, bias, _TINY)
+    keys, count, key_dim, value_dim = heads
+    firsts = (0, keys * key_dim, 2 * keys * key_dim)
+    return recurrence(options, count, count // keys, key_dim, value_dim, firsts, rate, bias)
 
 
-def moved(
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], state: torch.Tensor | None,
-    token: Callable[..., tuple[torch.Tensor, torch.Tensor]], rule: Any, step: StateStep, index: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(what is read, float32 [tokens, value heads, value dim]; the states after) of an `Advance`.
-
-    `parts` [tokens, ...]: queries, keys and values side by side, what makes the rates of learning and what makes the
-    gates of forgetting. `token` moves the states of a token of each sequence; `rule`, if any, all, and where `state` is
-    None those of lone tokens in the pool.
-    """
-    if rule is not None and state is None:
-        assert step.alone is not None
-        return rule.move(*parts, step.pools.recurrent[index], step.alone[1:])[0], None
-    if rule is not None:
-        read, state = rule.move(*parts, state, None)
-        return read, state
+def token_by_token(
+    parts: tuple[torch.Tensor, ...], state: torch.Tensor | None,
+    token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(what is read [tokens, heads, value dim], the states after) of an `Advance`, from `parts` [tokens, ...] of what
+    `token` takes of a token of each sequence before its state."""
     assert state is not None
     reads = []
     for place in each_place(len(state), *parts):

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.gated_delta import Columns, delta_rule, learn, moved, unit
+from asyncengine.layers.gated_delta import Columns, delta_rule, learn, token_by_token, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
@@ -28,6 +28,7 @@ from asyncengine.layers.states import (
     StateStep,
     advance_segments,
     by_kernel,
+    by_recurrence,
     each_token,
 )
 from asyncengine.layers.step import StepContext
@@ -129,7 +130,10 @@ class KimiDelta:
             assert window is not None
             qkv, window = self.conv.advance(inputs[tokens], window)
             parts = qkv, rates[tokens], forgets[tokens]
-            read, state = moved(parts, state, self._token, self.rule, step, self.index)
+            if self.rule is None:
+                read, state = token_by_token(parts, state, self._token)
+            else:
+                read, state = by_recurrence(self.rule, parts, state, step, self.index)
             normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon)
             gate = each_token(torch.sigmoid, gates[tokens].float()).view_as(normed)
             out[tokens] = (normed * self.norm.weight.float() * gate).flatten(1).to(out.dtype)

@@ -27,9 +27,11 @@ from asyncengine.layers.states import (
     StateStep,
     advance_segments,
     by_kernel,
+    by_recurrence,
     by_sequence,
     each_place,
     each_token,
+    recurrence,
 )
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
@@ -99,6 +101,10 @@ class Mamba2:
         parameters = (self.decay, self.skip, self.step_bias, self.weight)
         self.kernel = _kernel(options, config, self.projection.outputs, self.conv, parameters)
         self.spec = StateSpec((config.heads, config.state_size, config.head_dim), self.conv.window)
+        self.rule = recurrence(
+            options, config.heads, config.heads // config.groups, config.state_size, config.head_dim,
+            (self.inner + self.shared, self.inner, 0), self.decay, self.step_bias, config.limits, self.skip,
+        )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """[T, width] -> [T, width]."""
@@ -117,15 +123,21 @@ class Mamba2:
         """y float32 [T, heads * dim] of what the convolution reads [T, channels], and of dt [T, heads]."""
         config = self.config
         y = torch.empty((len(mixed), self.inner), dtype=torch.float32, device=mixed.device)
-        steps = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
-        kept = each_token(torch.exp, steps * self.decay)
+        if self.rule is None:
+            steps = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
+            kept = each_token(torch.exp, steps * self.decay)
 
         def advance(tokens: slice | torch.Tensor, state: Any, window: Any) -> tuple[torch.Tensor, torch.Tensor]:
             made, window = self.conv.advance(mixed[tokens], window)
-            y[tokens], state = self._advance(made.float(), steps[tokens], kept[tokens], state)
+            if self.rule is None:
+                y[tokens], state = self._advance(made.float(), steps[tokens], kept[tokens], state)
+            else:
+                gates = times[tokens]
+                read, state = by_recurrence(self.rule, (made, gates, gates), state, states, self.index)
+                y[tokens] = read.flatten(1)
             return state, window
 
-        advance_segments(states, self.index, advance)
+        advance_segments(states, self.index, advance, by_slot=self.rule is not None)
         return y
 
     def _advance(

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from asyncengine.device.pinned import Int64Array, upload
+from asyncengine.kernels.cuda import triton_missing
 
 if TYPE_CHECKING:
     from asyncengine.layers.linear import Linear
@@ -182,6 +183,26 @@ def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int)
     assert step.alone is None, "a compiled kernel takes segments"
     made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
     return made
+
+
+def recurrence(options: LayerOptions, *fields: Any) -> Any:
+    """A `kernels.cuda.recurrence.Recurrence` of these fields; None: it does not run here."""
+    if triton_missing(options.device) is not None:
+        return None
+    from asyncengine.kernels.cuda.recurrence import Recurrence
+
+    return Recurrence(*fields)
+
+
+def by_recurrence(
+    rule: Any, parts: tuple[torch.Tensor, ...], state: torch.Tensor | None, step: StateStep, index: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`Recurrence.move` for an `Advance` by slot: those of lone tokens, whose `state` is None, where they lie."""
+    if state is not None:
+        read, state = rule.move(*parts, state, None)
+        return read, state
+    assert step.alone is not None
+    return rule.move(*parts, step.pools.recurrent[index], step.alone[1:])[0], None
 
 
 def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

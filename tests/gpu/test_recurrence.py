@@ -1,4 +1,4 @@
-"""State layers on a real GPU: with the delta rule in Triton as with torch's operations, and lone tokens in a graph."""
+"""State layers on a real GPU: with recurrences in Triton as with torch's operations, and lone tokens in a graph."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ RULES: dict[str, Any] = {
     "large": GatedDeltaConfig(2, 4, 128, 128, 4, 1e-6),
     "interleaved": GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6, interleaved=True),
     "small": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6), "kimi": KimiDeltaConfig(3, 128, 4, 1e-6),
+    "mamba": Mamba2Config(8, 64, 128, 2, 4, 1e-5),
+    "bounded mamba": Mamba2Config(4, 12, 10, 2, 4, 1e-5, norm="before gate", limits=(0.2, 0.9)),
 }  # fmt: skip
-LAYERS = {**RULES, "mamba": Mamba2Config(4, 12, 10, 2, 4, 1e-5), "short conv": ShortConvConfig(4)}
+LAYERS = {**RULES, "short conv": ShortConvConfig(4)}
 ROWS = [[(1, 0, 1)], [(9, 0, 2), (1, 2, 3)], [(1, 4, 4)], [(1, 5, 7)], [(1, 0, 2), (0, 2, 8)]]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

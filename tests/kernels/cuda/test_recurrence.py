@@ -1,4 +1,4 @@
-"""The delta rule in Triton, by its interpreter: layers with it are those without, for segments and lone tokens."""
+"""Recurrences in Triton, by its interpreter: layers with them are those without, for segments and lone tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here: tests/gpu", allow_module_level=True)
 
-from asyncengine.layers import gated_delta
+from asyncengine.layers import states
 from asyncengine.layers.gated_delta import GatedDeltaConfig
 from asyncengine.layers.kimi_delta import KimiDeltaConfig
+from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.states import LoneTokens, StatePools, StateStep
 
 LARGE = GatedDeltaConfig(2, 4, 128, 40, 4, 1e-6)
 LAYERS: dict[str, Any] = {
     "large": LARGE, "interleaved": replace(LARGE, interleaved=True), "small": GatedDeltaConfig(3, 3, 12, 20, 3, 1e-6),
-    "kimi": KimiDeltaConfig(3, 20, 4, 1e-6),
+    "kimi": KimiDeltaConfig(3, 20, 4, 1e-6), "mamba": Mamba2Config(6, 40, 10, 2, 4, 1e-5),
+    "bounded mamba": Mamba2Config(4, 12, 32, 1, 4, 1e-5, norm="before gate", limits=(0.2, 0.9)),
 }  # fmt: skip
 ROWS = [[(1, 0, 1)], [(9, 0, 2), (1, 2, 3)], [(1, 4, 4)], [(1, 5, 7)], [(1, 0, 2), (0, 2, 8)]]
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -40,13 +42,14 @@ def test_layers_by_the_kernel_are_those_by_torch(
     own = options(dtype, plain=True)
     found = []
     for triton in (False, True):
-        monkeypatch.setattr(gated_delta, "triton_missing", lambda device, triton=triton: None if triton else "no")
+        monkeypatch.setattr(states, "triton_missing", lambda device, triton=triton: None if triton else "no")
         layer = LAYERS[name].build(own, NormConfig(), "", 32, 0)
         assert (layer.rule is not None) == triton
         generator = torch.Generator().manual_seed(2)
         for _, slot in layer.slots():
             slot.load(torch.randn(slot.shape, generator=generator) * 0.3)
-        layer.dt_bias[0] = 40.0  # softplus is the number itself there
+        bias = layer.step_bias if name.endswith("mamba") else layer.dt_bias
+        bias[0] = 40.0  # softplus is the number itself there
         pools = StatePools([layer.spec], 9, dtype, CPU)
         assert pools.recurrent[0] is not None
         pools.recurrent[0][1:] = torch.randn(pools.recurrent[0][1:].shape, generator=generator)

@@ -20,6 +20,10 @@ _FEW = 64
 """Token ids up to which each is looked at by itself."""
 
 
+def _new(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return new_tensor(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+
+
 class Embedding:
     """Rows of a table [tokens, width], times `scale` (Gemma, Granite).
 
@@ -44,7 +48,7 @@ class Embedding:
         if self._head is not None:
             out = self._head.embed(ids.contiguous(), self._dtype)
         elif self.stored is not None:
-            out = new_tensor((len(ids), self.width), self._dtype)
+            out = _new((len(ids), self.width), self._dtype, self._device)
             self.stored.read_rows(ids.contiguous(), out)
         else:
             assert self._table is not None
@@ -109,9 +113,7 @@ class LMHead:
 
     def embed(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `ids` (int64 [T], contiguous, in range) of the weight, [T, width]."""
-        shape = (len(ids), self.inputs)
-        on_cpu = ids.device.type == "cpu"
-        out = new_tensor(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=ids.device)
+        out = _new((len(ids), self.inputs), dtype, ids.device)
         self.weight.read_rows(ids, out)
         return out
 

@@ -48,7 +48,7 @@ class LayerOptions:
     """Where weights on a CPU lie."""
     forms: Mapping[str, StoredForm] = field(default_factory=dict)
     """Of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others, and all
-    of them where there are no compiled kernels, are kept as if they came in a float type."""
+    of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
 
     @property
     def compiled(self) -> bool:
@@ -65,12 +65,12 @@ class LayerOptions:
 
         `bounds`: rows at which one checkpoint matrix ends and the next begins. `paths`: the names of all of them.
         """
-        stored = None
-        if self.forms and self.compiled:
-            stored = stored_weight(
-                paths, self.forms, outputs, inputs, bounds, self.dtype, self._plain, self.memory.empty
-            )
-        return stored or self._plain(outputs, inputs, bounds)
+        return self._stored(paths, outputs, inputs, bounds) or self._plain(outputs, inputs, bounds)
+
+    def _stored(self, paths: Sequence[str], outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm | None:
+        return stored_weight(
+            paths, self.forms, outputs, inputs, bounds, self.dtype, self.device, self._plain, self.memory.empty
+        )
 
     def _plain(self, outputs: int, inputs: int, bounds: Sequence[int] = ()) -> WeightForm:
         if self.bits is not None:
@@ -96,9 +96,7 @@ class LayerOptions:
 
     def table(self, path: str, outputs: int, inputs: int) -> WeightForm | None:
         """The weight of one matrix that stays as it is stored; None: it does not."""
-        if path not in self.forms or not self.compiled:
-            return None
-        return stored_weight([path], self.forms, outputs, inputs, (), self.dtype, self._plain, self.memory.empty)
+        return self._stored([path], outputs, inputs)
 
     def room(self, outputs: int, inputs: int, paths: Sequence[str] = ()) -> int:
         """Further rows of zeros with which a weight that fills no panels would be packed; 0: it would not."""

@@ -110,9 +110,9 @@ class RowRange:
         self._matrix.release(self._first + first, self._first + last)
 
 
-def bytes_of(form: NumberForm, numbers: int) -> int:
-    """What so many numbers take with their scales and the like, about."""
-    each = form.bits / 8
+def bytes_of(form: NumberForm, numbers: int, *, whole_bytes: bool = False) -> int:
+    """What so many numbers take with their scales and the like, about. `whole_bytes`: those of 6 bits take 8."""
+    each = (8 if whole_bytes and form.bits == 6 else form.bits) / 8
     if form.group:
         scale = {"float16": 2, "bfloat16": 2, "float32": 4}[form.scale_dtype]
         parts = 2 if form.below == "minima" else 1

@@ -13,11 +13,18 @@ import torch
 from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.device.share_out import share_out
 from asyncengine.kernels.arena import Empty, ordinary
+from asyncengine.kernels.cpu import compiler_missing
+from asyncengine.layers.packed_weight import PackedWeight, packed_group, packing_missing
 from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.layers.weight_forms import PanelWeight, WeightForm
 
 _AT_ONCE = 2**20
 """Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
+
+
+def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
+    return compiler_missing(dtype, device) if device.type == "cpu" else packing_missing(dtype, device)
 
 
 def panel_form(form: NumberForm) -> Any:
@@ -101,31 +108,41 @@ class GroupedWeight(PanelWeight):
 
 def stored_weight(
     paths: Sequence[str], forms: Mapping[str, StoredForm], outputs: int, inputs: int, bounds: Sequence[int],
-    dtype: torch.dtype, other: Any, empty: Empty = ordinary,
+    dtype: torch.dtype, device: torch.device, other: Any, empty: Empty = ordinary,
 ) -> WeightForm | None:  # fmt: skip
     """The weight [outputs, inputs] of matrices stored as `forms` has it by path; None: none of them is there, or there
-    is no kernel for one.
+    is no kernel for one, or for any here (`stored_missing`).
 
     `bounds`: rows at which one matrix ends and the next begins. Neighbours of one form are one matrix, unless each has
     an order of its own, or fills no panels. `other(outputs, inputs)`: the weight of one that is stored plainly.
     """
-    from asyncengine.kernels.cpu.panel_form import PANEL
-
     stored = [forms.get(path) for path in paths]
     known = [each for each in stored if each is not None]
-    if not known or any(panel_form(each.numbers) is None for each in known):
+    if not known or stored_missing(dtype, device) is not None:
         return None
+    on_cpu, panel = device.type == "cpu", 1
+    if any((panel_form if on_cpu else packed_group)(each.numbers) is None for each in known):
+        return None
+    if on_cpu:
+        from asyncengine.kernels.cpu.panel_form import PANEL
+
+        panel = PANEL
     spans: list[tuple[StoredForm | None, int]] = []
     ends = [*bounds, outputs]
     for each, first, last in zip(stored, [0, *bounds], ends, strict=True):
-        if spans and spans[-1][0] == each and spans[-1][1] % PANEL == 0 and not (each is not None and each.ordered):
+        if spans and spans[-1][0] == each and spans[-1][1] % panel == 0 and not (each is not None and each.ordered):
             spans[-1] = (each, spans[-1][1] + last - first)
         else:
             spans.append((each, last - first))
-    made = [
-        other(count, inputs) if each is None else GroupedWeight(count, inputs, each, dtype, empty)
-        for each, count in spans
-    ]
+
+    def make(form: StoredForm | None, count: int) -> Any:
+        if form is None:
+            return other(count, inputs)
+        if on_cpu:
+            return GroupedWeight(count, inputs, form, dtype, empty)
+        return PackedWeight(count, inputs, form, dtype, device)
+
+    made = [make(form, count) for form, count in spans]
     return made[0] if len(made) == 1 else SideBySide(made)
 
 

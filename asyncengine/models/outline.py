@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.layers.kernels import TorchKernels
 from asyncengine.layers.options import LayerOptions
+from asyncengine.layers.packed_weight import packed_group
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import StoredForm, bytes_of
+from asyncengine.layers.stored_weight import stored_missing
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.weights import assign, settle_tie, slots_of, stored_forms
@@ -51,33 +53,45 @@ def outline_of(
     described = settle_tie(described, checkpoint)
     decoder = Decoder(described, LayerOptions(dtype, torch.device("meta"), TorchKernels()), 1)
     slots = slots_of(decoder, checkpoint)
-    return Outline(decoder, weights_of(checkpoint, slots, described.ignored, config, dtype, device, bits))
+    mixtures = [mixture.experts for layer in decoder.layers for mixture in layer.mixtures()]
+    experts = {name.removesuffix(".weight") for each in mixtures for name, _ in (*each.slots(), *each.stacked_slots())}
+    return Outline(decoder, weights_of(checkpoint, slots, described.ignored, config, dtype, device, bits, experts))
 
 
 def weights_of(
     checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: EngineConfig,
-    dtype: torch.dtype, device: torch.device, bits: int | None,
+    dtype: torch.dtype, device: torch.device, bits: int | None, experts: Collection[str] = (),
 ) -> Weights:  # fmt: skip
-    """What `slots` are filled with; `ignored` as `assign` takes it, whose `ModelNotFound` it raises."""
+    """What `slots` are filled with; `ignored` as `assign` takes it, whose `ModelNotFound` it raises. `experts`: paths
+    of matrices that kernels of their own multiply."""
     names = {} if config.load_format == "dummy" else assign(checkpoint, slots, ignored)
-    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits)
+    forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits, experts)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}
-    kept = sum(bytes_of(each.numbers, elements.pop(path)) for path, each in forms.items())
+    whole = device.type == "cuda"
+    kept = sum(bytes_of(each.numbers, elements.pop(path), whole_bytes=whole) for path, each in forms.items())
     return Weights(names, forms, kept, elements)
 
 
 def kept_forms(
-    stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None
-) -> dict[str, StoredForm]:
+    stored: Mapping[str, StoredForm], dtype: torch.dtype, device: torch.device, bits: int | None,
+    experts: Collection[str] = (),
+) -> dict[str, StoredForm]:  # fmt: skip
     """Those of a checkpoint's quantized matrices that stay as they are: all, or (`bits`) what is no wider than that.
 
-    None where there are no compiled kernels, which a line of the log says.
+    None where there are no kernels; on a GPU only those that one is for, and no `experts`. The log says which and why.
     """
-    missing = compiler_missing(dtype, device)
-    if stored and missing is not None:
-        kinds, form = ", ".join(sorted({each.name for each in stored.values()})), str(dtype).removeprefix("torch.")
-        logger.warning(
-            "%d quantized matrices (%s) become %s: %s", len(stored), kinds, form, missing
-        )  # fmt: skip
-        return {}
-    return {path: each for path, each in stored.items() if bits is None or each.numbers.bits <= bits}
+    missing, lost = stored_missing(dtype, device), defaultdict[str, list[str]](list)
+    for path, each in stored.items():
+        if missing is not None:
+            lost[missing].append(path)
+        elif device.type == "cuda" and path in experts:
+            lost["kernels for experts read no other type"].append(path)
+        elif device.type == "cuda" and packed_group(each.numbers) is None:
+            lost[f"there is no kernel for {each.numbers}"].append(path)
+    for why, paths in lost.items():
+        kinds, form = ", ".join(sorted({stored[path].name for path in paths})), str(dtype).removeprefix("torch.")
+        logger.warning("%d quantized matrices (%s) become %s: %s", len(paths), kinds, form, why)
+    dense = {path for paths in lost.values() for path in paths}
+    return {
+        path: each for path, each in stored.items() if path not in dense and (bits is None or each.numbers.bits <= bits)
+    }

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
+from support.drive import Driver, prompts
 from support.forwards import relative_error
+from support.quantized_checkpoints import quantized
 from support.stored_matrices import FORMS, RandomMatrix
+from support.tiny_models import FAMILIES, VOCAB
 
+from asyncengine.config import EngineConfig
 from asyncengine.layers.packed_weight import PackedWeight
 from asyncengine.layers.stored import StoredForm
+from asyncengine.models.loading import load_model
+from asyncengine.runner.building import build_runner
+from asyncengine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("triton") is None, reason="needs an NVIDIA GPU and Triton"
@@ -43,3 +52,24 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     x.normal_()
     graph.replay()
     assert relative_error(x.float() @ dense.T, out.float()) < LIMITS[dtype]
+
+
+def test_a_quantized_model_on_the_device(tmp_path: Path) -> None:
+    """Scores of prompts and of answers that follow are those of the dequantized model; its weights are smaller."""
+    config = FAMILIES["llama"]()
+    config.update({"hidden_size": 128, "intermediate_size": 256, "head_dim": 64})
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    quantized(tmp_path / "plain", tmp_path / "awq", "awq", tmp_path / "dense")
+    scores, sizes = [], []
+    for name in ("awq", "dense"):
+        settings = EngineConfig(dtype="bfloat16", device="cuda", kv_cache_memory="256MiB", max_num_seqs=64)
+        runner = build_runner(load_model(str(tmp_path / name), settings), settings)
+        sizes.append(runner.weights_bytes)
+        driver = Driver(runner)
+        params = SamplingParams(temperature=0.0, prompt_logprobs=True, ignore_eos=True)
+        jobs = [driver.job(prompt, 8, params) for prompt in prompts([90, 33, 5], VOCAB)]
+        driver.run(jobs, chunk=80)
+        scores.append(torch.tensor([entry.logprob for job in jobs for entry in job.prompt_logprobs]))
+    assert sizes[0] < sizes[1]
+    assert float((scores[0] - scores[1]).abs().max()) < 0.1

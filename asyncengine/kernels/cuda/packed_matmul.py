@@ -62,8 +62,8 @@ class PackedMatrix(NamedTuple):
 
 @triton.jit
 def _numbers_of(packed, table, zero, big, half: tl.constexpr, bits: tl.constexpr):
-    """float32: the numbers of one half of each byte, or of all of it, less `zero`; without a table, those of upper halves
-    are 16 times too large."""
+    """float32: the numbers of one half of each byte, or of all of it, less `zero`; without a table, those of an upper
+    half are 16 times too large."""
     number = packed.to(tl.int32)
     if table is not None:
         found = tl.load(table + ((number >> (4 * half)) & 15))

@@ -1,0 +1,76 @@
+"""Whole small models whose matrices stay as they are stored on a GPU, by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.forwards import logits_of, relative_error
+
+pytest.importorskip("triton")
+
+from asyncengine.config import EngineConfig
+from asyncengine.layers import stored_weight
+from asyncengine.layers.packed_weight import PackedWeight
+from asyncengine.layers.stored import NumberForm, StoredForm
+from asyncengine.models.loading import load_model
+from asyncengine.models.outline import kept_forms
+from asyncengine.models.updates import prepare_update
+
+Pair = Callable[..., tuple[Path, Path]]
+QUIET = EngineConfig(show_progress=False, dtype="float32", attention_backend="torch")
+IDS = [3, 17, 40, 9, 3, 3, 88]
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that a CPU's kernels would multiply are kept as a GPU keeps them."""
+
+    def make(outputs: int, inputs: int, form: StoredForm, dtype: torch.dtype, _empty: Any) -> PackedWeight:
+        return PackedWeight(outputs, inputs, form, dtype, CPU)
+
+    monkeypatch.setattr(stored_weight, "GroupedWeight", make)
+
+
+def load(folder: Path) -> Any:
+    return load_model(str(folder), QUIET)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq asymmetric", "gptq act-order", "w8a8", "fp8 blocks"])
+def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed: None) -> None:
+    """No matrix is dequantized while loading."""
+    folder, dense = pair("llama", kind)
+    loaded, plain = load(folder), load(dense)
+    bound = 1e-2 if kind == "fp8 blocks" else 1e-5  # its smallest numbers are rounded while they are read
+    assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
+    weights = [linear.weight for layer in loaded.model.layers for linear in layer.linears()]
+    forms = [form for weight in weights for form in getattr(weight, "forms", [weight])]
+    assert all(isinstance(form, PackedWeight) for form in forms)
+    assert loaded.weights_bytes < plain.weights_bytes
+
+
+def test_another_checkpoint_of_the_same_form_into_a_live_model(pair: Pair, packed: None) -> None:
+    live, fresh = load(pair("llama", "awq")[0]).model, load(pair("llama", "awq", 1)[0]).model
+    before = logits_of(live, IDS)
+    prepare_update(live, pair("llama", "awq", 1)[0], QUIET)()
+    assert torch.equal(logits_of(live, IDS), logits_of(fresh, IDS))
+    assert not torch.equal(logits_of(live, IDS), before)
+
+
+def test_what_stays_as_it_is_stored_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """All that there is a kernel for, but experts; a line of the log says why the others do not."""
+    forms = {"a": NumberForm(4, 128, "zeros"), "b": NumberForm(4, 24), "c": NumberForm(6, 16, block=256)}
+    stored = {name: StoredForm(f"form {name}", form) for name, form in forms.items()}
+    with caplog.at_level(logging.WARNING, "asyncengine"):
+        assert list(kept_forms(stored, torch.bfloat16, GPU, None)) == ["a", "c"]
+        assert list(kept_forms(stored, torch.bfloat16, GPU, None, {"c"})) == ["a"]
+        assert kept_forms(stored, torch.float32, GPU, None) == {}
+    lines = [record.message for record in caplog.records]
+    assert "1 quantized matrices (form b) become bfloat16: there is no kernel for " in lines[0]
+    assert "1 quantized matrices (form c) become bfloat16: kernels for experts read no other type" in lines
+    assert "3 quantized matrices (form a, form b, form c) become float32: kernels for stored" in lines[-1]

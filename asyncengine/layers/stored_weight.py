@@ -14,7 +14,7 @@ from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.device.share_out import share_out
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.packed_weight import PackedWeight, packed_group, packing_missing
+from asyncengine.layers.chunked_weight import ChunkedWeight, chunk_group, chunks_missing
 from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.layers.weight_forms import PanelWeight, WeightForm
 
@@ -24,7 +24,7 @@ _AT_ONCE = 2**20
 
 def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
-    return compiler_missing(dtype, device) if device.type == "cpu" else packing_missing(dtype, device)
+    return compiler_missing(dtype, device) if device.type == "cpu" else chunks_missing(dtype, device)
 
 
 def panel_form(form: NumberForm) -> Any:
@@ -121,7 +121,7 @@ def stored_weight(
     if not known or stored_missing(dtype, device) is not None:
         return None
     on_cpu, panel = device.type == "cpu", 1
-    if any((panel_form if on_cpu else packed_group)(each.numbers) is None for each in known):
+    if any((panel_form if on_cpu else chunk_group)(each.numbers) is None for each in known):
         return None
     if on_cpu:
         from asyncengine.kernels.cpu.panel_form import PANEL
@@ -140,7 +140,7 @@ def stored_weight(
             return other(count, inputs)
         if on_cpu:
             return GroupedWeight(count, inputs, form, dtype, empty)
-        return PackedWeight(count, inputs, form, dtype, device)
+        return ChunkedWeight(count, inputs, form, dtype, device)
 
     made = [make(form, count) for form, count in spans]
     return made[0] if len(made) == 1 else SideBySide(made)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from asyncengine.config import EngineConfig
+from asyncengine.layers.chunked_weight import chunk_group
 from asyncengine.layers.kernels import TorchKernels
 from asyncengine.layers.options import LayerOptions
-from asyncengine.layers.packed_weight import packed_group
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import StoredForm, bytes_of
 from asyncengine.layers.stored_weight import stored_missing
@@ -86,7 +86,7 @@ def kept_forms(
             lost[missing].append(path)
         elif device.type == "cuda" and path in experts:
             lost["kernels for experts read no other type"].append(path)
-        elif device.type == "cuda" and packed_group(each.numbers) is None:
+        elif device.type == "cuda" and chunk_group(each.numbers) is None:
             lost[f"there is no kernel for {each.numbers}"].append(path)
     for why, paths in lost.items():
         kinds, form = ", ".join(sorted({stored[path].name for path in paths})), str(dtype).removeprefix("torch.")

@@ -35,18 +35,12 @@ _BIG = 0x4B000000
 constant would be put into a register for each number again."""
 
 
-class PackedMatrix(NamedTuple):
-    """A matrix [outputs, inputs] in memory of the device: w = row_scale * (scale * (number - zero) - minimum).
+class Planes(NamedTuple):
+    """Tensors of a matrix [outputs, inputs], in memory of the device; None: it has none such.
 
     Scales and minima are [groups, outputs], or [blocks, outputs] of numbers that `steps` [groups, outputs] multiply.
     """
 
-    inputs: int
-    bits: int
-    block: int
-    """Inputs of a block; 0: there are none."""
-    middle: int
-    """The zero of all groups, where there are no `zeros`."""
     numbers: torch.Tensor
     """uint8 [chunks, outputs, width]"""
     row_scales: torch.Tensor
@@ -60,13 +54,28 @@ class PackedMatrix(NamedTuple):
     """float32 [16]: what each number stands for."""
 
 
+class ChunkedMatrix(NamedTuple):
+    """w = row_scale * (scale * (number - zero) - minimum)."""
+
+    planes: Planes
+    inputs: int
+    bits: int
+    block: int
+    """Inputs of a block; 0: there are none."""
+    middle: int
+    """The zero of all groups, where there are no `zeros`."""
+
+
 @triton.jit
-def _numbers_of(packed, table, zero, big, half: tl.constexpr, bits: tl.constexpr):
-    """float32: the numbers of one half of each byte, or of all of it, less `zero`; without a table, those of an upper
-    half are 16 times too large."""
+def _values(planes, packed, group, output, outputs, big, half: tl.constexpr, bits: tl.constexpr, middle: tl.constexpr):
+    """float32: the numbers of one half of each byte, or of all of it, less the zero of their group; without a table,
+    those of an upper half are 16 times too large. Groups and outputs have a dimension less, the last."""
     number = packed.to(tl.int32)
-    if table is not None:
-        found = tl.load(table + ((number >> (4 * half)) & 15))
+    zero = middle + 0.0
+    if planes.zeros is not None:
+        zero = tl.expand_dims(tl.load(planes.zeros + (group * outputs + output)).to(tl.float32), -1)
+    if planes.table is not None:
+        found = tl.load(planes.table + ((number >> (4 * half)) & 15))
     elif bits == 8:
         found = (number | big).to(tl.float32, bitcast=True) - (zero + 8388608.0)
     elif half == 0:
@@ -77,94 +86,92 @@ def _numbers_of(packed, table, zero, big, half: tl.constexpr, bits: tl.constexpr
 
 
 @triton.jit
-def _zeros_of(zeros, at, there, middle: tl.constexpr):
-    """float32: what is taken off the numbers of groups."""
-    if zeros is not None:
-        found = tl.load(zeros + at, mask=there, other=0).to(tl.float32)
+def _of_group(values, steps, group, output, outputs, width: tl.constexpr, block: tl.constexpr):
+    """float32: the scales or minima of groups."""
+    if steps is None:
+        found = tl.load(values + (group * outputs + output)).to(tl.float32)
     else:
-        found = tl.zeros(there.shape, tl.float32) + middle
+        found = tl.load(values + (group * width // block * outputs + output)).to(tl.float32)
+        found *= tl.load(steps + (group * outputs + output)).to(tl.float32)
     return found
 
 
 @triton.jit
-def _of_group(values, steps, group, output, there, outputs, width: tl.constexpr, block: tl.constexpr):
-    """float32: the scales or minima of groups."""
-    if steps is None:
-        found = tl.load(values + group * outputs + output, mask=there, other=0.0).to(tl.float32)
-    else:
-        found = tl.load(values + group * width // block * outputs + output, mask=there, other=0.0).to(tl.float32)
-        found *= tl.load(steps + group * outputs + output, mask=there, other=0).to(tl.float32)
-    return found
+def _scaled(
+    planes, part, whole, group, output, outputs, half: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    """Scale * part - minimum * whole, of what `_values` gives; both have a last dimension that groups have not."""
+    if half == 1 and planes.table is None:
+        part *= 0.0625
+    if planes.scales is not None:
+        scale = _of_group(planes.scales, planes.steps, group, output, outputs, width, block)
+        part *= tl.expand_dims(scale, -1)
+    if planes.minima is not None:
+        minimum = _of_group(planes.minima, planes.minimum_steps, group, output, outputs, width, block)
+        part -= whole * tl.expand_dims(minimum, -1)
+    return part
+
+
+@triton.jit
+def _inputs(x, place, inputs, even: tl.constexpr):
+    """Inputs at `place`; 0 beyond the last, which cannot be if `even`."""
+    return tl.load(x + place) if even else tl.load(x + place, mask=place < inputs, other=0.0)
 
 
 @triton.jit
 def _sums(
-    packed, own, table, scales, steps, zeros, minima, minimum_steps, group, output, there, outputs, big,
-    half: tl.constexpr, bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
+    planes, packed, own, group, output, outputs, big, half: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, middle: tl.constexpr,
 ):  # fmt: skip
-    """float32 [chunks, outputs]: of each group, the product with the inputs `own` [chunks, outputs, width]."""
-    zero = _zeros_of(zeros, group * outputs + output, there, middle)
-    part = tl.sum(_numbers_of(packed, table, zero[:, :, None], big, half, bits) * own, axis=2)
-    if half == 1 and table is None:
-        part *= 0.0625
-    if scales is not None:
-        part *= _of_group(scales, steps, group, output, there, outputs, width, block)
-    if minima is not None:
-        part -= tl.sum(own, axis=2) * _of_group(minima, minimum_steps, group, output, there, outputs, width, block)
-    return part
+    """float32 [chunks, outputs, 1]: of each group, the product with the inputs `own` [chunks, outputs, width]."""
+    number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
+    part, whole = tl.sum(number * own, axis=2)[:, :, None], tl.sum(own, axis=2)[:, :, None]
+    return _scaled(planes, part, whole, group, output, outputs, half, width, block)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    x, out, bias, numbers, row_scales, scales, steps, zeros, minima, minimum_steps, table, x_stride, out_stride, rows,
-    inputs, outputs, chunks, big, most: tl.constexpr, narrow: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr,
-    width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
+    planes, x, out, bias, x_stride, out_stride, rows, inputs, outputs, chunks, big, even: tl.constexpr,
+    most: tl.constexpr, narrow: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
+    block: tl.constexpr, middle: tl.constexpr,
 ):  # fmt: skip
-    """Twice `narrow` outputs of up to `most` rows, by sums over each group: the scale is multiplied once."""
-    output = (2 * tl.program_id(0) * narrow + tl.arange(0, narrow))[None, :]
-    other = output + narrow
+    """Twice `narrow` outputs of up to `most` rows, by sums over each group: the scale is multiplied once. What is
+    beyond the last row or output is the last again, and is not stored."""
+    first = 2 * tl.program_id(0) * narrow
+    output = tl.minimum(first + tl.arange(0, narrow), outputs - 1)[None, :]
+    other = tl.minimum(first + narrow + tl.arange(0, narrow), outputs - 1)[None, :]
     lane = tl.arange(0, width)[None, None, :]
     row = tl.arange(0, most)[None, None, :]
     total = tl.zeros([tile, narrow, most], tl.float32)
     other_total = tl.zeros([tile, narrow, most], tl.float32)
-    for first in range(0, chunks, tile):
-        chunk = (first + tl.arange(0, tile))[:, None]
-        there = (chunk < chunks) & (output < outputs)
-        other_there = (chunk < chunks) & (other < outputs)
-        at = numbers + (chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane
-        packed = tl.load(at, mask=there[:, :, None], other=0)
-        other_packed = tl.load(at + narrow * width, mask=other_there[:, :, None], other=0)
+    for begin in range(0, chunks, tile):
+        place = begin + tl.arange(0, tile)[:, None]
+        chunk = tl.minimum(place, chunks - 1)
+        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
+        other_packed = tl.load(planes.numbers + ((chunk * outputs + other).to(tl.int64)[:, :, None] * width + lane))
         for half in tl.static_range(8 // bits):
             group = chunk * (8 // bits) + half
             # all outputs load the same inputs, so that these lie in registers as the numbers do
-            place = group[:, :, None] * width + lane + tl.zeros([1, narrow, 1], tl.int32)
+            inner = ((place * (8 // bits) + half) * width + tl.zeros([1, narrow], tl.int32))[:, :, None] + lane
             for each in tl.static_range(most):
-                given = x + tl.minimum(each, rows - 1).to(tl.int64) * x_stride  # the last one again is not written
-                own = tl.load(given + place, mask=place < inputs, other=0.0).to(tl.float32)
-                part = _sums(
-                    packed, own, table, scales, steps, zeros, minima, minimum_steps, group, output, there, outputs,
-                    big, half, bits, width, block, middle,
-                )  # fmt: skip
-                total += tl.where(row == each, part[:, :, None], 0.0)
-                part = _sums(
-                    other_packed, own, table, scales, steps, zeros, minima, minimum_steps, group, other, other_there,
-                    outputs, big, half, bits, width, block, middle,
-                )  # fmt: skip
-                other_total += tl.where(row == each, part[:, :, None], 0.0)
-    first = 2 * tl.program_id(0) * narrow
-    _write(total, out, bias, row_scales, first, out_stride, rows, outputs, most, narrow)
-    _write(other_total, out, bias, row_scales, first + narrow, out_stride, rows, outputs, most, narrow)
+                own = _inputs(x + tl.minimum(each, rows - 1).to(tl.int64) * x_stride, inner, inputs, even)
+                own = own.to(tl.float32)
+                part = _sums(planes, packed, own, group, output, outputs, big, half, bits, width, block, middle)
+                total += tl.where(row == each, part, 0.0)
+                part = _sums(planes, other_packed, own, group, other, outputs, big, half, bits, width, block, middle)
+                other_total += tl.where(row == each, part, 0.0)
+    _write(planes, total, out, bias, first, out_stride, rows, outputs, most, narrow)
+    _write(planes, other_total, out, bias, first + narrow, out_stride, rows, outputs, most, narrow)
 
 
 @triton.jit
 def _write(
-    total, out, bias, row_scales, first, out_stride, rows, outputs, most: tl.constexpr, narrow: tl.constexpr
+    planes, total, out, bias, first, out_stride, rows, outputs, most: tl.constexpr, narrow: tl.constexpr
 ):  # fmt: skip
     """Outputs from `first` on, of sums [chunks, outputs, rows]."""
-    found = tl.sum(total, axis=0)
     output = (first + tl.arange(0, narrow))[:, None]
     row = tl.arange(0, most)[None, :]
-    found *= tl.load(row_scales + output, mask=output < outputs, other=0.0)
+    found = tl.sum(total, axis=0) * tl.load(planes.row_scales + output, mask=output < outputs, other=0.0)
     if bias is not None:
         found += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)
     at = row.to(tl.int64) * out_stride + output
@@ -173,39 +180,32 @@ def _write(
 
 @triton.jit(do_not_specialize=["rows"])
 def _some_rows(
-    x, out, numbers, row_scales, scales, steps, zeros, minima, minimum_steps, table, x_stride, rows, inputs, outputs,
-    chunks, big, each, most: tl.constexpr, wide: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, middle: tl.constexpr,
+    planes, x, out, x_stride, rows, inputs, outputs, chunks, big, each, even: tl.constexpr, most: tl.constexpr,
+    wide: tl.constexpr, bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
 ):  # fmt: skip
     """float32 sums over `each` chunks, [parts, rows, outputs]: numbers less zeros are exact in x's dtype."""
-    output = (tl.program_id(0) * wide + tl.arange(0, wide))[:, None]
-    there = output < outputs
+    real = tl.program_id(0) * wide + tl.arange(0, wide)
+    output = tl.minimum(real, outputs - 1)
     lane = tl.arange(0, width)
     row = tl.arange(0, most)[None, :]
+    given = x + tl.minimum(row, rows - 1) * x_stride
     total = tl.zeros([wide, most], tl.float32)
     ones = tl.full([wide, width], 1.0, x.dtype.element_ty)
     begin = tl.program_id(1) * each
     for chunk in range(begin, tl.minimum(begin + each, chunks)):
-        at = (chunk * outputs + output).to(tl.int64) * width + lane[None, :]
-        packed = tl.load(numbers + at, mask=there, other=0)
+        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, None] * width + lane[None, :]))
         for half in tl.static_range(8 // bits):
             group = chunk * (8 // bits) + half
-            zero = _zeros_of(zeros, group * outputs + output, there, middle)
-            number = _numbers_of(packed, table, zero, big, half, bits)
-            place = group * width + lane[:, None]
-            own = tl.load(x + row * x_stride + place, mask=(place < inputs) & (row < rows), other=0.0)
+            number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
+            own = _inputs(given, group * width + lane[:, None], inputs, even)
             part = tl.dot(number.to(x.dtype.element_ty), own)
-            if half == 1 and table is None:
-                part *= 0.0625
-            if scales is not None:
-                part *= _of_group(scales, steps, group, output, there, outputs, width, block)
-            if minima is not None:
-                minimum = _of_group(minima, minimum_steps, group, output, there, outputs, width, block)
-                part -= tl.dot(ones, own) * minimum
-            total += part
-    total *= tl.load(row_scales + output, mask=there, other=0.0)
-    at = (tl.program_id(1) * rows + row).to(tl.int64) * outputs + output
-    tl.store(out + at, total, mask=there & (row < rows))
+            whole = part
+            if planes.minima is not None:
+                whole = tl.dot(ones, own)
+            total += _scaled(planes, part, whole, group, output, outputs, half, width, block)
+    total *= tl.load(planes.row_scales + output)[:, None]
+    at = (tl.program_id(1) * rows + row).to(tl.int64) * outputs + real[:, None]
+    tl.store(out + at, total, mask=(real[:, None] < outputs) & (row < rows))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -216,90 +216,85 @@ def _join(parts, out, bias, out_stride, rows, outputs, count: tl.constexpr, wide
     there = output < outputs
     found = tl.zeros([wide], tl.float32)
     for part in tl.static_range(count):
-        found += tl.load(parts + (part * rows + row).to(tl.int64) * outputs + output, mask=there, other=0.0)
+        found += tl.load(parts + ((part * rows + row).to(tl.int64) * outputs + output), mask=there, other=0.0)
     if bias is not None:
         found += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * out_stride + output, found.to(out.dtype.element_ty), mask=there)
+    tl.store(out + (row.to(tl.int64) * out_stride + output), found.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first"])
 def _dequantize(
-    ids, out, numbers, row_scales, scales, steps, zeros, minima, minimum_steps, table, first, rows, inputs, outputs,
-    chunks, big, narrow: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr,
-    block: tl.constexpr, middle: tl.constexpr,
+    planes, ids, out, first, rows, inputs, outputs, chunks, big, narrow: tl.constexpr, tile: tl.constexpr,
+    bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
 ):  # fmt: skip
     """Rows of the matrix: from `first` on, or those of `ids`."""
     row = (tl.program_id(0) * narrow + tl.arange(0, narrow))[None, :]
-    output = row + first
+    output = tl.minimum(row, rows - 1) + first
     if ids is not None:
-        output = tl.load(ids + row, mask=row < rows, other=0)
-    chunk = (tl.program_id(1) * tile + tl.arange(0, tile))[:, None]
+        output = tl.load(ids + tl.minimum(row, rows - 1))
+    real = (tl.program_id(1) * tile + tl.arange(0, tile))[:, None]
+    chunk = tl.minimum(real, chunks - 1)
     lane = tl.arange(0, width)[None, None, :]
-    there = (chunk < chunks) & (row < rows)
-    at = (chunk * outputs + output).to(tl.int64) * width
-    packed = tl.load(numbers + at[:, :, None] + lane, mask=there[:, :, None], other=0)
-    row_scale = tl.load(row_scales + output, mask=row < rows, other=0.0)
+    packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
     for half in tl.static_range(8 // bits):
         group = chunk * (8 // bits) + half
-        zero = _zeros_of(zeros, group * outputs + output, there, middle)
-        number = _numbers_of(packed, table, zero[:, :, None], big, half, bits)
-        if half == 1 and table is None:
-            number *= 0.0625
-        if scales is not None:
-            number *= _of_group(scales, steps, group, output, there, outputs, width, block)[:, :, None]
-        if minima is not None:
-            number -= _of_group(minima, minimum_steps, group, output, there, outputs, width, block)[:, :, None]
-        number *= row_scale[:, :, None]
-        place = group[:, :, None] * width + lane
-        target = out + row.to(tl.int64)[:, :, None] * inputs + place
-        tl.store(target, number.to(out.dtype.element_ty), mask=there[:, :, None] & (place < inputs))
+        number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
+        number = _scaled(planes, number, 1.0, group, output, outputs, half, width, block)
+        number *= tl.load(planes.row_scales + output)[:, :, None]
+        place = ((real * (8 // bits) + half) * width)[:, :, None] + lane
+        at = row.to(tl.int64)[:, :, None] * inputs + place
+        tl.store(out + at, number.to(out.dtype.element_ty), mask=(row[:, :, None] < rows) & (place < inputs))
 
 
-def read_rows(matrix: PackedMatrix, out: torch.Tensor, first: int = 0, ids: torch.Tensor | None = None) -> torch.Tensor:
+def read_rows(
+    matrix: ChunkedMatrix, out: torch.Tensor, first: int = 0, ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """`out` [n, inputs], contiguous, of any float dtype = rows [first, first + n), or the rows `ids` (int64 [n])."""
-    inputs, bits, block, middle, *planes = matrix
-    chunks, outputs, width = matrix.numbers.shape
+    planes, inputs, bits, block, middle = matrix
+    chunks, outputs, width = planes.numbers.shape
     tile = max(1, _TILE // _NARROW // width)
     if len(out):
         _dequantize[triton.cdiv(len(out), _NARROW), triton.cdiv(chunks, tile)](
-            ids, out, *planes, first, len(out), inputs, outputs, chunks, _BIG, _NARROW, tile, bits, width, block, middle
+            planes, ids, out, first, len(out), inputs, outputs, chunks, _BIG, _NARROW, tile, bits, width, block, middle
         )
     return out
 
 
 def multiply(
-    x: torch.Tensor, matrix: PackedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`out` [rows, outputs] = x W^T + bias. Both have neighbours along their last dimension; rows may lie apart.
 
     `out` may be float32 for x of another dtype where there are at most `SOME` rows.
     """
-    rows, (chunks, outputs, width) = len(x), matrix.numbers.shape
-    inputs, bits, block, middle, *planes = matrix
+    planes, inputs, bits, block, middle = matrix
+    rows, (chunks, outputs, width) = len(x), planes.numbers.shape
     if rows > SOME:
         return _many_rows(x, matrix, out, bias)
     if 0 < rows <= FEW:
+        tile = max(1, _TILE // _NARROW // width)
+        even = inputs % (8 // bits * width * tile) == 0
         _few_rows[(triton.cdiv(outputs, 2 * _NARROW),)](
-            x, out, bias, *planes, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG,
-            triton.next_power_of_2(rows), _NARROW, max(1, _TILE // _NARROW // width), bits, width, block, middle,
-            num_warps=_WARPS,
+            planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG, even,
+            triton.next_power_of_2(rows), _NARROW, tile, bits, width, block, middle, num_warps=_WARPS,
         )  # fmt: skip
     elif rows:
         blocks = triton.cdiv(outputs, _WIDE)
         each = triton.cdiv(chunks, max(1, min(8, chunks // 4, _PROGRAMS // blocks)))
         count = triton.cdiv(chunks, each)
+        even = inputs % (8 // bits * width) == 0
         parts = torch.empty((count, rows, outputs), dtype=torch.float32, device=x.device)
         _some_rows[blocks, count](
-            x, parts, *planes, x.stride(0), rows, inputs, outputs, chunks, _BIG, each,
+            planes, x, parts, x.stride(0), rows, inputs, outputs, chunks, _BIG, each, even,
             max(16, triton.next_power_of_2(rows)), _WIDE, bits, width, block, middle, num_warps=4, num_stages=_DEPTH,
         )  # fmt: skip
         _join[triton.cdiv(outputs, 1024), rows](parts, out, bias, out.stride(0), rows, outputs, count, 1024)
     return out
 
 
-def _many_rows(x: torch.Tensor, matrix: PackedMatrix, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _many_rows(x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """By torch, one slice of dequantized outputs after the other."""
-    outputs = matrix.numbers.shape[1]
+    outputs = matrix.planes.numbers.shape[1]
     step = min(outputs, max(256, _SLICE // matrix.inputs // 256 * 256))
     memory = x.new_empty((step, matrix.inputs))
     for first in range(0, outputs, step):

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers import stored_weight
-from asyncengine.layers.packed_weight import PackedWeight
+from asyncengine.layers.chunked_weight import ChunkedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.models.loading import load_model
 from asyncengine.models.outline import kept_forms
@@ -31,8 +31,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that a CPU's kernels would multiply are kept as a GPU keeps them."""
 
-    def make(outputs: int, inputs: int, form: StoredForm, dtype: torch.dtype, _empty: Any) -> PackedWeight:
-        return PackedWeight(outputs, inputs, form, dtype, CPU)
+    def make(outputs: int, inputs: int, form: StoredForm, dtype: torch.dtype, _empty: Any) -> ChunkedWeight:
+        return ChunkedWeight(outputs, inputs, form, dtype, CPU)
 
     monkeypatch.setattr(stored_weight, "GroupedWeight", make)
 
@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_dequantized_model(kind: str, pair: Pair, packed
     assert relative_error(logits_of(plain.model, IDS), logits_of(loaded.model, IDS)) < bound
     weights = [linear.weight for layer in loaded.model.layers for linear in layer.linears()]
     forms = [form for weight in weights for form in getattr(weight, "forms", [weight])]
-    assert all(isinstance(form, PackedWeight) for form in forms)
+    assert all(isinstance(form, ChunkedWeight) for form in forms)
     assert loaded.weights_bytes < plain.weights_bytes
 
 

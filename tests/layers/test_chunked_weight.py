@@ -9,7 +9,7 @@ from support.stored_matrices import FORMS, RandomMatrix
 
 pytest.importorskip("triton")
 
-from asyncengine.layers.packed_weight import PackedWeight
+from asyncengine.layers.chunked_weight import ChunkedWeight
 from asyncengine.layers.stored import StoredForm
 
 CPU = torch.device("cpu")
@@ -18,9 +18,9 @@ DTYPES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 def loaded(
     name: str, outputs: int, inputs: int, dtype: torch.dtype, ordered: bool = False
-) -> tuple[PackedWeight, torch.Tensor]:
+) -> tuple[ChunkedWeight, torch.Tensor]:
     matrix = RandomMatrix(name, outputs, inputs, ordered=ordered)
-    weight = PackedWeight(outputs, inputs, StoredForm(name, FORMS[name], ordered), dtype, CPU)
+    weight = ChunkedWeight(outputs, inputs, StoredForm(name, FORMS[name], ordered), dtype, CPU)
     weight.load(0, matrix)
     return weight, matrix.dense()
 

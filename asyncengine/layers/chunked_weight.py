@@ -19,30 +19,30 @@ _AT_ONCE = 2**24
 _PLANES = ("scales", "steps", "zeros", "minima", "minimum_steps")
 
 
-def packing_missing(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why no matrix can stay as it is stored on this device; None: those of a `packed_group` can."""
+def chunks_missing(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no matrix can stay as it is stored on this device; None: those of a `chunk_group` can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"kernels for stored matrices take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     return triton_missing(device)
 
 
-def packed_group(form: NumberForm) -> int | None:
+def chunk_group(form: NumberForm) -> int | None:
     """Inputs of a group as kernels have it; None: there is no kernel for this form."""
     if form.block and (form.below == "zeros" or not form.group):
         return None
     return next((size for size in _GROUPS if form.group % size == 0 and form.block % size == 0), None)
 
 
-class PackedWeight:
+class ChunkedWeight:
     """As it is stored, in chunks (`kernels.cuda.packed_matmul`): two numbers of 4 bits in a byte, others one each."""
 
     waiting = None
 
     def __init__(self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises `ValueError` for a form that there is no kernel for (`packed_group`)."""
+        """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
         from asyncengine.kernels.cuda import packed_matmul
 
-        form, group = stored.numbers, packed_group(stored.numbers)
+        form, group = stored.numbers, chunk_group(stored.numbers)
         if group is None:
             raise ValueError(f"there is no kernel for {form}")
         self.outputs, self.inputs, self.bias_dtype, self.name = outputs, inputs, torch.float32, stored.name
@@ -59,8 +59,7 @@ class PackedWeight:
         wide, minima = getattr(torch, form.scale_dtype), form.below == "minima"
         size, steps = form.block or group, form.block > 0
         self._blocks = ("scales", "minima") if steps else ()
-        self.matrix = packed_matmul.PackedMatrix(
-            inputs, bits, form.block, 1 << (form.bits - 1) if form.below == "middle" else 0,
+        self.planes = packed_matmul.Planes(
             torch.zeros((chunks, outputs, group), dtype=torch.uint8, device=device),
             torch.ones(outputs, dtype=torch.float32, device=device),
             plane(form.group > 0 or form.below != "middle", wide, size), plane(steps, torch.int8),
@@ -68,11 +67,13 @@ class PackedWeight:
             plane(steps and minima, torch.int8),
             torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
         )  # fmt: skip
+        middle = 1 << (form.bits - 1) if form.below == "middle" else 0
+        self._matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle)
 
     @property
     def nbytes(self) -> int:
-        parts = (*self.matrix, self.order)
-        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+        parts = (*self.planes, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def takes(self, first: int) -> StoredForm | None:
         return self._stored
@@ -106,23 +107,23 @@ class PackedWeight:
             len(numbers), -1, self._each, self._group
         )
         packed = chunks[:, :, 0] | chunks[:, :, 1] << 4 if self._each == 2 else chunks[:, :, 0]
-        self.matrix.numbers[:, own].copy_(packed.transpose(0, 1))
+        self.planes.numbers[:, own].copy_(packed.transpose(0, 1))
         if rows.row_scales is not None:
-            self.matrix.row_scales[own].copy_(torch.from_numpy(rows.row_scales))
+            self.planes.row_scales[own].copy_(torch.from_numpy(rows.row_scales))
         for name in _PLANES:
-            plane, part = getattr(self.matrix, name), getattr(rows, name)
+            plane, part = getattr(self.planes, name), getattr(rows, name)
             if plane is None:
                 continue
             if part is None and name != "scales":
                 raise ValueError(f"{self.name} has no {name}")
             given = torch.ones(1, 1) if part is None else torch.from_numpy(part)
-            wanted = -(-self.inputs // (self.matrix.block if name in self._blocks else self._group))
+            wanted = -(-self.inputs // (self._stored.numbers.block if name in self._blocks else self._group))
             times = -(-wanted // given.shape[1])  # groups may be larger than those of the kernel
             plane[:wanted, own].copy_(given.to(self._device).repeat_interleave(times, 1)[:, :wanted].T)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
         found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
-        self._kernels.multiply(self._rows(x), self.matrix, found.view(-1, self.outputs), bias)
+        self._kernels.multiply(self._rows(x), self._matrix, found.view(-1, self.outputs), bias)
         return found
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +139,7 @@ class PackedWeight:
         return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        found = self._kernels.read_rows(self.matrix, out if self.order is None else torch.empty_like(out), ids=ids)
+        found = self._kernels.read_rows(self._matrix, out if self.order is None else torch.empty_like(out), ids=ids)
         if self.order is not None:
             out[:, self.order] = found
 

@@ -28,8 +28,13 @@ pytestmark = pytest.mark.skipif(
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
 
 
-@pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("name", ["awq", "Q4_K", "Q6_K", "w8a8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("awq", torch.float16), ("awq", torch.bfloat16), ("Q4_K", torch.float16), ("Q6_K", torch.bfloat16),
+        ("w8a8", torch.bfloat16), ("mxfp4", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     """Rows that take each of the kernels, in a graph too; rows that are looked up."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -41,11 +46,11 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     found = torch.empty((4, 1024), dtype=dtype, device=device)
     weight.read_rows(ids, found)
     assert relative_error(dense[ids], found.float()) < LIMITS[dtype]
-    for rows in (1, 3, 4, 16, 33, 64, 200):
+    for rows in (1, 3, 40, 200):
         x, bias = torch.randn(rows, 1024, device=device, dtype=dtype), torch.randn(1040, device=device)
         expected = torch.nn.functional.linear(x.float(), dense, bias)
         assert relative_error(expected, weight.multiply(x, bias).float()) < LIMITS[dtype], rows
-    x = torch.zeros(16, 1024, device=device, dtype=dtype)
+    x = torch.zeros(33, 1024, device=device, dtype=dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = weight.multiply(x, None)

@@ -26,10 +26,10 @@ _SLICE = 2**24
 """Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
 _NARROW, _TILE, _WARPS = 8, 4096, 4
 """Of a program without tensor cores: half of its outputs, bytes that it takes of these at once, warps."""
-_WIDE, _DEPTH = 32, 4
+_WIDE, _DEPTH = 64, 3
 """Of a program with tensor cores: outputs, tiles that are read ahead."""
-_PROGRAMS = 264
-"""Programs that fill a GPU: two for each of 132 multiprocessors."""
+_PROGRAMS = 528
+"""Programs that fill a GPU: four for each of 132 multiprocessors."""
 _BIG = 0x4B000000
 """Bits of the float 2^23, whose lowest are a whole number: the cheapest way to a float. A kernel is given them, since a
 constant would be put into a register for each number again."""
@@ -181,29 +181,29 @@ def _write(
 @triton.jit(do_not_specialize=["rows"])
 def _some_rows(
     planes, x, out, x_stride, rows, inputs, outputs, chunks, big, each, even: tl.constexpr, most: tl.constexpr,
-    wide: tl.constexpr, bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr, middle: tl.constexpr,
+    wide: tl.constexpr, tile: tl.constexpr, bits: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    middle: tl.constexpr,
 ):  # fmt: skip
-    """float32 sums over `each` chunks, [parts, rows, outputs]: numbers less zeros are exact in x's dtype."""
+    """float32 sums over `each` chunks, [parts, rows, outputs], of weights that are rounded to x's dtype."""
     real = tl.program_id(0) * wide + tl.arange(0, wide)
-    output = tl.minimum(real, outputs - 1)
-    lane = tl.arange(0, width)
+    output = tl.minimum(real, outputs - 1)[:, None]
+    lane = tl.arange(0, width)[None, None, :]
+    inner = tl.arange(0, tile * width)
     row = tl.arange(0, most)[None, :]
     given = x + tl.minimum(row, rows - 1) * x_stride
     total = tl.zeros([wide, most], tl.float32)
-    ones = tl.full([wide, width], 1.0, x.dtype.element_ty)
-    begin = tl.program_id(1) * each
-    for chunk in range(begin, tl.minimum(begin + each, chunks)):
-        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, None] * width + lane[None, :]))
+    first = tl.program_id(1) * each
+    for begin in range(first, tl.minimum(first + each, chunks), tile):
+        chunk = tl.minimum(begin + tl.arange(0, tile)[None, :], chunks - 1)
+        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
         for half in tl.static_range(8 // bits):
             group = chunk * (8 // bits) + half
             number = _values(planes, packed, group, output, outputs, big, half, bits, middle)
-            own = _inputs(given, group * width + lane[:, None], inputs, even)
-            part = tl.dot(number.to(x.dtype.element_ty), own)
-            whole = part
-            if planes.minima is not None:
-                whole = tl.dot(ones, own)
-            total += _scaled(planes, part, whole, group, output, outputs, half, width, block)
-    total *= tl.load(planes.row_scales + output)[:, None]
+            number = _scaled(planes, number, 1.0, group, output, outputs, half, width, block).to(x.dtype.element_ty)
+            place = ((begin + inner // width) * (8 // bits) + half) * width + inner % width
+            own = _inputs(given, place[:, None], inputs, even)
+            total += tl.dot(tl.reshape(number, [wide, tile * width]), own)
+    total *= tl.load(planes.row_scales + output)
     at = (tl.program_id(1) * rows + row).to(tl.int64) * outputs + real[:, None]
     tl.store(out + at, total, mask=(real[:, None] < outputs) & (row < rows))
 
@@ -279,14 +279,16 @@ def multiply(
             triton.next_power_of_2(rows), _NARROW, tile, bits, width, block, middle, num_warps=_WARPS,
         )  # fmt: skip
     elif rows:
-        blocks = triton.cdiv(outputs, _WIDE)
-        each = triton.cdiv(chunks, max(1, min(8, chunks // 4, _PROGRAMS // blocks)))
+        blocks, tile = triton.cdiv(outputs, _WIDE), max(1, 128 // width)
+        tiles = triton.cdiv(chunks, tile)
+        each = tile * triton.cdiv(tiles, max(1, min(8, tiles // 2, _PROGRAMS // blocks)))
         count = triton.cdiv(chunks, each)
-        even = inputs % (8 // bits * width) == 0
+        even = inputs % (8 // bits * width * tile) == 0
         parts = torch.empty((count, rows, outputs), dtype=torch.float32, device=x.device)
         _some_rows[blocks, count](
             planes, x, parts, x.stride(0), rows, inputs, outputs, chunks, _BIG, each, even,
-            max(16, triton.next_power_of_2(rows)), _WIDE, bits, width, block, middle, num_warps=4, num_stages=_DEPTH,
+            max(16, triton.next_power_of_2(rows)), _WIDE, tile, bits, width, block, middle, num_warps=4,
+            num_stages=_DEPTH if rows <= 32 else 2,
         )  # fmt: skip
         _join[triton.cdiv(outputs, 1024), rows](parts, out, bias, out.stride(0), rows, outputs, count, 1024)
     return out

@@ -220,6 +220,11 @@ class StepHandle(Protocol):
         """True: `wait` does not block."""
         ...
 
+    def block(self) -> None:
+        """Return when `wait` does not block, without the interpreter's lock meanwhile. Called in launch order, on any
+        thread."""
+        ...
+
     def wait(self) -> StepResult:
         """The result. Called once, in launch order, on any thread."""
         ...
@@ -230,6 +235,9 @@ class FinishedStep(NamedTuple):
 
     result: StepResult
     ready: bool = True
+
+    def block(self) -> None:
+        return
 
     def wait(self) -> StepResult:
         return self.result

@@ -4,7 +4,7 @@ Everyone else posts messages into its inbox and reads a mailbox. Messages are ap
 is ever freed under a running step, and a recorded inbox replays to the same outputs with no event loop at all
 (`asyncengine.testing.replay`).
 
-    inbox ──take──▶ scheduler.apply ─▶ scheduler.schedule ─▶ runner.launch ──▶ device thread
+    inbox ──take──▶ scheduler.apply ─▶ scheduler.schedule ─▶ runner.launch ──▶ device
                           ▲                                      │
     mailboxes ◀─deliver── outputs ◀──── scheduler.commit ◀───────┘ (result)
 """
@@ -125,8 +125,9 @@ class EngineLoop:
                 if (due := self.scheduler.due_update) is not None:
                     await self._update_weights(due)
                 batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
-                if batch is not None:  # 3 the device thread starts
-                    self.in_flight.append(Launched(batch, self.runner.launch(batch), self.clock.now()))
+                if batch is not None:  # 3 the device starts
+                    at = self.clock.now()
+                    self.in_flight.append(Launched(batch, self.runner.launch(batch), at))
                 self._deliver()  # 4 outputs of the step before go out while this one runs
                 if not self.in_flight:
                     await self._idle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -40,7 +40,7 @@ from asyncengine.lora.admission import AdapterSlots
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.scheduler import Scheduler
 from asyncengine.stats import ThreadStats
-from asyncengine.step import Batch, Executor
+from asyncengine.step import Executor
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ def wire(
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),
-        DeviceThread(executor, switch_interval=config.switch_interval, is_brief=_brief_steps(executor, config)),
+        DeviceThread(executor, switch_interval=config.switch_interval, depth=config.max_steps_in_flight or 1),
         clock,
         grammars=grammars,
         adapters=adapters,
@@ -428,12 +428,6 @@ def wire(
     frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update)
     frontend.desk = None if vectors is None else VectorDesk(frontend, vectors)
     return frontend
-
-
-def _brief_steps(executor: Executor, config: EngineConfig) -> Callable[[Batch], bool] | None:
-    """What says that a step is over in milliseconds; None: nobody does, or another may be in flight beside it."""
-    found: Callable[[Batch], bool] | None = getattr(executor, "is_brief", None)
-    return found if (config.max_steps_in_flight or 1) == 1 else None
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -37,13 +37,24 @@ class PendingVectors:
     pooler: Pooler | None
     """None: these are scores."""
     began: float = field(default_factory=time.perf_counter)
+    _result: StepResult | None = None
 
     @property
     def ready(self) -> bool:
         return self.readback.ready
 
-    def wait(self) -> StepResult:
+    def block(self) -> None:
+        """Pools as well: that is not for the thread of an event loop."""
         self.readback.wait()
+        self._result = self._read()
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            self.block()
+        assert self._result is not None
+        return self._result
+
+    def _read(self) -> StepResult:
         rows = self.batch.rows
         result = StepResult(self.batch.step, [-1] * len(rows))
         if self.pooler is None:

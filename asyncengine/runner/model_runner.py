@@ -13,6 +13,7 @@ import torch
 from asyncengine.attention.base import AttentionBackend, CutBackend, GraphBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
+from asyncengine.device.plain_thread import is_plain_thread
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
 from asyncengine.kernels.elsewhere import elsewhere
@@ -112,7 +113,6 @@ class ModelRunner:
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
         self._small, self._compiled = model.weights_bytes <= SMALL, model.model.compiled
-        self._may_be_brief = self._small and self._compiled and model.device.type == "cpu"
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: PromptGraphs | None = None
         self._unwritten: dict[int, Any] = {}
@@ -140,16 +140,24 @@ class ModelRunner:
             self._unwritten[swap.slot] = swap.weights
         return launch_in_parts(batch, self._launch, self._device)
 
+    @property
+    def asynchronous(self) -> bool:
+        """True: `launch` returns while the device computes."""
+        return self._device.type != "cpu"
+
     def is_brief(self, batch: Batch) -> bool:
-        """True: the step is over in milliseconds, computed by one thread that waits for no other: that of the event
-        loop may be the one."""
-        if not self._may_be_brief or batch.swaps or elsewhere:
+        """True: `launch` takes milliseconds of one thread, which waits for no other: that of the event loop may be the
+        one. Where the device is the CPU that is a short step of a small model."""
+        if batch.swaps or elsewhere:
             return False  # while kernels are compiled by other processes, a step may wait for one
-        pairs = 0
         for row in batch.rows:
-            pairs += row.num_scheduled * (row.start + row.num_scheduled)
-            if row.grammar is not None or row.awaits_drafts:  # masks are another thread's, and guesses take long
-                return False
+            if row.grammar is not None or (row.drafts and row.awaits_drafts):
+                return False  # masks are another thread's, and guesses take long
+        if self.asynchronous:
+            return is_plain_thread(self._device)
+        if not self._small or not self._compiled:
+            return False
+        pairs = sum(row.num_scheduled * (row.start + row.num_scheduled) for row in batch.rows)
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:

@@ -59,6 +59,10 @@ class SplitStep:
     def ready(self) -> bool:
         return all(part.ready for part in self.parts)
 
+    def block(self) -> None:
+        for part in self.parts:
+            part.block()
+
     def wait(self) -> StepResult:
         first, second = (part.wait() for part in self.parts)
         joined = StepResult(self.step, [*first.tokens, *second.tokens], seconds=first.seconds + second.seconds)
@@ -81,6 +85,9 @@ class PartialStep:
     @property
     def ready(self) -> bool:
         return self.part.ready
+
+    def block(self) -> None:
+        self.part.block()
 
     def wait(self) -> StepResult:
         part = self.part.wait()

@@ -50,6 +50,11 @@ class PendingStep:
     def ready(self) -> bool:
         return self.readback.ready
 
+    def block(self) -> None:
+        self.readback.wait()
+        if self.pooling is not None:  # numbers, and not few: not for the thread of an event loop
+            self.wait()
+
     def wait(self) -> StepResult:
         """On any thread, any number of times. Here matchers are told what was sampled, and whoever fills the masks of
         the next step wants that before whoever delivers this one comes for it."""

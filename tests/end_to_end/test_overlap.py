@@ -25,7 +25,7 @@ from asyncengine.device.transfer import Readback
 from asyncengine.grammar import Grammar
 from asyncengine.runner import model_runner
 from asyncengine.sampling.masks import StepMasks
-from asyncengine.step import Row
+from asyncengine.step import Batch, Row, StepHandle
 from asyncengine.testing.leaks import assert_nothing_held
 
 CONSTRAINTS = [
@@ -105,9 +105,11 @@ async def test_depth_chunks_and_preemption_are_invisible(
     requests = make_requests(random.Random(seed), 40)
     outputs = []
     discarded = count_discarded_rows(monkeypatch)
+    threads = note_launching_threads(monkeypatch)
     for settings in SETTINGS:
         if late and settings["max_steps_in_flight"] > 1:
             monkeypatch.setattr(model_runner, "Readback", LateReadback)
+            monkeypatch.setattr(model_runner.ModelRunner, "asynchronous", True)
         with no_new_engine_thread():
             async with await AsyncEngine.from_pretrained(
                 model, dtype="float32", num_threads=1, kv_cache_memory="6MB", max_num_seqs=12, max_lora_rank=8,
@@ -124,6 +126,20 @@ async def test_depth_chunks_and_preemption_are_invisible(
             assert other == plain, f"request {index} under {settings}"
     assert len(discarded) > 5, "grammars force and replace tokens for which the next step is launched already"
     assert LateReadback.waits or not late
+    assert sorted(threads) == (["MainThread", "asyncengine-device"] if late else ["asyncengine-device"])
+
+
+def note_launching_threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
+    """Gets the name of each thread that launches a step."""
+    names: dict[str, None] = {}
+    launch = model_runner.ModelRunner.launch
+
+    def noted(self: model_runner.ModelRunner, batch: Batch) -> StepHandle:
+        names[threading.current_thread().name] = None
+        return launch(self, batch)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "launch", noted)
+    return names
 
 
 def count_discarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:

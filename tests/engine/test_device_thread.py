@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,11 +21,16 @@ class Late:
 
     ready = False
 
-    def __init__(self, result: StepResult, gate: threading.Event, failure: BaseException | None) -> None:
-        self.result, self.gate, self.failure = result, gate, failure
+    def __init__(self, result: StepResult, executor: LateExecutor) -> None:
+        self.result, self.gate, self.failure = result, executor.gate, executor.failure
+        self.readers = executor.readers
+
+    def block(self) -> None:
+        assert self.gate.wait(120)
 
     def wait(self) -> StepResult:
-        assert self.gate.wait(120)
+        assert self.gate.is_set()
+        self.readers[threading.current_thread().name] = None
         if self.failure is not None:
             raise self.failure
         return self.result
@@ -33,6 +39,8 @@ class Late:
 class LateExecutor(FakeExecutor):
     """Computes at once, as a queue of kernels would, and lets nobody know before the gate opens."""
 
+    asynchronous = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.gate = threading.Event()
@@ -40,12 +48,36 @@ class LateExecutor(FakeExecutor):
         self.launched = 0
         self.failure: BaseException | None = None
         self.threads: dict[str, None] = {}
+        """Those that launched."""
+        self.readers: dict[str, None] = {}
+        """Those that made results of what had come."""
 
     def launch(self, batch: Batch) -> Any:
         assert not self.closed
         self.threads[threading.current_thread().name] = None
         self.launched += 1
-        return Late(self.execute(batch), self.gate, self.failure)
+        return Late(self.execute(batch), self)
+
+
+class BriefExecutor(LateExecutor):
+    """Says of every other step that launching it takes long, and holds such a launch where it is told to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.held = threading.Event()
+        self.held.set()
+        self.where: dict[int, str] = {}
+        """Step -> the thread that launched it, in the order of launches."""
+        self.long: Callable[[Batch], bool] = lambda batch: batch.step % 2 == 0
+
+    def is_brief(self, batch: Batch) -> bool:
+        return not self.long(batch)
+
+    def launch(self, batch: Batch) -> Any:
+        if self.long(batch):
+            assert self.held.wait(120)
+        self.where[batch.step] = threading.current_thread().name
+        return super().launch(batch)
 
 
 def oracle(executor: FakeExecutor, prompt: list[int], count: int) -> list[int]:
@@ -57,24 +89,107 @@ def late_engine(**settings: Any) -> tuple[AsyncEngine, LateExecutor]:
     return AsyncEngine(lambda: make_core(executor, **settings)), executor
 
 
+def brief_engine(hosted: bool = False, **settings: Any) -> tuple[AsyncEngine, BriefExecutor]:
+    executor = BriefExecutor(128, 4)
+    return AsyncEngine(lambda: make_core(executor, **settings), hosted=hosted), executor
+
+
+async def check_answers(engine: AsyncEngine, executor: LateExecutor, depth: int) -> None:
+    """Several streams, of which the first begins with `depth` steps launched ahead."""
+    executor.gate.clear()
+    stream = engine.stream([4, 5, 6], greedy(12))
+    opening = asyncio.create_task(anext(stream))
+    await until(lambda: executor.launched >= depth)
+    await asyncio.sleep(0.02)
+    assert executor.launched == depth
+    executor.gate.set()
+    await opening
+    assert (await stream.result()).token_ids == oracle(executor, [4, 5, 6], 12)
+    done = await asyncio.gather(*(engine.generate([2 + i, 3], greedy(5 + i)) for i in range(9)))
+    assert [c.token_ids for c in done] == [oracle(executor, [2 + i, 3], 5 + i) for i in range(9)]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 async def test_outputs_are_right_and_so_many_steps_are_launched_ahead(depth: int):
     with no_new_engine_thread():
         engine, executor = late_engine(max_steps_in_flight=depth)
         async with engine:
-            executor.gate.clear()
-            stream = engine.stream([4, 5, 6], greedy(12))
-            opening = asyncio.create_task(anext(stream))
-            await until(lambda: executor.launched >= depth)
-            await asyncio.sleep(0.02)
-            assert executor.launched == depth
-            executor.gate.set()
-            await opening
-            assert (await stream.result()).token_ids == oracle(executor, [4, 5, 6], 12)
-            done = await asyncio.gather(*(engine.generate([2 + i, 3], greedy(5 + i)) for i in range(9)))
-            assert [c.token_ids for c in done] == [oracle(executor, [2 + i, 3], 5 + i) for i in range(9)]
-        assert list(executor.threads) == ["asyncengine-device"]
+            await check_answers(engine, executor, depth)
+        assert list(executor.threads) == ["asyncengine-device"], "nobody said that launching is brief"
         assert executor.closed
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_brief_launches_are_the_loops_and_nothing_overtakes_those_of_the_thread(hosted: bool, depth: int):
+    with no_new_engine_thread():
+        engine, executor = brief_engine(hosted, max_steps_in_flight=depth)
+        async with engine:
+            await check_answers(engine, executor, depth)
+        own = "asyncengine-loop" if hosted else "MainThread"
+        assert sorted(executor.threads) == sorted([own, "asyncengine-device"])
+        assert list(executor.readers) == [own]
+        assert list(executor.where) == list(range(1, executor.launched + 1))
+        assert executor.closed
+
+
+async def test_a_brief_step_waits_behind_one_that_is_still_to_be_launched():
+    engine, executor = brief_engine(max_steps_in_flight=3)
+    async with engine:
+        executor.held.clear()
+        task = asyncio.create_task(engine.generate([4, 5, 6], greedy(12)))
+        await until(lambda: len(engine.core.loop.in_flight) == 3)
+        assert list(executor.where) == [1], "the second is held, and the third waits for it"
+        executor.held.set()
+        assert (await task).token_ids == oracle(executor, [4, 5, 6], 12)
+        assert list(executor.where) == list(range(1, executor.launched + 1))
+        assert list(executor.where.values())[:3] == ["MainThread", "asyncengine-device", "MainThread"]
+
+
+async def test_nothing_is_launched_while_other_work_is_done_where_steps_run():
+    engine, executor = brief_engine()
+    async with engine:
+        executor.long = lambda batch: False
+        going, done = threading.Event(), []
+        call = engine.core.loop.runner.call(lambda: done.append(going.wait(120)))
+        task = asyncio.create_task(engine.generate([4, 5, 6], greedy(3)))
+        await until(lambda: len(engine.core.loop.in_flight) == 1)
+        assert not executor.launched
+        going.set()
+        await call
+        assert (await task).token_ids == oracle(executor, [4, 5, 6], 3)
+        assert list(executor.threads) == ["MainThread"]
+
+
+@pytest.mark.parametrize("cause", [RuntimeError("device lost"), StopIteration("x"), MemoryError()], ids=repr)
+async def test_a_launch_that_raises_on_the_loops_thread_ends_the_engine(cause: BaseException):
+    with no_new_engine_thread():
+        engine, executor = brief_engine(max_steps_in_flight=2)
+        executor.long = lambda batch: False
+
+        def fail(batch: Batch) -> StepResult:
+            raise cause
+
+        async with engine:
+            await engine.generate([4, 5], greedy(5))
+            executor.execute = fail  # type: ignore[method-assign]
+            with pytest.raises(EngineDead):
+                await engine.generate([4, 5], greedy(5))
+        assert list(executor.threads) == ["MainThread"]
+        assert executor.closed
+
+
+async def test_a_device_that_never_finishes_is_given_up():
+    engine, executor = brief_engine(max_steps_in_flight=2, step_hard_limit=0.1, step_soft_limit=0.05)
+    executor.long = lambda batch: False
+    async with engine:
+        executor.gate.clear()
+        with pytest.raises(EngineDead, match="ran for over"):
+            await engine.generate([4, 5], greedy(5))
+        assert executor.launched == 2
+        executor.gate.set()  # closing waits for the device, and not for ever
+    assert executor.closed
+    assert not executor.readers, "what comes after the end is nobody's"
 
 
 async def test_a_result_that_fails_late_ends_the_engine():
@@ -86,9 +201,10 @@ async def test_a_result_that_fails_late_ends_the_engine():
                 await engine.generate([4, 5], greedy(5))
 
 
-async def test_closing_waits_for_what_was_launched():
+@pytest.mark.parametrize("brief", [False, True])
+async def test_closing_waits_for_what_was_launched(brief: bool):
     with no_new_engine_thread():
-        engine, executor = late_engine(max_steps_in_flight=2)
+        engine, executor = (brief_engine if brief else late_engine)(max_steps_in_flight=2)
         await engine.start()
         executor.gate.clear()
         task = asyncio.create_task(engine.generate([4, 5], greedy(50)))

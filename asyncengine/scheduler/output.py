@@ -37,6 +37,14 @@ class Output(NamedTuple):
     """On the last output of a request that was asked for one, and got it."""
 
 
+_PLAIN = Output(-1, plain=True)[3:]
+
+
+def plain_output(ticket: int, token: int) -> Output:
+    """`Output(ticket, token, True)`, in half the time."""
+    return tuple.__new__(Output, (ticket, token, True, *_PLAIN))
+
+
 def with_counts(request: Request, token: int = -1, reason: EndReason | None = None, **news: Any) -> Output:
     """The first or last output of `request`, which carry its counts."""
     return Output(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.scheduler.drafts import settle_drafts
-from asyncengine.scheduler.output import Output, with_counts
+from asyncengine.scheduler.output import Output, plain_output, with_counts
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.rows import InFlight, constrained_end, plain_end
@@ -36,46 +36,71 @@ class Results:
             for index in result.lost:
                 self._start_again(batch.rows[index], requests[index], epochs[index])
         roster.counters.steps += 1
-        tokens, errors, logprobs = result.tokens, result.errors, result.logprobs
-        computed = sampled = 0
+        tokens, outputs = result.tokens, roster.outputs
+        plain = not (result.errors or result.logprobs or result.prompt_logprobs)
+        computed = sampled = decoded = 0
         for index, (row, request, epoch) in enumerate(zip(batch.rows, requests, epochs, strict=True)):
             computed += row.num_scheduled
             if request.state is RequestState.FINISHED:
                 continue  # it ended while the step ran: the token nobody waits for is dropped
             if batch.step <= request.discard_until:
                 continue  # launched for a token that its grammar did not let stand: computed again
-            if errors and index in errors:
-                roster.end(request, "error", errors[index])
-                continue
-            if request.epoch == epoch:
-                request.num_computed = row.start + row.num_scheduled - len(row.drafts)
-                if row.num_scheduled > 1 or row.start < len(row.spec.prompt):
-                    roster.publish(request)
-            if result.prompt_logprobs and index in result.prompt_logprobs:
-                entries = (row.start + 1, result.prompt_logprobs[index])
-                roster.outputs.append(Output(request.ticket, prompt_logprobs=entries))
-            if row.samples:
-                request.num_pending -= 1
-                if row.spec.max_total == len(row.spec.prompt):  # asked for no token: for a vector, or a prompt's scores
-                    if row.spec.pooled is not None:
-                        roster.end(request, "stop", vector=result.vectors[index])
-                    else:
-                        roster.end(request, "length")
+            if plain and row.num_scheduled == 1 and row.start >= len(row.spec.prompt) and request.matcher is None:
+                # nearly every row: `_apply_row` would come to the same, and take several times as long
+                token, spec, known = tokens[index], row.spec, request.tokens
+                if row.samples and token not in spec.stop_ids and len(known) + 1 < spec.max_total:
+                    if request.epoch == epoch:
+                        request.num_computed = row.start + 1
+                    request.num_pending -= 1
+                    request.last_token_at = now
+                    known.append(token)
+                    decoded += 1
+                    outputs.append(plain_output(spec.ticket, token))
                     continue
-                roster.counters.passes += 1
-                scored = logprobs.get(index) if logprobs else None
-                if request.matcher is None and not row.drafts:
-                    sampled += 1
-                    self._accept(request, tokens[index], scored[0] if scored else None, now)
-                else:
-                    several = (tokens[index], *result.further.get(index, ()))
-                    accepted = settle_drafts(roster.drafts, row, result, index)
-                    computed -= len(row.drafts) - accepted
-                    accepted = accepted if request.epoch == epoch else 0
-                    constrained = result.constrained[index] if request.matcher is not None else None
-                    sampled += self._accept_several(request, several, accepted, constrained, scored, now)
+            taken, wrong = self._apply_row(row, request, request.epoch == epoch, result, index, now)
+            sampled += taken
+            computed -= wrong
+        roster.counters.passes += decoded
         roster.counters.computed_tokens += computed
-        roster.counters.generated_tokens += sampled
+        roster.counters.generated_tokens += sampled + decoded
+
+    def _apply_row(
+        self, row: Row, request: Request, current: bool, result: StepResult, index: int, now: float
+    ) -> tuple[int, int]:
+        """Take in what was computed for one row; returns how many tokens that gave, and how many guesses were wrong.
+
+        `current`: the request has not given way since the row was launched.
+        """
+        roster = self._roster
+        if index in result.errors:
+            roster.end(request, "error", result.errors[index])
+            return 0, 0
+        if current:
+            request.num_computed = row.start + row.num_scheduled - len(row.drafts)
+            if row.num_scheduled > 1 or row.start < len(row.spec.prompt):
+                roster.publish(request)
+        if index in result.prompt_logprobs:
+            entries = (row.start + 1, result.prompt_logprobs[index])
+            roster.outputs.append(Output(request.ticket, prompt_logprobs=entries))
+        if not row.samples:
+            return 0, 0
+        request.num_pending -= 1
+        if row.spec.max_total == len(row.spec.prompt):  # asked for no token: for a vector, or a prompt's scores
+            if row.spec.pooled is not None:
+                roster.end(request, "stop", vector=result.vectors[index])
+            else:
+                roster.end(request, "length")
+            return 0, 0
+        roster.counters.passes += 1
+        scored = result.logprobs.get(index)
+        if request.matcher is None and not row.drafts:
+            self._accept(request, result.tokens[index], scored[0] if scored else None, now)
+            return 1, 0
+        several = (result.tokens[index], *result.further.get(index, ()))
+        accepted = settle_drafts(roster.drafts, row, result, index)
+        constrained = result.constrained[index] if request.matcher is not None else None
+        taken = self._accept_several(request, several, accepted if current else 0, constrained, scored, now)
+        return taken, len(row.drafts) - accepted
 
     def _start_again(self, row: Row, request: Request, epoch: int) -> None:
         """Its state was lost in a step that had no memory: a second time without a token in between is an error."""
@@ -107,7 +132,7 @@ class Results:
         if constrained is not None and request.matcher is not None:
             reason, error = constrained_end(request.matcher, constrained, reason)
         if reason is None and logprob is None and request.num_output > 1:
-            self._roster.outputs.append(Output(request.spec.ticket, token, True))
+            self._roster.outputs.append(plain_output(request.spec.ticket, token))
             return
         if reason is not None:
             self._roster.forget(request)

@@ -88,23 +88,16 @@ def constrained_end(
 def next_row(request: Request, count: int) -> Row:
     """The next `count` positions of `request`."""
     start = request.num_launched
+    end = start + count
     known = len(request.tokens)
     table = request.table
-    row = Row(
-        request.spec,
-        request.slot,
-        start,
-        count,
-        request.tokens,
-        start + count > known,
-        [] if table is None else table.pages,
-        start + count == known + request.num_pending,
-        request.adapter_slot,
-        request.matcher,
-    )
-    if table is None or table.window is None:
-        return row
-    return row._replace(window=WindowPages(table.window.first, table.window.pages))
+    window = None if table is None or table.window is None else WindowPages(table.window.first, table.window.pages)
+    samples = end == known + request.num_pending
+    pages = [] if table is None else table.pages
+    return tuple.__new__(Row, (  # in half the time of calling the class
+        request.spec, request.slot, start, count, request.tokens, end > known, pages, samples, request.adapter_slot,
+        request.matcher, None, window, (),
+    ))  # fmt: skip
 
 
 def widened(row: Row, request: Request, budget: TokenBudget, kv: KVCache) -> Row:

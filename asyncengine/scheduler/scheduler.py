@@ -143,19 +143,20 @@ class Scheduler:
         """Decodes first, so that no prompt delays them; then prompts share what is left of the budget. Returns those
         that get what the first in the queue leaves, which goes before them."""
         prompts: list[Request] = []
-        page_size = self.kv.page_size
+        page_size, drafting = self.kv.page_size, self.roster.drafts is not None
         for request in list(self.running.values()):
-            behind = len(request.tokens) + request.num_pending - request.num_launched
+            launched = request.num_launched
+            behind = len(request.tokens) + request.num_pending - launched
             if behind > 1:
                 prompts.append(request)
                 continue
-            if request.state is not RequestState.RUNNING or not behind:
+            if not behind or request.state is not RequestState.RUNNING:
                 continue
-            if request.num_pending and (not may_overlap(request) or self._waits(request)):
+            if request.num_pending and (not may_overlap(request) or (drafting and self._waits(request))):
                 continue
             assert request.table is not None
-            end = request.num_launched + 1
-            if end > len(request.table.pages) * page_size and not self._make_room(request, end, rows, budget):
+            full = launched >= len(request.table.pages) * page_size
+            if full and not self._make_room(request, launched + 1, rows, budget):
                 continue
             rows[request.spec.ticket] = next_row(request, 1)
             budget.left -= 1
@@ -236,15 +237,18 @@ class Scheduler:
         self.last_step += 1
         requests = [self.running[ticket] for ticket in rows]
         charge = self._charge
-        for request, row in zip(requests, rows.values(), strict=True):
-            request.drafts_launched = len(row.drafts)
-            request.num_launched = row.start + row.num_scheduled - request.drafts_launched
-            request.last_step = self.last_step
+        planned = tuple(rows.values())
+        step = self.last_step
+        for request, row in zip(requests, planned, strict=True):
+            drafts = len(row.drafts)
+            count = row.num_scheduled - drafts
+            request.drafts_launched = drafts
+            request.num_launched = row.start + count
+            request.last_step = step
             if charge is not None:
-                charge(request, row.num_scheduled - request.drafts_launched)
+                charge(request, count)
             if row.samples:
                 request.num_pending += 1
-        planned = tuple(rows.values())
         if self.kv.states is not None:
             planned = with_states(planned, requests, self.kv, self.last_step)
         batch = Batch(self.last_step, planned, self.roster.slots.take_swaps())

@@ -13,11 +13,9 @@ from types import TracebackType
 from typing import NoReturn, Self, SupportsIndex
 
 from asyncengine.engine.assembler import Assembler
+from asyncengine.engine.mailbox import MANY
 from asyncengine.errors import RequestFailed
 from asyncengine.outputs import Chunk, Completion
-
-_MANY = 64
-"""Chunks for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
 
 
 class _StreamBase:
@@ -108,25 +106,22 @@ class TokenStream(_StreamBase):
     async def __anext__(self) -> Chunk:
         self._read_alone()
         try:
-            return await self._next()
+            assembler, ready = self._assembler, self._ready
+            if assembler is None or ready or assembler.finished or self._closed:
+                if self._exhausted():
+                    raise StopAsyncIteration
+                if ready:
+                    return ready.popleft()
+                assembler = await self._started()
+            mailbox = assembler.prepared.mailbox
+            while not mailbox.ready:
+                waiter = mailbox.announce()
+                if waiter is not None:
+                    await waiter
+            ready.extend(assembler.feed(mailbox.take()))
+            return ready.popleft()
         finally:
             self._reading.release()
-
-    async def _next(self) -> Chunk:
-        assembler = self._assembler
-        if assembler is None or self._ready or assembler.finished or self._closed:
-            if self._exhausted():
-                raise StopAsyncIteration
-            if self._ready:
-                return self._ready.popleft()
-            assembler = await self._started()
-        mailbox = assembler.prepared.mailbox
-        while not mailbox.ready:
-            waiter = mailbox.announce()
-            if waiter is not None:
-                await waiter
-        self._ready.extend(assembler.feed(mailbox.take()))
-        return self._ready.popleft()
 
     async def _started(self) -> Assembler:
         if self._assembler is None:
@@ -142,7 +137,7 @@ class TokenStream(_StreamBase):
         try:
             assembler = await self._started()
             while not assembler.finished:
-                assembler.keep(await assembler.prepared.mailbox.receive(_MANY))
+                assembler.keep(await assembler.prepared.mailbox.receive(MANY))
             return self._completion()
         finally:
             self._reading.release()
@@ -202,7 +197,7 @@ class SyncTokenStream(_StreamBase):
         self._read_alone()
         try:
             while not self._submitted.finished:
-                self._submitted.keep(self._receive(_MANY))
+                self._submitted.keep(self._receive(MANY))
             return self._completion()
         finally:
             self._reading.release()

@@ -8,10 +8,25 @@ from typing import TYPE_CHECKING
 
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import RequestFailed
-from asyncengine.outputs import Chunk, Completion, Sample, Timings, Usage
+from asyncengine.outputs import Chunk, Completion, LogprobEntry, Sample, Timings, Usage
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatReader
+
+
+class _Output:
+    """All of one sample so far. Chunks are not kept: as many objects as there are tokens make the collector of garbage
+    look through the whole program, again and again, for which an engine of many streams stands still."""
+
+    __slots__ = ("last", "logprobs", "reasoning", "texts", "token_ids")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[LogprobEntry] = []
+        self.reasoning: list[str] = []
+        self.last: Chunk | None = None
+        """The one that ended it."""
 
 
 class Assembler:
@@ -20,7 +35,8 @@ class Assembler:
     def __init__(self, prepared: PreparedRequest, now: Callable[[], float]) -> None:
         self.prepared = prepared
         self._now = now
-        self._chunks: list[Chunk] = []
+        self._outputs = [_Output() for _ in prepared.streams]
+        self._failed: Chunk | None = None
         self._open = len(prepared.streams)
         self._reader: ChatReader | None = None
         if prepared.plan is not None and prepared.plan.make_parser is not None:
@@ -38,34 +54,45 @@ class Assembler:
 
     def keep(self, chunks: list[Chunk]) -> None:
         """Take in `chunks` for the completion."""
-        self._chunks += chunks
         for chunk in chunks:
+            output = self._outputs[chunk.index]
             if self._reader is not None:
                 self._reader.read(chunk)
+                if chunk.reasoning:
+                    output.reasoning.append(chunk.reasoning)
+            if chunk.text:
+                output.texts.append(chunk.text)
+            output.token_ids += chunk.token_ids
+            if chunk.logprobs:
+                output.logprobs += chunk.logprobs
             if chunk.finish_reason is not None:
-                self._open -= 1
-                if not self._open:
-                    self.finished = True
-                    self._ended_at = self._now()
-                    chunk.usage = self.usage
+                self._end(output, chunk)
+
+    def _end(self, output: _Output, chunk: Chunk) -> None:
+        output.last = chunk
+        if self._failed is None and chunk.finish_reason in ("engine_dead", "error"):
+            self._failed = chunk
+        self._open -= 1
+        if not self._open:
+            self.finished = True
+            self._ended_at = self._now()
+            chunk.usage = self.usage
 
     @property
     def usage(self) -> Usage:
-        generated = sum(len(chunk.token_ids) for chunk in self._chunks)
+        generated = sum(len(output.token_ids) for output in self._outputs)
         thought = 0 if self._reader is None else self._reader.reasoning_tokens
         mailbox = self.prepared.mailbox
         return Usage(self.prepared.spec.prompt_len, generated, mailbox.cached_tokens, thought, *mailbox.predicted)
 
     def failure(self) -> Exception | None:
         """What `result()` raises, if the request failed."""
-        for chunk in self._chunks:
-            if chunk.finish_reason == "engine_dead":
-                return self.prepared.mailbox.failure()
-            if chunk.finish_reason == "error":
-                return self.prepared.mailbox.cause or RequestFailed(
-                    f"request {self.prepared.spec.request_id}: {chunk.error}"
-                )
-        return None
+        failed, mailbox = self._failed, self.prepared.mailbox
+        if failed is None:
+            return None
+        if failed.finish_reason == "engine_dead":
+            return mailbox.failure()
+        return mailbox.cause or RequestFailed(f"request {self.prepared.spec.request_id}: {failed.error}")
 
     def completion(self) -> Completion:
         """The finished request. Call once `finished`."""
@@ -95,18 +122,18 @@ class Assembler:
         )
 
     def _sample(self, index: int) -> Sample:
-        chunks = [chunk for chunk in self._chunks if chunk.index == index]
-        last = chunks[-1]
-        text = "".join(chunk.text for chunk in chunks)
+        output = self._outputs[index]
+        last, text = output.last, "".join(output.texts)
+        reason = None if last is None else last.finish_reason
         return Sample(
             text=text,
-            token_ids=[token for chunk in chunks for token in chunk.token_ids],
-            finish_reason=last.finish_reason or "abort",
-            logprobs=[entry for chunk in chunks for entry in chunk.logprobs or ()] or None,
-            error=last.error,
+            token_ids=output.token_ids,
+            finish_reason=reason or "abort",
+            logprobs=output.logprobs or None,
+            error=None if last is None else last.error,
             tool_calls=[] if self._reader is None else self._reader.calls(index),
-            reasoning="".join(chunk.reasoning for chunk in chunks),
-            schema_error=None if last.finish_reason == "tool_calls" else self._schema_error(text),
+            reasoning="".join(output.reasoning),
+            schema_error=None if reason == "tool_calls" else self._schema_error(text),
             broken_calls=[] if self._reader is None else self._reader.broken_calls(index),
         )
 

@@ -103,15 +103,14 @@ class Delivery:
                     token = output.token
                     detokenizer = stream.detokenizer
                     text = "" if detokenizer is None else detokenizer.push((token,))
-                    chunk = Chunk(text, [token], None, stream.spec.index)
+                    waiter = stream.mailbox.put_token(text, token, stream.spec.index)
                 else:
-                    made = self._chunk(stream, output, now, gaps)
-                    if made is None:
+                    chunk = self._chunk(stream, output, now, gaps)
+                    if chunk is None:
                         continue
-                    chunk = made
+                    waiter = stream.mailbox.put(chunk)
             except Exception as error:  # a decoder's fault is the fault of one row
-                chunk = self._undecodable(stream, output, error)
-            waiter = stream.mailbox.put(chunk)
+                waiter = stream.mailbox.put(self._undecodable(stream, output, error))
             if waiter is not None:
                 waiters.append(waiter)
         self._meter.inter_token.extend(gaps)

@@ -1,8 +1,8 @@
 """Where the engine's loop runs: a task on the caller's event loop, or a thread with a loop of its own.
 
-*Owned* is structured and hops threads only for a forward pass of the CPU. *Hosted* outlives event loops and serves callers on
-any loop or thread; adapters use it, because frameworks call synchronously from inside running loops and start a new
-loop for every call, and both hang an engine that is driven by a task on the caller's loop.
+*Owned* is structured and hops threads only for a forward pass of the CPU. *Hosted* outlives event loops and serves
+callers on any loop or thread; adapters use it, because frameworks call synchronously from inside running loops and
+start a new loop for every call, and both hang an engine that is driven by a task on the caller's loop.
 """
 
 from __future__ import annotations

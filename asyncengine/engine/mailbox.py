@@ -20,6 +20,9 @@ from asyncengine.step import TokenLogprob
 
 Waiter = asyncio.Future[None] | threading.Event
 
+MANY = 64
+"""Tokens for which the reader of a whole answer is woken: few enough that taking them in holds up nobody's loop."""
+
 
 class Mailbox:
     """Lock-free between one putting and one receiving thread: deque operations are atomic, and the receiver
@@ -51,10 +54,27 @@ class Mailbox:
         chunks = self._chunks
         chunks.append(chunk)
         waiter = self._waiter
-        if waiter is None or (len(chunks) < self._many and chunk.finish_reason is None):
+        if waiter is None:
+            return None
+        if chunk.finish_reason is None and len(chunks) < self._many and len(chunk.token_ids) < self._many:
             return None
         self._waiter = None
         return waiter
+
+    def put_token(self, text: str, token: int, index: int) -> Waiter | None:
+        """The same of a token with its text, and nothing else, of sample `index`. It joins the last chunk, if nobody
+        has taken that: a chunk for each token of an answer that is read at its end would be many objects."""
+        try:
+            last = self._chunks.pop() if self._chunks else None  # while we have it, nobody else does
+        except IndexError:  # the reader was faster
+            last = None
+        if last is not None:
+            if last.index == index and last.logprobs is None and len(last.token_ids) < MANY:
+                last.text += text
+                last.token_ids.append(token)
+                return self.put(last)
+            self._chunks.append(last)
+        return self.put(Chunk(text, [token], None, index))
 
     @property
     def ready(self) -> bool:
@@ -68,7 +88,7 @@ class Mailbox:
         return chunks
 
     def announce(self, many: int = 1) -> asyncio.Future[None] | None:
-        """A future that is set when so many chunks are there, or one that ends a sample; None if there is any already.
+        """A future that is set when so many tokens are there, or a sample's end; None if there is any already.
 
         `while not mailbox.ready: await mailbox.announce()` in effect; not a coroutine, which would cost a token twice
         as much. Cancelling the wait loses nothing. Raises `WrongProcess` in a fork, where nobody puts.

@@ -1,0 +1,97 @@
+"""From the engine's thread to a reader: tokens that nobody has taken join, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+
+import pytest
+from support.fake_engine import make_engine, until
+
+from asyncengine import SamplingParams
+from asyncengine.engine.mailbox import MANY, Mailbox
+from asyncengine.outputs import Chunk, LogprobEntry
+
+
+def test_tokens_that_wait_are_one_chunk() -> None:
+    mailbox = Mailbox()
+    for token in range(MANY + 3):
+        mailbox.put_token(f"{token} ", token, 0)
+    first, second = mailbox.take()
+    assert first.token_ids == list(range(MANY))
+    assert second.token_ids == [MANY, MANY + 1, MANY + 2]
+    assert first.text + second.text == "".join(f"{token} " for token in range(MANY + 3))
+    mailbox.put_token("a", 1, 0)
+    assert first.token_ids == list(range(MANY)), "what was taken is the reader's"
+    assert [chunk.token_ids for chunk in mailbox.take()] == [[1]]
+
+
+def test_what_is_more_than_a_token_or_of_another_sample_stands_by_itself() -> None:
+    mailbox = Mailbox()
+    mailbox.put_token("a", 1, 0)
+    mailbox.put_token("b", 2, 1)
+    mailbox.put_token("c", 3, 0)
+    mailbox.put(Chunk("d", [4], None, 0, [LogprobEntry(4, "d", -1.0, b"d")]))
+    mailbox.put_token("e", 5, 0)
+    mailbox.put(Chunk("", [], "stop", 0))
+    assert [(chunk.text, chunk.index, chunk.token_ids) for chunk in mailbox.take()] == [
+        ("a", 0, [1]), ("b", 1, [2]), ("c", 0, [3]), ("d", 0, [4]), ("e", 0, [5]), ("", 0, []),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [1, 3, MANY])
+async def test_a_reader_is_woken_for_so_many_tokens_or_the_end(many: int) -> None:
+    mailbox = Mailbox()
+    assert mailbox.announce(many) is not None
+    woken = [mailbox.put_token("a", token, 0) is not None for token in range(many)]
+    assert woken == [False] * (many - 1) + [True]
+    mailbox.take()
+    assert mailbox.announce(many) is not None
+    assert mailbox.put(Chunk("", [], "stop")) is not None
+
+
+@pytest.mark.parametrize("many", [1, 5, MANY])
+def test_nothing_is_lost_between_two_threads(many: int) -> None:
+    mailbox, count = Mailbox(), 20_000
+    found: list[int] = []
+
+    def read() -> None:
+        while True:
+            for chunk in mailbox.receive_blocking(many):
+                found.extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for token in range(count):
+        waiter = mailbox.put_token("", token, 0)
+        if waiter is not None:
+            assert isinstance(waiter, threading.Event)
+            waiter.set()
+    waiter = mailbox.put(Chunk("", [], "stop"))
+    if waiter is not None:
+        assert isinstance(waiter, threading.Event)
+        waiter.set()
+    reader.join(120)
+    assert found == list(range(count))
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["read token by token", "read at its end"])
+async def test_a_long_answer_is_not_as_many_objects_as_it_has_tokens(read: bool) -> None:
+    """Or the collector of garbage looks through the whole program each time there are so many more."""
+    count = 2000
+    async with make_engine(pages=2048) as engine:
+        stream = engine.stream([2, 3], SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0))
+        await anext(stream)
+        gc.collect()
+        before = len(gc.get_objects())
+        reading = asyncio.create_task(stream.result()) if not read else None
+        while read and engine.stats().generated_tokens < count - 1:
+            await anext(stream)
+        await until(lambda: engine.stats().generated_tokens >= count - 1)
+        gc.collect()
+        assert len(gc.get_objects()) - before < count // 4
+        completion = await (stream.result() if reading is None else reading)
+        assert len(completion.token_ids) == count

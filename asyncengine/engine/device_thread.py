@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import anyio
 
+from asyncengine.device.frozen_heap import HEAP
 from asyncengine.device.switching import INTERPRETER
 from asyncengine.step import Batch, Executor, StepHandle, StepResult
 
@@ -179,9 +180,11 @@ class DeviceThread:
             self._thread.start()
 
     def _work(self) -> None:
+        HEAP.begin()
         try:
             with INTERPRETER.shortened(self._switch_interval):
                 self._serve()
+            HEAP.end(self.executor.close)
         finally:
             self._tell_ended()
 
@@ -207,7 +210,6 @@ class DeviceThread:
         if self._waiter.ident is not None:
             self._launched.put(None)
             self._waiter.join()
-        self.executor.close()
 
     def _wait(self) -> None:
         while (launched := self._launched.get()) is not None:

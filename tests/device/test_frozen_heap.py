@@ -1,0 +1,83 @@
+"""Objects that are there when an engine begins to serve are not looked through for garbage until one ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from support.fake_engine import greedy, make_engine
+
+from asyncengine.device.frozen_heap import FrozenHeap
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+class Knot:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def collect() -> None:
+    gc.collect()
+
+
+async def test_while_an_engine_serves() -> None:
+    async with make_engine() as engine:
+        await engine.generate([2, 3], greedy(2))
+        assert gc.get_freeze_count() > 10_000, "all of pytest, for one"
+        later = weakref.ref(Knot())
+        gc.collect()
+        assert later() is None, "what is made meanwhile is collected"
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_an_engine_had_is_collected_when_it_closes_and_the_rest_stays_frozen() -> None:
+    heap = FrozenHeap()
+    had = Knot()
+    seen = weakref.ref(had)
+    heap.begin()
+    heap.begin()
+    del had
+    gc.collect()
+    assert seen() is not None
+    heap.end(collect)
+    assert seen() is None
+    assert gc.get_freeze_count() > 10_000, "the other serves"
+    heap.end(lambda: None)
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_close_that_fails_leaves_the_books_right() -> None:
+    heap = FrozenHeap()
+    heap.begin()
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        heap.end(fail)
+    assert gc.get_freeze_count() == 0
+    heap.begin()
+    assert gc.get_freeze_count() > 10_000
+    heap.end(lambda: None)
+
+
+def test_a_program_that_froze_its_objects_is_left_alone() -> None:
+    heap = FrozenHeap()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    kept = [Knot() for _ in range(100)]
+    heap.begin()
+    assert gc.get_freeze_count() == count
+    heap.end(lambda: None)
+    assert gc.get_freeze_count() == count
+    assert len(kept) == 100

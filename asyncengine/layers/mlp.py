@@ -54,25 +54,32 @@ class MLP:
         self.in_place = options.kernels.name == "compiled" and not config.gated and self.xielu is None
         """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
+        silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0
+        self._multiply_gated = getattr(self.up.weight, "multiply_gated", None) if silu else None
         self.between: Activation | None = self.gated if config.gated else self._activation
         """What is between the two products, of all that the first gives; None: there is no such function."""
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """[rows, width] -> [rows, width]."""
-        inner = self.up(x, adapters)
-        before, after = self.config.scales
-        if before != 1.0:
-            inner[:, : self.config.width] *= before
-        if self.gated is not None:
-            inner = self.gated(inner)
-        elif self.config.gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = self._activation(gate).mul_(up)
-        else:
-            inner = self._activation(inner)
-        if after != 1.0:
-            inner *= after
+        inner = None
+        if adapters is None and self._multiply_gated is not None:
+            inner = self._multiply_gated(x, self.up.bias)
+        if inner is None:
+            inner = self._activated(self.up(x, adapters))
+        if self.config.scales[1] != 1.0:
+            inner *= self.config.scales[1]
         return self.down(inner, adapters)
+
+    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
+        """What is between the two products, of all that the first gives."""
+        if self.config.scales[0] != 1.0:
+            inner[:, : self.config.width] *= self.config.scales[0]
+        if self.gated is not None:
+            return self.gated(inner)
+        if self.config.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return self._activation(gate).mul_(up)
+        return self._activation(inner)
 
     def linears(self) -> list[Linear]:
         return [self.up, self.down]

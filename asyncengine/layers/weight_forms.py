@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.kernels.arena import Empty, ordinary
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.stored import StoredForm, StoredMatrix, dense
 
 Release = Callable[[torch.Tensor], object]
@@ -124,6 +125,12 @@ class DenseWeight:
         shape = (outputs, inputs)
         self.weight = empty(shape, dtype) if on_cpu else torch.empty(shape, dtype=dtype, device=device)
         self._release = release
+        self._few: Any = None
+        """Kernels for a few rows; None: there are none here."""
+        if dtype.itemsize == 2 and triton_missing(device) is None:
+            from asyncengine.kernels.cuda import few_rows
+
+            self._few = few_rows
 
     @property
     def nbytes(self) -> int:
@@ -137,10 +144,20 @@ class DenseWeight:
         return None
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self._few is not None and out is None and self._few.pays(x, self.weight):
+            return self._few.few_rows(x, self.weight, bias)  # type: ignore[no-any-return]
         found = linear(x, self.weight, bias)
         return found if out is None else out.copy_(found)
 
+    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
+        if self._few is None or not self._few.pays(x, self.weight, gated=True):
+            return None
+        return self._few.few_rows(x, self.weight, bias, gated=True)  # type: ignore[no-any-return]
+
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        if self._few is not None and self._few.pays(x, self.weight):
+            return self._few.few_rows(x, self.weight, bias, dtype=torch.float32)  # type: ignore[no-any-return]
         return linear(x, self.weight, bias).float()
 
     def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:

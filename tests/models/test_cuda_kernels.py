@@ -3,6 +3,7 @@ launched."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,11 @@ from asyncengine.config import EngineConfig
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 
+LAYERS = 3
 IDS = [3, 17, 40, 9, 3, 3, 88]
-OUTER = {"_angles": 1, "_rms_norm": 1, "linear": 1}
-"""Before the layers and behind them, beside the lookup of the token."""
-LAYER = {"_rms_norm": 2, "linear": 4, "_prepare_and_write": 1, "decode": 1, "silu_and_mul": 1}
+OUTER = {"_angles": 1, "_rms_norm": 1}
+"""Before the layers and behind them, beside the lookup of the token and the output layer."""
+LAYER = {"_rms_norm": 2, "_prepare_and_write": 1, "decode": 1}
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +41,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
     return use_cuda_kernels(monkeypatch)
 
 
-def load(folder: Callable[[str], str], name: str) -> Decoder:
-    model = loading.load_model(folder(name), EngineConfig(device="cpu", show_progress=False)).model
+def load(folder: Callable[[str], str], name: str, dtype: str = "float32") -> Decoder:
+    model = loading.load_model(folder(name), EngineConfig(device="cpu", dtype=dtype, show_progress=False)).model
     assert isinstance(model, Decoder)
     return model
 
 
-def on_flashinfer(model: Decoder, fake: CountedFlashInfer) -> Forwards:
-    made = Forwards(model, backend="torch")
-    made.backend = make_flashinfer(model.specs, fake)
+def on_flashinfer(model: Decoder, fake: CountedFlashInfer, rows: int = 1) -> Forwards:
+    made = Forwards(model, rows, backend="torch", most=20)
+    made.backend = make_flashinfer(model.specs, fake, dtype=model.dtype)
     return made
 
 
@@ -65,17 +67,40 @@ def test_kernels_change_no_answer(name: str, folder: Callable[[str], str], reque
     assert fake.calls["append"] == (6 if name == "llama4" else 0), "two of its layers have norms behind the rotation"
 
 
+def test_products_of_one_row(folder: Callable[[str], str], request: pytest.FixtureRequest) -> None:
+    """Rounded otherwise: bfloat16 has as many digits as may differ."""
+    plain = load(folder, "qwen3", "bfloat16")
+    fake = request.getfixturevalue("fake")
+    expected, found = Forwards(plain, backend="torch"), on_flashinfer(load(folder, "qwen3", "bfloat16"), fake)
+    for ids in (IDS, [5], [6, 7]):
+        logits, own = expected.step(ids).float(), found.step(ids).float()
+        assert float((own - logits).abs().max()) < 0.05 * float(logits.abs().max())
+    assert fake.launches.calls["_few_rows"] == 2 * (4 * LAYERS + 1)
+
+
 @pytest.mark.parametrize(("name", "lookup"), [("llama", "embedding"), ("qwen3", "index_select")])
+@pytest.mark.parametrize(
+    ("rows", "layer", "outer"),
+    [
+        (1, {"_few_rows": 4}, {"_few_rows": 1}),
+        (3, {"_few_rows": 4, "silu_and_mul": 1}, {"_few_rows": 1}),
+        (5, {"linear": 4, "silu_and_mul": 1}, {"linear": 1, "to": 1}),
+    ],
+    ids=["one row", "three", "five"],
+)
 def test_kernels_of_a_decode_step(
-    name: str, lookup: str, folder: Callable[[str], str], fake: CountedFlashInfer
-) -> None:
-    model = load(folder, name)
-    forwards = on_flashinfer(model, fake)
-    forwards.step(IDS)
-    context, ids, rows = forwards.context([1]), torch.tensor([5]), torch.tensor([0])
+    rows: int, layer: dict[str, int], outer: dict[str, int], name: str, lookup: str, folder: Callable[[str], str],
+    fake: CountedFlashInfer,
+) -> None:  # fmt: skip
+    model = load(folder, name, "bfloat16")
+    forwards = on_flashinfer(model, fake, rows)
+    forwards.step([7] * rows, [1] * rows)
+    context, ids, every = forwards.context([1] * rows), torch.full((rows,), 5), torch.arange(rows)
     fake.launches.calls.clear()
     with torch.inference_mode(), fake.launches:
-        model.forward(ids, context, rows)
-    wanted = {part: OUTER.get(part, 0) + len(model.layers) * LAYER.get(part, 0) for part in {*OUTER, *LAYER}}
-    assert fake.launches.calls == {lookup: 1, **wanted}
-    assert sum(LAYER.values()) <= 9
+        model.forward(ids, context, every)
+    wanted = Counter({lookup: 1}) + Counter(OUTER) + Counter(outer)
+    for _ in range(LAYERS):
+        wanted += Counter(LAYER) + Counter(layer)
+    assert fake.launches.calls == wanted
+    assert sum(LAYER.values()) + sum(layer.values()) <= 9

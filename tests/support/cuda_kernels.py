@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from asyncengine.attention import flashinfer
-from asyncengine.layers import kernels, options, rotary
+from asyncengine.layers import kernels, options, rotary, weight_forms
 from asyncengine.layers.kernels import CudaKernels
 from asyncengine.models import loading
 
@@ -71,7 +71,7 @@ class CountedFlashInfer(FakeFlashInfer):
 def use_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> CountedFlashInfer:
     """Models loaded and FlashInfer backends made from now on have them; `launches` of the result count."""
     fake = CountedFlashInfer(Launches())
-    for module in (flashinfer, kernels, rotary):
+    for module in (flashinfer, kernels, rotary, weight_forms):
         monkeypatch.setattr(module, "triton_missing", lambda device: None)
     for module in (options, rotary):
         monkeypatch.setattr(module, "compiler_missing", lambda *_: "as on a GPU")

@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cuda.launching import early
+from asyncengine.kernels.cuda.launching import Launcher, starts_early
 
 
 @triton.jit
 def _rms_norm(
-    x, branch, weight, total, normed, x_stride, branch_stride, width, scale, epsilon,
-    add: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr,
+    x, branch, weight, total, normed, scale, epsilon,
+    x_stride: tl.constexpr, branch_stride: tl.constexpr, width: tl.constexpr, add: tl.constexpr, block: tl.constexpr,
+    pdl: tl.constexpr,
 ):  # fmt: skip
     """One row a program: its numbers stay in registers between the sum of their squares and their scaling."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,6 +35,9 @@ def _rms_norm(
         values = rounded.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, 0) / width + epsilon)
     tl.store(normed + row * width + columns, (values * inverse * factors).to(normed.dtype.element_ty), mask=inside)
+
+
+_launcher = Launcher(_rms_norm)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
@@ -64,8 +68,9 @@ def _launch(
     scale: float, epsilon: float, add: bool,
 ) -> None:  # fmt: skip
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
-    _rms_norm[rows,](
-        x, branch, weight, total, normed, x.stride(0), branch.stride(0), width, scale, epsilon,
-        add=add, block=block, num_warps=min(max(block // 512, 1), 16), **early(x.device),
+    block = 1 << (width - 1).bit_length()
+    constants = (x.stride(0), branch.stride(0), width, add, block, starts_early(x.device))
+    _launcher(
+        (rows, 1, 1), (x, branch, weight, total, normed), (scale, epsilon), constants,
+        num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip

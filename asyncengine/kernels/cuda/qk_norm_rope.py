@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from asyncengine.kernels.cuda.launching import early
+from asyncengine.kernels.cuda.launching import Launcher, starts_early
 
 _HEADS = 4
 """Heads of a program."""
@@ -43,10 +43,10 @@ def _put(values, query_at, pool_at, is_query, present, columns, inside, largest:
 
 @triton.jit
 def _prepare_and_write(
-    qkv, cos, sin, q_weight, k_weight, slots, query, pool, qkv_stride, angle_stride, epsilon,
-    queries: tl.constexpr, keys: tl.constexpr, dim: tl.constexpr, rotary: tl.constexpr, half: tl.constexpr,
-    behind_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr, largest: tl.constexpr, heads: tl.constexpr,
-    interleaved: tl.constexpr, pdl: tl.constexpr,
+    qkv, cos, sin, q_weight, k_weight, slots, query, pool, epsilon,
+    qkv_stride: tl.constexpr, angle_stride: tl.constexpr, queries: tl.constexpr, keys: tl.constexpr, dim: tl.constexpr,
+    rotary: tl.constexpr, half: tl.constexpr, behind_size: tl.constexpr, page: tl.constexpr, norm: tl.constexpr,
+    largest: tl.constexpr, heads: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """A few heads of one token. A head is read as the first and the second dimensions of all pairs that are rotated,
     and the rest, each filled up to a power of two."""
@@ -95,6 +95,9 @@ def _prepare_and_write(
         _put(rest, query_at, pool_at, is_query, present, others, behind, largest)
 
 
+_prepare = Launcher(_prepare_and_write)
+
+
 def prepare_and_write(
     qkv: torch.Tensor, heads: Any, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor
 ) -> torch.Tensor:
@@ -105,25 +108,28 @@ def prepare_and_write(
     [tokens], page * page size + offset; pool [pages, 2, page size, kv heads, dim] contiguous.
     """
     tokens, dim, rotary = len(qkv), heads.key_dim, cos.shape[-1]
-    query = torch.empty(tokens, heads.num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    query = qkv.new_empty((tokens, heads.num_heads, dim))
     if not tokens:
         return query
     normed = heads.q_norm is not None
-    _prepare_and_write[tokens, triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, _HEADS)](
-        qkv, cos, sin, heads.q_norm if normed else qkv, heads.k_norm if normed else qkv, slots, query, pool,
-        qkv.stride(0), cos.stride(0), heads.epsilon, queries=heads.num_heads, keys=heads.num_kv_heads, dim=dim,
-        rotary=rotary, half=triton.next_power_of_2(max(rotary // 2, 1)),
-        behind_size=triton.next_power_of_2(dim - rotary) if dim > rotary else 0, page=pool.shape[2], norm=normed,
-        largest=torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0, heads=_HEADS,
-        interleaved=heads.interleaved, num_warps=2, **early(qkv.device),
+    constants = (
+        qkv.stride(0), cos.stride(0), heads.num_heads, heads.num_kv_heads, dim, rotary,
+        1 << (max(rotary // 2, 1) - 1).bit_length(), 1 << (dim - rotary - 1).bit_length() if dim > rotary else 0,
+        pool.shape[2], normed, 448.0 if pool.dtype == torch.float8_e4m3fn else 0.0, _HEADS, heads.interleaved,
+        starts_early(qkv.device),
     )  # fmt: skip
+    weights = (heads.q_norm, heads.k_norm) if normed else (qkv, qkv)
+    blocks = -(-(heads.num_heads + 2 * heads.num_kv_heads) // _HEADS)
+    _prepare(
+        (tokens, blocks, 1), (qkv, cos, sin, *weights, slots, query, pool), (heads.epsilon,), constants, num_warps=2
+    )
     return query
 
 
 @triton.jit
 def _angles(
-    positions, frequencies, found, scaling, pairs,
-    block: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
+    positions, frequencies, found, scaling,
+    pairs: tl.constexpr, block: tl.constexpr, interleaved: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Cosines and then sines of one position."""
     token = tl.program_id(0).to(tl.int64)
@@ -146,6 +152,9 @@ def _angles(
     tl.store(line + 2 * pairs + second, sine, mask=inside)
 
 
+_turn = Launcher(_angles)
+
+
 def angles(
     positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, interleaved: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +165,6 @@ def angles(
     pairs = len(frequencies)
     found = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
     if found.numel():
-        _angles[len(positions),](
-            positions, frequencies, found, scaling, pairs, block=triton.next_power_of_2(pairs),
-            interleaved=interleaved, num_warps=1, **early(positions.device),
-        )  # fmt: skip
+        constants = (pairs, 1 << (pairs - 1).bit_length(), interleaved, starts_early(positions.device))
+        _turn((len(positions), 1, 1), (positions, frequencies, found), (scaling,), constants, num_warps=1)
     return found[:, 0], found[:, 1]

@@ -6,21 +6,41 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from asyncengine.kernels.cuda.few_rows import few_rows
+from asyncengine.kernels.cuda.few_rows import few_rows, pays
 
 
-@pytest.mark.parametrize("kind", ["sum", "dot"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 9, 16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 256), (20, 328)])
-@pytest.mark.parametrize("gated", [False, True])
-def test_products(kind: str, rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    if kind == "sum" and rows > 4:
-        return
-    dtype = torch.float16 if kind == "dot" else torch.bfloat16  # whose bits the interpreter would multiply
-    x = torch.randn(rows, inputs * (2 if gated else 1) + 8).to(dtype)[:, :-8]
-    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    inner = silu(x[:, :inputs].float()) * x[:, inputs:].float() if gated else x
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 256), (10, 1032), (3, 2056), (6, 4096)])
+def test_products(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
+    x = torch.randn(rows, inputs + 8).to(dtype)[:, :-8]
+    weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)
+    assert pays(x, weight)
     for added in (bias, None):
-        found = few_rows(x, weight, added, gated, kind, step=256 if kind == "sum" else 64)
-        wanted = linear(inner.to(x.dtype).float(), weight.float(), None if added is None else added.float())
-        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=0.1)
+        wanted = linear(x.float(), weight.float(), None if added is None else added.float())
+        found = few_rows(x, weight, added)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(few_rows(x, weight, added, dtype=torch.float32), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gated_product() -> None:
+    x, weight, bias = torch.randn(1, 520), torch.randn(14, 520) / 16, torch.randn(14)
+    for added in (bias, None):
+        gate, up = linear(x, weight, added).chunk(2, dim=-1)
+        torch.testing.assert_close(few_rows(x, weight, added, gated=True), silu(gate) * up, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    x, weight = torch.randn(4, 264), torch.randn(9, 264)
+    assert torch.equal(few_rows(x, weight, None)[:1], few_rows(x[:1], weight, None))
+
+
+def test_what_is_left_to_a_library() -> None:
+    small, large = torch.empty(8, 4), torch.empty(2**21, 8, device="meta")
+    assert not pays(torch.empty(0, 4), small)
+    assert not pays(torch.empty(5, 4), small)
+    assert not pays(torch.empty(1, 2, 4), small)
+    assert not pays(torch.empty(2, 4), small, gated=True)
+    assert not pays(torch.empty(2, 8), large)
+    assert pays(torch.empty(1, 8), large)

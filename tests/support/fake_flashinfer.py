@@ -20,6 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.flashinfer_checks import (
+    check_added_norm,
+    check_append,
+    check_gated,
+    check_norm,
+    check_queries,
+    check_rotation,
+    check_workspace,
+    refuse_empty,
+)
 
 MIB = 2**20
 HEAD_DIMS = (64, 128, 256, 512)
@@ -183,17 +193,14 @@ class FakeFlashInfer:
         kv_layout: str = "NHD",
     ) -> None:
         assert kv_layout == "NHD"
-        self.refuse_empty("AppendPagedKVCache", append_key, append_value)
-        page_size, heads, dim = _check_cache(paged_kv_cache)
-        tokens = append_key.shape[0]
-        for new in (append_key, append_value):
-            assert new.shape == (tokens, heads, dim)
-            assert new.stride(-1) == 1
-            assert new.dtype == paged_kv_cache.dtype, "the kernel would read the bytes of one type as another"
-        for array in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        arrays = {
+            "batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices, "kv_indptr": kv_indptr,
+            "kv_last_page_len": kv_last_page_len,
+        }  # fmt: skip
+        check_append(append_key, append_value, paged_kv_cache, arrays, self.memory.is_pinned)
+        page_size = paged_kv_cache.shape[2]
+        for array in arrays.values():
             self.check_device_array(array)
-        assert len(batch_indices) == len(positions) == tokens
-        assert len(kv_indptr) == len(kv_last_page_len) + 1
 
         def kernel() -> None:
             rows, places = batch_indices.long(), positions.long()
@@ -207,11 +214,7 @@ class FakeFlashInfer:
 
         self.launch("append", kernel)
 
-    @staticmethod
-    def refuse_empty(kernel: str, *tensors: torch.Tensor) -> None:
-        """Raises `RuntimeError`, as CUDA does for a launch without blocks."""
-        if any(not tensor.numel() for tensor in tensors):
-            raise RuntimeError(f"{kernel} failed with error code invalid argument")
+    refuse_empty = staticmethod(refuse_empty)
 
     def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return self._normed("rmsnorm", input, weight, eps, 0.0)
@@ -220,13 +223,30 @@ class FakeFlashInfer:
         return self._normed("gemma_rmsnorm", input, weight, eps, 1.0)
 
     def _normed(self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        self.refuse_empty(name, input)
-        assert input.dim() in (2, 3)
-        assert input.stride(-1) == 1  # rows may lie apart: it reads where the next one begins
-        assert weight.dtype == input.dtype
+        check_norm(name, input, weight, self.memory.is_pinned, self.dtypes)
         self.calls[name] += 1
         wide = weight.float() + offset
         return torch.nn.functional.rms_norm(input.float(), (input.shape[-1],), wide, eps).to(input.dtype)
+
+    def fused_add_rmsnorm(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    ) -> None:
+        self._added("fused_add_rmsnorm", input, residual, weight, eps, 0.0)
+
+    def gemma_fused_add_rmsnorm(
+        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    ) -> None:
+        self._added("gemma_fused_add_rmsnorm", input, residual, weight, eps, 1.0)
+
+    def _added(
+        self, name: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
+    ) -> None:
+        """Both are overwritten: the sum, and its norm in the place of what was added."""
+        check_added_norm(name, x, residual, weight, self.memory.is_pinned, self.dtypes)
+        self.calls[name] += 1
+        total = x.float() + residual.float()
+        residual.copy_(total)
+        x.copy_(torch.nn.functional.rms_norm(total, (x.shape[-1],), weight.float() + offset, eps))
 
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
         return self._gated("silu", input, torch.nn.functional.silu)
@@ -238,10 +258,7 @@ class FakeFlashInfer:
         return self._gated("gelu_tanh", input, lambda x: torch.nn.functional.gelu(x, approximate="tanh"))
 
     def _gated(self, name: str, both: torch.Tensor, activation: Any) -> torch.Tensor:
-        self.refuse_empty(name, both)
-        assert both.is_contiguous()
-        if both.shape[-1] * both.dtype.itemsize % 16 != 0:
-            raise ValueError("The pointers must be multiple of 16 bytes.")
+        check_gated(f"{name}_and_mul", both, self.memory.is_pinned, self.dtypes)
         gate, up = both.float().chunk(2, dim=-1)
         self.calls[name] += 1
         return (activation(gate) * up).to(both.dtype)
@@ -255,18 +272,11 @@ class FakeFlashInfer:
         cos_sin_cache: torch.Tensor,
         is_neox: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.refuse_empty("BatchQKApplyRotaryPosIdsCosSinCache", query, key)
         assert is_neox
-        assert head_size in HEAD_DIMS
-        if cos_sin_cache.dtype != torch.float32:
-            raise ValueError("cos_sin_cache should be float32")
-        assert cos_sin_cache.is_contiguous()
-        assert positions.dtype in (torch.int32, torch.int64)
+        check_rotation(query, key, positions, head_size, cos_sin_cache, self.memory.is_pinned, self.dtypes)
         cos, sin = (part.repeat(1, 2)[:, None] for part in cos_sin_cache[positions.long()].chunk(2, dim=-1))
         outs = []
         for part in (query, key):
-            assert part.dim() == 2
-            assert part.stride(-1) == 1
             heads = part.view(part.shape[0], -1, head_size).float()
             first, second = heads.chunk(2, dim=-1)
             rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
@@ -305,8 +315,7 @@ class Wrapper:
     def __init__(self, fake: FakeFlashInfer, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str):
         assert kv_layout == "NHD"
         assert backend == "fa2", "auto would take the slower fa3 for fp8"
-        assert float_workspace_buffer.dtype == torch.uint8
-        assert float_workspace_buffer.numel() >= 128 * MIB
+        check_workspace("float_workspace_buffer", float_workspace_buffer, fake.memory.is_pinned)
         assert not bool(float_workspace_buffer[:4096].any()), "must be zero at first use"
         self.fake = fake
         self.float_workspace = float_workspace_buffer
@@ -315,7 +324,8 @@ class Wrapper:
         self.planned: dict[str, Any] = {}
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        assert int_workspace_buffer.dtype == float_workspace_buffer.dtype == torch.uint8
+        check_workspace("float_workspace_buffer", float_workspace_buffer, self.fake.memory.is_pinned)
+        check_workspace("int_workspace_buffer", int_workspace_buffer, self.fake.memory.is_pinned)
         self.float_workspace = float_workspace_buffer
         self.int_workspace_bytes = int_workspace_buffer.numel()
 
@@ -366,14 +376,12 @@ class Wrapper:
         }  # fmt: skip
 
     def launch(self, name: str, q: torch.Tensor, cache: torch.Tensor, arrays: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        self.fake.refuse_empty(name, q)
         plan = dict(self.planned)
         assert plan, "plan comes before run"
+        check_queries(q, cache, plan, self.fake.memory.is_pinned)
         page_size, kv_heads, dim = _check_cache(cache)
         assert (page_size, kv_heads, dim) == (plan["page_size"], plan["kv_heads"], plan["dim"])
         assert q.shape[1:] == (plan["heads"], dim)
-        assert q.stride(-1) == 1
-        assert (q.dtype, cache.dtype) == (plan["q_data_type"], plan["kv_data_type"])
         out = torch.full(q.shape, math.nan, dtype=plan["o_data_type"])
 
         def kernel() -> None:

@@ -1,6 +1,6 @@
 """How well requests of many adapters fill the batch, and what planning costs then: the scheduler alone, no model.
 
-    python benchmarks/adapter_admission.py [--requests 400 --slots 8 --rows 64 --adapters 0 1 8 64]
+    python -m benchmarks.adapter_admission [--requests 400 --slots 8 --rows 64 --adapters 0 1 8 64]
 
 All requests arrive at once and take turns over the adapters, `--slots` of which can run at a time. Printed for each
 number of adapters: steps until all have ended (as few as without adapters, if the batch is always full), mean rows of a

@@ -1,6 +1,6 @@
 """Attention on the CPU, the compiled backend against the torch one: one layer of the Qwen3-0.6B shape, bfloat16.
 
-    python benchmarks/attention_kernels.py [--threads 2 --rounds 9 --layers 8 --rows 1x192 16x208 ...]
+    python -m benchmarks.attention_kernels [--threads 2 --rounds 9 --layers 8 --rows 1x192 16x208 ...]
 
 A case is rows x context: decode steps of that many rows, or, with a third number, prompt chunks of that many tokens
 that end there. `--layers` pools take turns, so that keys come from memory as they do in a model. The backends take

@@ -1,4 +1,4 @@
-"""What an engine keeps of its speed on a busy machine: python benchmarks/company.py
+"""What an engine keeps of its speed on a busy machine: python -m benchmarks.company
 
     [--shape qwen3-0.6b --beside 1 2 4 --python 1 --rows 1 16 --rounds 5 --tokens 24 --threads 2 --json]
 
@@ -22,10 +22,10 @@ import time
 from typing import Any
 
 import torch
-from execution_vs_transformers import SHAPES
-from neighbours import Neighbours
 
 from asyncengine import AsyncEngine, SamplingParams
+from benchmarks.execution_vs_transformers import SHAPES
+from benchmarks.neighbours import Neighbours
 
 PROMPT = 32
 

@@ -1,6 +1,6 @@
 """Constrained requests against free ones: the same number of output tokens, the same engine, turn by turn.
 
-    python benchmarks/constrained_throughput.py [--batch 16 --output 128 --rounds 3 --threads 2 --json]
+    python -m benchmarks.constrained_throughput [--batch 16 --output 128 --rounds 3 --threads 2 --json]
 
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
 folder with a real tokenizer of 151,650 entries beside it, and serves it twice, with jump_forward off and on. Each
@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from constraints import BOOLEAN, INTEGER, STRING, array, record, text
-from execution_vs_transformers import SHAPES, make_checkpoint
-from grammar_setup import WIDTHS
 
 from asyncengine import AsyncEngine, SamplingParams
+from benchmarks.constraints import BOOLEAN, INTEGER, STRING, array, record, text
+from benchmarks.execution_vs_transformers import SHAPES, make_checkpoint
+from benchmarks.grammar_setup import WIDTHS
 
 ITEM = record({"name": text(5, 30), "quantity": {**INTEGER, "minimum": 0, "maximum": 9999}, "available": BOOLEAN})
 SCHEMAS = {

@@ -1,4 +1,4 @@
-"""One decoding step in several forms, taking turns: python benchmarks/decode_forms.py --rows 1 4 16
+"""One decoding step in several forms, taking turns: python -m benchmarks.decode_forms --rows 1 4 16
 
     [--forms panels layer-by-layer onednn int8 int4 --steps 30 --threads 2]
 
@@ -21,9 +21,6 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from execution_vs_transformers import GREEDY, SHAPES
-from quantized_products import STORED, RandomMatrix
-from reading import Buffer
 
 from asyncengine.config import EngineConfig
 from asyncengine.kernels.cpu import packed
@@ -35,6 +32,9 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
+from benchmarks.execution_vs_transformers import GREEDY, SHAPES
+from benchmarks.quantized_products import STORED, RandomMatrix
+from benchmarks.reading import Buffer
 
 FORMS = ("panels", "layer-by-layer", "onednn", "int8", "int4", "Q4_K_M", *STORED)
 CONTEXT, PAGE = 64, 16

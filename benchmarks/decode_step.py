@@ -1,6 +1,6 @@
 """Where the time of one step goes: matrix products, the output layer, attention, norms, activations, and the rest.
 
-    python benchmarks/decode_step.py [--shape qwen3-0.6b --dtype bfloat16 --batch 1 16 --input 64 --prompt 512 --json]
+    python -m benchmarks.decode_step [--shape qwen3-0.6b --dtype bfloat16 --batch 1 16 --input 64 --prompt 512 --json]
 
 Random weights (`load_format="dummy"`), a model runner driven by hand: decode steps of each batch size, then steps of
 one prompt. Each part is timed on its own by wrapping what computes it; a part's time is without that of the parts it
@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from execution_vs_transformers import GREEDY, SHAPES
 
 from asyncengine.attention.cpu import CompiledBackend
 from asyncengine.config import EngineConfig
@@ -46,6 +45,7 @@ from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.step_buffers import StepBuffers
 from asyncengine.step import Batch, Row, StateUse
+from benchmarks.execution_vs_transformers import GREEDY, SHAPES
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "granite-4-h-1b": {

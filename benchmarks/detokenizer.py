@@ -1,6 +1,6 @@
 """Microseconds per token of incremental detokenization and stop matching, one token per push.
 
-    python benchmarks/detokenizer.py [path of a model ...]
+    python -m benchmarks.detokenizer [path of a model ...]
 
 Measures the tiny tokenizers of the tests, then each tokenizer given. "table" is the time to build the token table.
 """

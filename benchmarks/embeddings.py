@@ -7,7 +7,7 @@ through the public API, one `embed` call. onnxruntime gets the model as fastembe
 fusions for BERT applied, texts sorted by length in batches of 32 and padded, tokenized and pooled outside; in int8 by
 its dynamic quantization. A system that cannot be imported is left out, by name.
 
-    python benchmarks/embeddings.py [--shape minilm --texts 128 --rounds 5 --threads 2 --only ours,st --json]
+    python -m benchmarks.embeddings [--shape minilm --texts 128 --rounds 5 --threads 2 --only ours,st --json]
 """
 
 from __future__ import annotations

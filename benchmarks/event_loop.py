@@ -1,6 +1,6 @@
 """How responsive is the caller's event loop while a hosted engine serves 64 streams, and what sharing a prefix saves.
 
-    python benchmarks/event_loop.py [--model demo] [--streams 64] [--seconds 20] [--beside 0] [--json]
+    python -m benchmarks.event_loop [--model demo] [--streams 64] [--seconds 20] [--beside 0] [--json]
 
 Loop lag: a task on the caller's loop sleeps 1 ms again and again; what a sleep takes beyond that is the time during
 which the loop could not run. Measured idle first (the machine's own noise), then under load, in one run; `--beside`:
@@ -20,9 +20,8 @@ import statistics
 import time
 from typing import Any
 
-from neighbours import Neighbours
-
 from asyncengine import AsyncEngine, SamplingParams
+from benchmarks.neighbours import Neighbours
 
 
 class LagProbe:

@@ -6,7 +6,7 @@ which bfloat16 rounds either way), and peak memory against what weights and KV c
 API: one `generate` call for each prompt, all at once. Greedy, end-of-sequence ignored, token ids in and out. Read
 ratios, not absolutes, on a machine with company. `--memory` measures nothing but memory.
 
-    python benchmarks/execution_vs_transformers.py [--batch 16 --input 128 --output 64 --rounds 3 --threads 2 --json]
+    python -m benchmarks.execution_vs_transformers [--batch 16 --input 128 --output 64 --rounds 3 --threads 2 --json]
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def make_checkpoint(shape: dict[str, Any], dtype: str, folder: str) -> None:
 
 def memory_in_own_process(options: argparse.Namespace, folder: str) -> dict[str, float]:
     """`measure_memory` of a process that has done nothing else."""
-    command = [sys.executable, __file__, "--memory-of", folder, *forwarded(options)]
+    command = [sys.executable, "-m", "benchmarks.execution_vs_transformers", "--memory-of", folder, *forwarded(options)]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
 

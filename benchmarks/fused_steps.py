@@ -1,4 +1,4 @@
-"""Short steps with all layers in one call beside the same layer by layer: python benchmarks/fused_steps.py
+"""Short steps with all layers in one call beside the same layer by layer: python -m benchmarks.fused_steps
 
     [--shape qwen3.5-moe falcon-h1-0.5b nemotron-3 --rows 1 16 --quantization int4 --steps 20 --threads 2]
 
@@ -18,14 +18,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from decode_step import Requests
-from mixtures import fill_alike
 
 from asyncengine.config import EngineConfig
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
+from benchmarks.decode_step import Requests
+from benchmarks.mixtures import fill_alike
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {

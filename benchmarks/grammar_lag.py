@@ -1,7 +1,7 @@
 """Does compiling grammars disturb anybody: the caller's loop, and streams that run beside?
 
-    python benchmarks/grammar_lag.py [--model demo --streams 32 --schemas 10 --fields 100 --seconds 5 --rounds 4 --json]
-    python benchmarks/grammar_lag.py --hostile [--timeout 10]
+    python -m benchmarks.grammar_lag [--model demo --streams 32 --schemas 10 --fields 100 --seconds 5 --rounds 4 --json]
+    python -m benchmarks.grammar_lag --hostile [--timeout 10]
 
 Loop lag is measured as in `event_loop.py`: a task on the caller's loop sleeps 1 ms again and again. An owned engine
 runs on that loop, a hosted one on a thread of its own. Phases of `--seconds` alternate: streams only; the same streams
@@ -24,14 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from constraints import BOOLEAN, INTEGER, STRING, array, record, text
-from event_loop import LagProbe
-from grammar_setup import spread
-from hostile_grammars import CASES
-
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.errors import EngineError, GrammarTimeout
 from asyncengine.grammar import Grammar
+from benchmarks.constraints import BOOLEAN, INTEGER, STRING, array, record, text
+from benchmarks.event_loop import LagProbe
+from benchmarks.grammar_setup import spread
+from benchmarks.hostile_grammars import CASES
 
 TARGET_MS = 20
 PATIENCE = 120.0

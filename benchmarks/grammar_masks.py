@@ -1,6 +1,6 @@
 """What a constraint costs: compiling it, its masks, everything beside them, and applying a mask to logits.
 
-    python benchmarks/grammar_masks.py [--sizes 32k 151k --rounds 5 --walks 5 --json] [--outlines-core 32k]
+    python -m benchmarks.grammar_masks [--sizes 32k 151k --rounds 5 --walks 5 --json] [--outlines-core 32k]
 
 For each constraint of `constraints.py`, teacher-forced over its valid samples as the tokenizer cuts them. All
 constraints are gone through in each round, so that a busy moment of the machine hits all alike.
@@ -28,8 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from constraints import CONSTRAINTS, Constraint
-from grammar_setup import WIDTHS, grammar_of, laid_out, spread, vocabulary
 
 from asyncengine.errors import EngineError
 from asyncengine.grammar import Grammar, check_limits
@@ -40,6 +38,8 @@ from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.outlines_core_backend import OutlinesCoreBackend
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.sampling.masks import FilledMasks, apply_masks
+from benchmarks.constraints import CONSTRAINTS, Constraint
+from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, spread, vocabulary
 
 WALKS = ("mask", "added", "jump", "near", "tight")
 AMPLE, NEAR = 8192, 256

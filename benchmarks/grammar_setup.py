@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from constraints import Constraint
-
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.vocabulary import Vocabulary
+from benchmarks.constraints import Constraint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

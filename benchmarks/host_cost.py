@@ -1,7 +1,7 @@
 """Host cost of the engine itself: scheduling and delivery, per token and stream, without a model.
 
-    python benchmarks/host_cost.py [--streams 256] [--tokens 200] [--repeat 5] [--json]
-    python benchmarks/host_cost.py --device-ms 0 3 [--rows 1 16 64 256] [--launch-ms 0] [--hosted]
+    python -m benchmarks.host_cost [--streams 256] [--tokens 200] [--repeat 5] [--json]
+    python -m benchmarks.host_cost --device-ms 0 3 [--rows 1 16 64 256] [--launch-ms 0] [--hosted]
 
 The executor answers at once with a constant token, so all time measured is the engine's: schedule, launch, commit,
 deliver, mailbox, and the consumer's `async for`. "in line" calls the executor on the loop's own thread and so counts

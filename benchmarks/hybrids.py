@@ -1,4 +1,4 @@
-"""A model with states beside pages: python benchmarks/hybrids.py --rows 1 16 --prompt 2048
+"""A model with states beside pages: python -m benchmarks.hybrids --rows 1 16 --prompt 2048
 
     [--layers 24 --steps 30 --threads 2 --dtype bfloat16 --quantization int8 --recurrence | --first-token]
 
@@ -23,8 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from execution_vs_transformers import GREEDY
-from reading import Buffer
 
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.config import EngineConfig
@@ -34,6 +32,8 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row, StateUse
+from benchmarks.execution_vs_transformers import GREEDY
+from benchmarks.reading import Buffer
 
 SHAPE = {
     "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8,

@@ -1,6 +1,6 @@
 """Decoding steps that tokens forced by a grammar save (jump-forward).
 
-    python benchmarks/jump_forward.py [--sizes 32k 151k --model demo --streams 8 --rounds 3 --json]
+    python -m benchmarks.jump_forward [--sizes 32k 151k --model demo --streams 8 --rounds 3 --json]
 
 Teacher-forced: over the valid samples of `constraints.py`, tokens that had to be sampled against tokens that followed
 by force, with real tokenizers, for each whitespace option and the ways of writing JSON that it allows. A step is one
@@ -21,14 +21,13 @@ import statistics
 import time
 from typing import Any
 
-from constraints import CONSTRAINTS, Constraint, record
-from grammar_setup import WIDTHS, grammar_of, laid_out, vocabulary
-
 from asyncengine import AsyncEngine, SamplingParams
 from asyncengine.errors import EngineError
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
+from benchmarks.constraints import CONSTRAINTS, Constraint, record
+from benchmarks.grammar_setup import WIDTHS, grammar_of, laid_out, vocabulary
 
 GROUPS = {
     "typical": ("json_small", "json_medium", "json_recursive", "tools10", "json_formats"),

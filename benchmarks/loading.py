@@ -1,6 +1,6 @@
 """How long loading takes beside reading the file, and what a command's start takes beside `import torch`.
 
-    python benchmarks/loading.py [--shape qwen3-0.6b --kinds bf16 int8 int4 --repeat 3 --at-hand | --start | --first]
+    python -m benchmarks.loading [--shape qwen3-0.6b --kinds bf16 int8 int4 --repeat 3 --at-hand | --start | --first]
 
 A random checkpoint of the shape in bfloat16, in the page cache. "read" is its file read by one thread into a buffer
 that is used again and again, "new memory" into memory that the system has to find first, as whoever keeps weights has
@@ -34,7 +34,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from execution_vs_transformers import SHAPES
+from benchmarks.execution_vs_transformers import SHAPES
 
 SETTINGS: dict[str, dict[str, Any]] = {"bf16": {}, "int8": {"quantization": "int8"}, "int4": {"quantization": "int4"}}
 _PIECE = 2**22
@@ -229,7 +229,7 @@ def memory_now() -> int:
 def apart(kind: str, folder: Path, *more: str, **environment: str) -> dict[str, float]:
     """The same in a process of its own."""
     run = subprocess.run(
-        [sys.executable, __file__, "--one", kind, "--folder", str(folder), *more],
+        [sys.executable, "-m", "benchmarks.loading", "--one", kind, "--folder", str(folder), *more],
         check=False, capture_output=True, text=True, env={**os.environ, **environment},
     )  # fmt: skip
     if run.returncode:

@@ -1,6 +1,6 @@
 """Adapters that come and go while streams run: what a hot load takes, what it does to the streams, and memory.
 
-    python benchmarks/lora_serving.py [--shape small --streams 16 --rank 16 --seconds 20 --rounds 3 --churn 200 --json]
+    python -m benchmarks.lora_serving [--shape small --streams 16 --rank 16 --seconds 20 --rounds 3 --churn 200 --json]
 
 Makes a random bfloat16 checkpoint (as `execution_vs_transformers.py` does) and random PEFT adapters on all linears of
 its layers in a temporary folder, and drives the public API. Two things are measured:
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from execution_vs_transformers import GREEDY, SHAPES, make_checkpoint
 from safetensors.torch import save_file
-from soak import resident_mib
 
 from asyncengine import AsyncEngine
+from benchmarks.execution_vs_transformers import GREEDY, SHAPES, make_checkpoint
+from benchmarks.soak import resident_mib
 
 LINEARS = {
     "self_attn.q_proj": ("hidden", "queries"), "self_attn.k_proj": ("hidden", "keys"),

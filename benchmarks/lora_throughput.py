@@ -1,6 +1,6 @@
 """A batch with 1, 4 and 16 distinct adapters against the same batch without: what batched low-rank adapters cost.
 
-    python benchmarks/lora_throughput.py [--shape small --batch 16 --input 64 --output 24 --rank 16 --rounds 3 --json]
+    python -m benchmarks.lora_throughput [--shape small --batch 16 --input 64 --output 24 --rank 16 --rounds 3 --json]
 
 Makes a random bfloat16 checkpoint of the Qwen3-0.6B shape (as `execution_vs_transformers.py` does) in a temporary
 folder and drives the model runner by hand: prompts in one step, then one token for each request a step, then steps in
@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from execution_vs_transformers import SHAPES, make_checkpoint
 
 from asyncengine import SamplingParams
 from asyncengine.config import EngineConfig
@@ -38,6 +37,7 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
+from benchmarks.execution_vs_transformers import SHAPES, make_checkpoint
 
 SHAPES["qwen3-0.6b-seventh"] = {**SHAPES["qwen3-0.6b"], "num_hidden_layers": 4, "vocab_size": 21705}
 """4 of 28 layers and as much less vocabulary: the same ratios in a seventh of the time."""

@@ -1,4 +1,4 @@
-"""One decoding step of a mixture of experts: python benchmarks/mixtures.py --form bfloat16 --rows 1 16
+"""One decoding step of a mixture of experts: python -m benchmarks.mixtures --form bfloat16 --rows 1 16
 
     [--form bfloat16 int8 int4 transformers --layers 2 --steps 30 --threads 2]
 
@@ -19,8 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from execution_vs_transformers import GREEDY
-from reading import Buffer
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers.experts import Experts
@@ -32,6 +30,8 @@ from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.building import build_runner
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
+from benchmarks.execution_vs_transformers import GREEDY
+from benchmarks.reading import Buffer
 
 FORMS = ("bfloat16", "int8", "int4", "transformers")
 SHAPE = {

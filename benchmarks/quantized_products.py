@@ -1,4 +1,4 @@
-"""Matrix products with weights in 16, 8 and 4 bits, alone: python benchmarks/quantized_products.py
+"""Matrix products with weights in 16, 8 and 4 bits, alone: python -m benchmarks.quantized_products
 
 `--stored`: as llama.cpp's files, AWQ and MXFP4 have them, too. "packed" is oneDNN's form. The shapes of one layer and
 of the output layer of Qwen3-0.6B. As many copies of a weight as exceed the caches take turns, as the layers of a model

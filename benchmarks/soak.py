@@ -1,6 +1,6 @@
 """Does the resident set stay flat? Waves of random requests on a real model: lengths, samples, seeds, cancellations.
 
-    python benchmarks/soak.py [--model demo] [--waves 12] [--requests 1000] [--json]
+    python -m benchmarks.soak [--model demo] [--waves 12] [--requests 1000] [--json]
 
 Prints the process's resident set after each wave. The first waves fill caches of bounded size (prefix cache, oneDNN's
 kernels); from then on it should not grow.

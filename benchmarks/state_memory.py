@@ -1,4 +1,4 @@
-"""What states take while many requests run: python benchmarks/state_memory.py [--budgets 2MiB 8MiB --requests 64]
+"""What states take while many requests run: python -m benchmarks.state_memory [--budgets 2MiB 8MiB --requests 64]
 
     [--shared 1500 --own 700 --answer 32 --threads 2 --dtype float32]
 

@@ -1,6 +1,6 @@
 """Does the resident set stay flat while a long list is embedded? Its vectors grow, and nothing else should.
 
-    python benchmarks/vector_soak.py MODEL [--texts 50000] [--words 12] [--json]
+    python -m benchmarks.vector_soak MODEL [--texts 50000] [--words 12] [--json]
 
 Prints the process's resident set, without the vectors' own bytes, after each tenth of the texts.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -323,6 +324,23 @@ def test_a_policy_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch, caps
         if isinstance(node, ast.Constant) and node.value in {*POLICIES} - {"priority"}  # a field's name as well
     ]
     assert elsewhere == ["asyncengine.config: fcfs"], "the default"
+
+
+def test_benchmarks_are_run_and_imported_as_a_package() -> None:
+    """`python -m benchmarks.x` from the root: a sibling's bare name, or a script's path, would not be found then."""
+    scripts = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__"}
+    wrong = [
+        f"{path.name} imports {name}" for path in scripts.values() for name in imported(path)
+        if name.split(".")[0] in scripts
+    ]  # fmt: skip
+    wrong += [
+        f"{page.relative_to(ROOT)} names {script}"
+        for folder in ("benchmarks", "docs")
+        for page in (*(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.py"))
+        for script in re.findall(r"python benchmarks/\S+", page.read_text(encoding="utf-8"))
+    ]
+    assert scripts
+    assert not wrong
 
 
 def test_only_wiring_wires() -> None:

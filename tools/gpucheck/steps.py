@@ -128,7 +128,7 @@ class _TimedHandle:
 
     def wait(self) -> Any:
         readback = getattr(self._handle, "readback", None)
-        if readback is not None:
+        if readback is not None and not hasattr(self._handle, "block"):  # else that was called before
             readback.wait()
         began = time.perf_counter()
         result = self._handle.wait()

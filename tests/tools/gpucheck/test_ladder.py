@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from tools.gpucheck.ladder import ENGINES, Ladder
 from tools.gpucheck.report import CheckFailed, Figure
 from tools.gpucheck.session import Session, Settings
 from tools.gpucheck.shapes import LARGE, SMALL, TINY, Shape
-from tools.gpucheck.workloads import Burst, burst, quantile, random_lengths
+from tools.gpucheck.workloads import Burst, Collections, burst, quantile, random_lengths
 
 CPU = Settings("cpu", "flashinfer", quick=True, seed=4)
 FEW = Shape("few", 32, 48, 2, 2, 1, tied=True, head_dim=16, vocab=128)
@@ -178,3 +179,14 @@ def test_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
     assert environment._flashinfer() == "version 0.7.2"
     assert environment.facts(Session(CPU, tmp_path))["nvcc"] == "/opt/cuda/bin/nvcc"
+
+
+def test_what_collecting_garbage_takes_is_told_apart() -> None:
+    with Collections() as collections:
+        gc.collect()
+    taken = collections.seconds
+    assert taken > 0
+    gc.collect()
+    assert collections.seconds == taken, "no longer"
+    assert str(Burst([(1, 1)], 2.0, 4, 0.5)) == "2.00 s, 4 steps of 500.00 ms; 0.50 s collecting garbage"
+    assert str(Burst([(1, 1)], 2.0, 4, 0.001)) == "2.00 s, 4 steps of 500.00 ms"

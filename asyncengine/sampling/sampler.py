@@ -77,8 +77,6 @@ class Sampler:
         self._device = device
         self._params = SlotParams(max_num_seqs, vocab_size)
         self._penalties = PenaltyTable(vocab_size, device)
-        self.on_device: Any = None
-        """Samples in a CUDA graph (`runner.graphs.StepSampler`); None: there are no kernels for that."""
         self._kernel: Any = None
         self.on_device: DeviceSampler | None = None
         """Samples by kernels alone, in a CUDA graph too; None: there are none for this device."""

@@ -126,6 +126,9 @@ class EngineLoop:
                     await self._update_weights(due)
                 batch = self._schedule()  # 2 pure: expire, run, preempt, admit, evict
                 if batch is not None:  # 3 the device starts
+                    if self.in_flight and batch.num_tokens > len(batch.rows):
+                        self._deliver()  # launching prompts takes long, and the device has work meanwhile
+                        await asyncio.sleep(0)
                     at = self.clock.now()
                     self.in_flight.append(Launched(batch, self.runner.launch(batch), at))
                 self._deliver()  # 4 outputs of the step before go out while this one runs

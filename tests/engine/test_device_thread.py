@@ -133,6 +133,29 @@ async def test_brief_launches_are_the_loops_and_nothing_overtakes_those_of_the_t
         assert executor.closed
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_tokens_do_not_wait_for_a_prompt_to_be_launched(hosted: bool):
+    """Kernels of prompts are launched one by one, and all that the step before has given is here already."""
+    engine, executor = brief_engine(hosted, max_steps_in_flight=2)
+    executor.long = lambda batch: False
+    launch, waiting = executor.launch, []
+
+    def noted(batch: Batch) -> Any:
+        if batch.num_tokens > len(batch.rows) and len(batch.rows) > 1:
+            waiting.append(len(engine.core.loop.scheduler.roster.outputs))
+        return launch(batch)
+
+    executor.launch = noted  # type: ignore[method-assign]
+    async with engine:
+        stream = engine.stream([4, 5, 6], greedy(40, ignore_eos=True))
+        await anext(stream)
+        others = [await engine.generate([7, 8, number], greedy(2)) for number in range(9)]
+        assert len(others) == 9
+        assert (await stream.result()).token_ids == executor.model.oracle([4, 5, 6], 40)
+    assert waiting
+    assert not any(waiting)
+
+
 async def test_a_brief_step_waits_behind_one_that_is_still_to_be_launched():
     engine, executor = brief_engine(max_steps_in_flight=3)
     async with engine:

@@ -71,10 +71,8 @@ class DeviceThread:
 
     The loop's thread launches what the executor says is brief, where the device computes meanwhile, or where the loop
     is nobody else's: handing a step over and its result back takes 100 us or more, of which most is waiting for a
-    thread to wake and for the interpreter's lock. Whatever may wait for others is for the thread, and so is all that
-    comes while something waits there.
-
-    Where launching does not wait for the device, a second thread does; results are read by the loop's.
+    thread to wake and for the interpreter's lock. Whatever may wait for others is for the thread. Where launching does
+    not wait for the device, a second thread does; the loop's makes results of what has come.
 
     Measured per step: a thread of our own with call_soon_threadsafe takes 31 us, an executor 44, anyio.to_thread 79.
     The threads are daemons: a forward pass that never returns must not keep the program from ending.

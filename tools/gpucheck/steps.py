@@ -127,9 +127,11 @@ class _TimedHandle:
         return getattr(self._handle, name)
 
     def wait(self) -> Any:
-        readback = getattr(self._handle, "readback", None)
-        if readback is not None and not hasattr(self._handle, "block"):  # else that was called before
-            readback.wait()
+        block = getattr(self._handle, "block", None)
+        if block is None and (readback := getattr(self._handle, "readback", None)) is not None:
+            block = readback.wait
+        if block is not None:
+            block()
         began = time.perf_counter()
         result = self._handle.wait()
         self._taken.read = time.perf_counter() - began

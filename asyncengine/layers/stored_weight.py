@@ -22,9 +22,14 @@ _AT_ONCE = 2**20
 """Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether matrices stay in chunks there (`ChunkedWeight`), not in panels."""
+    return device.type == "cuda"
+
+
 def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
-    return compiler_missing(dtype, device) if device.type == "cpu" else chunks_missing(dtype, device)
+    return chunks_missing(dtype, device) if on_gpu(device) else compiler_missing(dtype, device)
 
 
 def panel_form(form: NumberForm) -> Any:
@@ -120,10 +125,10 @@ def stored_weight(
     known = [each for each in stored if each is not None]
     if not known or stored_missing(dtype, device) is not None:
         return None
-    on_cpu, panel = device.type == "cpu", 1
-    if any((panel_form if on_cpu else chunk_group)(each.numbers) is None for each in known):
+    in_chunks, panel = on_gpu(device), 1
+    if any((chunk_group if in_chunks else panel_form)(each.numbers) is None for each in known):
         return None
-    if on_cpu:
+    if not in_chunks:
         from asyncengine.kernels.cpu.panel_form import PANEL
 
         panel = PANEL
@@ -138,9 +143,9 @@ def stored_weight(
     def make(form: StoredForm | None, count: int) -> Any:
         if form is None:
             return other(count, inputs)
-        if on_cpu:
-            return GroupedWeight(count, inputs, form, dtype, empty)
-        return ChunkedWeight(count, inputs, form, dtype, device)
+        if in_chunks:
+            return ChunkedWeight(count, inputs, form, dtype, device)
+        return GroupedWeight(count, inputs, form, dtype, empty)
 
     made = [make(form, count) for form, count in spans]
     return made[0] if len(made) == 1 else SideBySide(made)

@@ -17,6 +17,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.layers import stored_weight
 from asyncengine.layers.chunked_weight import ChunkedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
+from asyncengine.models import outline
 from asyncengine.models.loading import load_model
 from asyncengine.models.outline import kept_forms
 from asyncengine.models.updates import prepare_update
@@ -24,17 +25,16 @@ from asyncengine.models.updates import prepare_update
 Pair = Callable[..., tuple[Path, Path]]
 QUIET = EngineConfig(show_progress=False, dtype="float32", attention_backend="torch")
 IDS = [3, 17, 40, 9, 3, 3, 88]
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that a CPU's kernels would multiply are kept as a GPU keeps them."""
 
-    def make(outputs: int, inputs: int, form: StoredForm, dtype: torch.dtype, _empty: Any) -> ChunkedWeight:
-        return ChunkedWeight(outputs, inputs, form, dtype, CPU)
-
-    monkeypatch.setattr(stored_weight, "GroupedWeight", make)
+    monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
+    for module in (stored_weight, outline):
+        monkeypatch.setattr(module, "stored_missing", lambda dtype, device: None)
 
 
 def load(folder: Path) -> Any:

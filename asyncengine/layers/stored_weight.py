@@ -14,12 +14,16 @@ from asyncengine.device.output_buffers import OutputBufferPool
 from asyncengine.device.share_out import share_out
 from asyncengine.kernels.arena import Empty, ordinary
 from asyncengine.kernels.cpu import compiler_missing
-from asyncengine.layers.chunked_weight import ChunkedWeight, chunk_group, chunks_missing
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.stored import GroupedRows, NumberForm, StoredForm, StoredMatrix
 from asyncengine.layers.weight_forms import PanelWeight, WeightForm
 
 _AT_ONCE = 2**20
 """Numbers that are unpacked at once: they stay in the second-level cache until they are in their panels."""
+_BROUGHT_AT_ONCE = 2**24
+"""Numbers that are brought to a GPU at once, a byte each."""
+_CHUNK_GROUPS = (128, 64, 32, 16)
+"""Inputs of a chunk that can share a scale; a larger group becomes several of equal scales."""
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -29,7 +33,18 @@ def on_gpu(device: torch.device) -> bool:
 
 def stored_missing(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no quantized matrix can stay as it is stored here; None: those can that there is a kernel for."""
-    return chunks_missing(dtype, device) if on_gpu(device) else compiler_missing(dtype, device)
+    if not on_gpu(device):
+        return compiler_missing(dtype, device)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"kernels for stored matrices take bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    return triton_missing(device)
+
+
+def chunk_group(form: NumberForm) -> int | None:
+    """Inputs of a group as a GPU's kernels have it; None: there is no kernel for this form."""
+    if form.block and (form.below == "zeros" or not form.group):
+        return None
+    return next((size for size in _CHUNK_GROUPS if form.group % size == 0 and form.block % size == 0), None)
 
 
 def panel_form(form: NumberForm) -> Any:
@@ -47,7 +62,48 @@ def panel_form(form: NumberForm) -> Any:
         return None
 
 
-class GroupedWeight(PanelWeight):
+class TakesStored:
+    """A weight that takes quantized matrices of one form only."""
+
+    name: str
+    inputs: int
+    order: torch.Tensor | None
+    _stored: StoredForm
+    _rows: int
+    """Rows that are unpacked at once."""
+
+    def takes(self, first: int) -> StoredForm | None:
+        return self._stored
+
+    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
+        """In panels, `first` is a multiple of 16; so is the number of rows, or they are the last ones.
+
+        Raises `ValueError` for a matrix that is stored otherwise than was said.
+        """
+        if isinstance(weight, torch.Tensor):
+            raise ValueError(f"a weight stored as {self.name} takes quantized matrices only")
+        if not self._stored.takes(weight):
+            raise ValueError(f"{weight.name}: {weight.form} is not {self.name}: {self._stored.numbers}")
+        if self.order is not None:
+            order = np.arange(self.inputs) if weight.order is None else weight.order
+            self.order.copy_(torch.from_numpy(order))
+        count = weight.shape[0]
+
+        def take(begin: int) -> None:
+            end = min(begin + self._rows, count)
+            self._pack(first + begin, weight.rows(begin, end))
+            if end < count:
+                weight.release(begin, end)
+
+        share_out(take, range(0, count, self._rows))
+        weight.release(0, count)
+
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        """Take rows from `first` on."""
+        raise NotImplementedError
+
+
+class GroupedWeight(TakesStored, PanelWeight):
     """As it is stored: the same numbers and scales, in another order."""
 
     def __init__(
@@ -64,35 +120,10 @@ class GroupedWeight(PanelWeight):
         self._stored, self._numbers = stored, stored.numbers
         self._rows = max(_AT_ONCE // inputs // PANEL, 1) * PANEL
 
-    def takes(self, first: int) -> StoredForm | None:
-        return self._stored
-
-    def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """`first` is a multiple of 16; so is the number of rows, or they are the last ones.
-
-        Raises `ValueError` for a matrix that is stored otherwise than was said.
-        """
-        if isinstance(weight, torch.Tensor):
-            raise ValueError(f"a weight stored as {self.name} takes quantized matrices only")
-        if not self._stored.takes(weight):
-            raise ValueError(f"{weight.name}: {weight.form} is not {self.name}: {self._numbers}")
-        if self.order is not None:
-            order = np.arange(self.inputs) if weight.order is None else weight.order
-            self.order.copy_(torch.from_numpy(order))
-        assert self.row_scales is not None
-        count, row_scales = weight.shape[0], self.row_scales
-
-        def take(begin: int) -> None:
-            end = min(begin + self._rows, count)
-            rows = weight.rows(begin, end)
-            self._packing.pack_rows(self._form, self.panels, first + begin, rows.numbers, **self._planes(rows))
-            if rows.row_scales is not None:
-                row_scales[first + begin : first + end].copy_(torch.from_numpy(rows.row_scales))
-            if end < count:
-                weight.release(begin, end)
-
-        share_out(take, range(0, count, self._rows))
-        weight.release(0, count)
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        self._packing.pack_rows(self._form, self.panels, first, rows.numbers, **self._planes(rows))
+        if rows.row_scales is not None and self.row_scales is not None:
+            self.row_scales[first : first + len(rows.numbers)].copy_(torch.from_numpy(rows.row_scales))
 
     def _planes(self, rows: GroupedRows) -> Mapping[str, Any]:
         """What groups have, of the kernel's groups; a missing scale is 1."""
@@ -109,6 +140,91 @@ class GroupedWeight(PanelWeight):
                 part = np.repeat(part, times, axis=1)[:, :wanted]
             found[name] = part
         return found
+
+
+class ChunkedWeight(TakesStored):
+    """As it is stored, on an NVIDIA GPU, whose kernels dequantize what they read (`kernels.cuda.packed_matmul`)."""
+
+    waiting = None
+
+    def __init__(self, outputs: int, inputs: int, stored: StoredForm, device: torch.device) -> None:
+        """Raises `ValueError` for a form that there is no kernel for (`chunk_group`)."""
+        from asyncengine.kernels.cuda import packed_matmul
+
+        form, group = stored.numbers, chunk_group(stored.numbers)
+        if group is None:
+            raise ValueError(f"there is no kernel for {form}")
+        self.outputs, self.inputs, self.bias_dtype, self.name = outputs, inputs, torch.float32, stored.name
+        self._kernels, self._stored, self._device = packed_matmul, stored, device
+        self._rows = max(1, _BROUGHT_AT_ONCE // inputs)
+        self.order = torch.arange(inputs, device=device) if stored.ordered else None
+        bits = 4 if form.bits == 4 else 8
+        self._group, self._inputs = group, -(-inputs // (8 // bits * group)) * (8 // bits * group)
+        wide = {"dtype": getattr(torch, form.scale_dtype), "each": form.block or group}
+        scales, minima, steps = form.group > 0 or form.below != "middle", form.below == "minima", form.block > 0
+        self.planes = packed_matmul.Planes(
+            torch.zeros((self._inputs * bits // (8 * group), outputs, group), dtype=torch.uint8, device=device),
+            torch.ones(outputs, dtype=torch.float32, device=device),
+            self._plane(scales, **wide), self._plane(steps, torch.int8),
+            self._plane(form.below == "zeros", torch.uint8),
+            self._plane(minima, **wide), self._plane(steps and minima, torch.int8),
+            torch.tensor(form.table, dtype=torch.float32, device=device) if form.table else None,
+        )  # fmt: skip
+        middle = 1 << (form.bits - 1) if form.below == "middle" else 0
+        self._matrix = packed_matmul.ChunkedMatrix(self.planes, inputs, bits, form.block, middle)
+
+    def _plane(self, there: bool, dtype: torch.dtype, each: int = 0) -> torch.Tensor | None:
+        """A number for every `each` inputs (0: those of a group) of each output."""
+        shape = (-(-self._inputs // (each or self._group)), self.outputs)
+        return torch.zeros(shape, dtype=dtype, device=self._device) if there else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.planes, self.order) if part is not None)
+
+    def _pack(self, first: int, rows: GroupedRows) -> None:
+        own, bits = slice(first, first + len(rows.numbers)), self._matrix.bits
+        numbers = torch.from_numpy(rows.numbers).to(self._device)
+        numbers = torch.nn.functional.pad(numbers, (0, self._inputs - self.inputs))
+        parts = numbers.view(len(numbers), -1, 8 // bits, self._group).permute(2, 1, 0, 3)
+        self.planes.numbers[:, own] = parts[0] if bits == 8 else parts[0] | parts[1] << 4
+        if rows.row_scales is not None:
+            self.planes.row_scales[own].copy_(torch.from_numpy(rows.row_scales))
+        for name in ("scales", "steps", "zeros", "minima", "minimum_steps"):
+            plane, part = getattr(self.planes, name), getattr(rows, name)
+            if plane is None:
+                continue
+            if part is None and name != "scales":
+                raise ValueError(f"{self.name} has no {name}")
+            given = torch.ones(1, 1) if part is None else torch.from_numpy(part)
+            wanted = -(-self.inputs * len(plane) // self._inputs)
+            times = -(-wanted // given.shape[1])  # groups may be larger than those of the kernel
+            plane[:wanted, own] = given.to(self._device).repeat_interleave(times, 1)[:, :wanted].T.to(plane.dtype)
+        if self._device.type == "cuda":  # others use it on streams of their own
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+        found = x.new_empty((*x.shape[:-1], self.outputs)) if out is None else out
+        rows = x.reshape(-1, self.inputs)
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
+        self._kernels.multiply(
+            rows if rows.stride(1) == 1 else rows.contiguous(), self._matrix, found.view(-1, self.outputs), bias
+        )
+        return found
+
+    def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
+        if len(x) > self._kernels.SOME:
+            return self.multiply(x, bias).float()
+        return self.multiply(x, bias, x.new_empty((*x.shape[:-1], self.outputs), dtype=torch.float32))
+
+    def read_rows(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        found = self._kernels.read_rows(self._matrix, out if self.order is None else torch.empty_like(out), ids=ids)
+        if self.order is not None:
+            out[:, self.order] = found
+
+    def products(self, bias: torch.Tensor | None) -> None:
+        return None
 
 
 def stored_weight(
@@ -144,7 +260,7 @@ def stored_weight(
         if form is None:
             return other(count, inputs)
         if in_chunks:
-            return ChunkedWeight(count, inputs, form, dtype, device)
+            return ChunkedWeight(count, inputs, form, device)
         return GroupedWeight(count, inputs, form, dtype, empty)
 
     made = [make(form, count) for form, count in spans]

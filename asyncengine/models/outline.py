@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers.chunked_weight import chunk_group
 from asyncengine.layers.kernels import TorchKernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import StoredForm, bytes_of
-from asyncengine.layers.stored_weight import stored_missing
+from asyncengine.layers.stored_weight import chunk_group, stored_missing
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.weights import assign, settle_tie, slots_of, stored_forms

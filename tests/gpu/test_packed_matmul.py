@@ -15,8 +15,8 @@ from support.stored_matrices import FORMS, RandomMatrix
 from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
-from asyncengine.layers.chunked_weight import ChunkedWeight
 from asyncengine.layers.stored import StoredForm
+from asyncengine.layers.stored_weight import ChunkedWeight
 from asyncengine.models.loading import load_model
 from asyncengine.runner.building import build_runner
 from asyncengine.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def test_products_on_the_device(name: str, dtype: torch.dtype) -> None:
     """Rows that take each of the kernels, in a graph too; rows that are looked up."""
     device = torch.device("cuda", torch.cuda.current_device())
     matrix = RandomMatrix(name, 1040, 1024, ordered=name == "awq")
-    weight = ChunkedWeight(1040, 1024, StoredForm(name, FORMS[name], name == "awq"), dtype, device)
+    weight = ChunkedWeight(1040, 1024, StoredForm(name, FORMS[name], name == "awq"), device)
     weight.load(0, matrix)
     dense = matrix.dense().to(device)
     ids = torch.tensor([3, 1039, 3, 0], device=device)

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from asyncengine.config import EngineConfig
 from asyncengine.layers import stored_weight
-from asyncengine.layers.chunked_weight import ChunkedWeight
 from asyncengine.layers.stored import NumberForm, StoredForm
+from asyncengine.layers.stored_weight import ChunkedWeight
 from asyncengine.models import outline
 from asyncengine.models.loading import load_model
 from asyncengine.models.outline import kept_forms

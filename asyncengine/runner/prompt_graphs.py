@@ -166,9 +166,8 @@ class PromptGraphs:
             numbers[_GIVEN, :count] = step.tokens
             numbers[_POSITION, :count] = step.positions
             numbers[_KV_SLOT, :count] = step.kv_slots
-            if step.in_flight:
-                places, slots = zip(*step.in_flight, strict=True)
-                numbers[_SLOT, places] = slots
+            places, slots = step.in_flight
+            numbers[_SLOT, places] = slots
         self._inputs.send(2 * _NUMBERS * size)
 
     def _number(self, size: int, which: int) -> torch.Tensor:

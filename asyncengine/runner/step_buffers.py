@@ -76,8 +76,8 @@ class FlatStep(NamedTuple):
     """[T]"""
     window_slots: Int64Array | None
     """[T], in the pool of layers with windows; None: all layers have one pool."""
-    in_flight: list[tuple[int, int]]
-    """(token, slot) of those that are the last token of their slot."""
+    in_flight: Int64Array
+    """[2, F] which tokens are the last tokens of their slots, and those slots."""
     wanted: list[int]
     """Tokens whose logits are wanted, ascending."""
     sampling: list[int]
@@ -275,9 +275,9 @@ class StepBuffers:
             packed.append(flat.window_slots)
         on_device = upload(np.concatenate(packed), self._device)
         input_ids, where, targets, keep, *near = torch.split(on_device, [len(part) for part in packed])
-        if flat.in_flight:
-            index = upload(np.array(flat.in_flight, dtype=np.int64), self._device)
-            input_ids = input_ids.index_copy(0, index[:, 0], last_token[index[:, 1]])
+        if flat.in_flight.size:
+            into, source = upload(flat.in_flight, self._device)
+            input_ids = input_ids.index_copy(0, into, last_token[source])
         view = flat.view(targets)
         if near:
             slots, width = flat.slots, view.page_tables.shape[1]
@@ -290,33 +290,31 @@ class StepBuffers:
 
     def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
         """What the host knows of a step. Raises `ValueError` as `build`."""
-        tokens: list[int] = []
-        in_flight: list[tuple[int, int]] = []
-        windows = bool(rows) and rows[0].window is not None
-        for row in rows:
-            need = -(-(row.start + row.num_scheduled) // self._page_size)
-            self._tables.update(row.slot, row.pages, 0, need)
-            if row.window is not None:
-                self._window_tables.update(row.slot, row.window.pages, row.window.first, need)
-            tokens += self._input_tokens(row)
-            if row.in_flight:
-                in_flight.append((len(tokens) - 1, row.slot))
-        starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.num_scheduled for row in rows], dtype=np.int64)
-        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        _, own, first, scheduled, _, in_flight, pages, *_ = zip(*rows, strict=True)
+        slots, starts, counts = (np.array(column, dtype=np.int64) for column in (own, first, scheduled))
+        needs = -(-(starts + counts) // self._page_size)
+        self._tables.update_all(own, pages, needs)
         indptr = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(counts, out=indptr[1:])
+        bounds = indptr.tolist()
+        tokens = np.zeros(bounds[-1], dtype=np.int64)
+        for place, row in enumerate(rows):
+            if row.num_scheduled > 1 or not row.in_flight:
+                tokens[bounds[place] : bounds[place + 1]] = self._input_tokens(row)
+            if row.window is not None:
+                self._window_tables.update(row.slot, row.window.pages, row.window.first, int(needs[place]))
         row_of_token = np.repeat(np.arange(len(rows)), counts)
         positions = np.arange(indptr[-1]) + (starts - indptr[:-1])[row_of_token]
         places = (slots[row_of_token], positions // self._page_size)
         offsets = positions % self._page_size
         kv_slots = self._tables.rows[places].astype(np.int64) * self._page_size + offsets
-        near = self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets if windows else None
-        width = int(-(-(starts + counts).max() // self._page_size))
-        tables = self._tables.rows[slots, :width]
+        near = None
+        if rows[0].window is not None:
+            near = self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets
+        flying = np.array(in_flight, dtype=np.bool_)
         return FlatStep(
-            starts, counts, slots, indptr, tables, np.array(tokens, dtype=np.int64), positions, kv_slots, near,
-            in_flight, *_wanted_logits(rows, indptr.tolist()),
+            starts, counts, slots, indptr, self._tables.rows[slots, : int(needs.max())], tokens, positions, kv_slots,
+            near, np.stack((indptr[1:][flying] - 1, slots[flying])), *_wanted_logits(rows, bounds),
         )  # fmt: skip
 
     def _input_tokens(self, row: Row) -> list[int]:

@@ -116,8 +116,9 @@ class DeviceArrays:
     def over(cls, memory: torch.Tensor, rows: int, tokens: int) -> DeviceArrays:
         """Views of `memory`, whose front is laid out for `rows` and `tokens`."""
         sizes = (rows + 1, rows, tokens, tokens)
-        indptr, last, batch, positions = _split(memory, sizes)
-        return cls(indptr, last, batch, positions, memory[_begins(sizes)[-1] :])
+        begins = _begins(sizes)
+        indptr, last, batch, positions = (memory[at : at + size] for at, size in zip(begins, sizes, strict=False))
+        return cls(indptr, last, batch, positions, memory[begins[-1] :])
 
 
 def uploaded_size(rows: int, tokens: int, pages: int) -> int:
@@ -142,31 +143,23 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
     first = (np.arange(rows) if step.slots is None else step.slots) * width - kv_indptr[:-1]
     listed = np.repeat(first, pages) + np.arange(num_pages)
     row_of_token = np.arange(rows) if rows == tokens else np.repeat(np.arange(rows), step.counts)
-
-    front = host_only(rows)
-    memory = allocate(front + uploaded_size(rows, tokens, num_pages))
-    on_host = _split(memory[:front], (rows + 1, rows))
-    device = DeviceArrays.over(memory[front:], rows, tokens)
-    for target, values in (
-        (on_host[0], step.qo_indptr),
-        (on_host[1], ends),
-        (device.kv_indptr, kv_indptr),
-        (device.last_page_len, ends - (pages - 1) * page_size),
-        (device.batch_indices, row_of_token),
-        (device.positions, np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token]),
-        (device.kv_indices, step.page_tables.reshape(-1)[listed]),
-    ):
-        target.numpy()[:] = values
-    return HostArrays(
-        uploaded=memory[front:],
-        qo_indptr=on_host[0],
-        seq_lens=on_host[1],
-        kv_indptr=device.kv_indptr,
-        last_page_len=device.last_page_len,
-        tokens=tokens,
-        num_pages=num_pages,
-        longest_query=int(step.counts.max()),
+    parts = (
+        step.qo_indptr,
+        ends,
+        kv_indptr,
+        ends - (pages - 1) * page_size,
+        row_of_token,
+        np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token],
+        step.page_tables.reshape(-1)[listed],
     )
+    sizes = [len(part) for part in parts]
+    begins = _begins(sizes[:-1])
+    memory = allocate(begins[-1] + num_pages)
+    numbers = memory.numpy()
+    for begin, part in zip(begins, parts, strict=True):
+        numbers[begin : begin + len(part)] = part
+    indptr, lens, kv, last = (memory[at : at + size] for at, size in zip(begins[:4], sizes, strict=False))
+    return HostArrays(memory[begins[2] :], indptr, lens, kv, last, tokens, num_pages, int(step.counts.max()))
 
 
 def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:
@@ -231,7 +224,3 @@ def _begins(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         begins.append(begins[-1] + -(-size // _ALIGN) * _ALIGN)
     return begins
-
-
-def _split(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    return [memory[begin : begin + size] for begin, size in zip(_begins(sizes), sizes, strict=False)]

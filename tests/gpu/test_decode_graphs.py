@@ -62,6 +62,10 @@ class Largest:
         tokens.copy_(ids)
         best.copy_(largest)
 
+    def choose(self, logits: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        largest, ids = logits.max(dim=-1)
+        return ids, largest.float()
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from support.fake_flashinfer import FakeModules
 from transformers import Gemma2Config, Qwen3Config
 
+from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
 from asyncengine.layers.kernels import TorchKernels
 from asyncengine.layers.options import LayerOptions
 from asyncengine.models import kernel_builds
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.families import decoder_config_of
-from asyncengine.models.kernel_builds import building, modules_of
+from asyncengine.models.kernel_builds import attention_modules, building, modules_of
 from asyncengine.models.progress import LoadProgress
 
 HALF = torch.bfloat16
@@ -110,3 +114,23 @@ def test_the_bar_says_so() -> None:
     with building([lambda: None] * 2, bar):
         assert not said
     assert said == [("compiling attention kernels", 2), 1, 1]
+
+
+def test_the_installed_package_builds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own functions take these arguments and name a module; none is compiled."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    flashinfer = pytest.importorskip("flashinfer")
+    core = importlib.import_module("flashinfer.jit.core")
+    names: list[str] = []
+    for kind in {core.JitSpec, getattr(core, "JitSpecNvcc", core.JitSpec)}:
+        monkeypatch.setattr(kind, "build_and_load", lambda self: names.append(self.name) or MagicMock())
+    layers = [LayerSpec(0, 8, 4, 128, 128, 0.1), LayerSpec(1, 20, 4, 64, 64, 0.1, window=8, softcap=20.0)]
+    for work in attention_modules(flashinfer, layers, HALF, torch.float8_e4m3fn):
+        work()
+    flashinfer.activation.get_act_and_mul_module("silu")
+    assert [name.partition("_with")[0] for name in names] == [
+        "batch_prefill", "batch_decode", "batch_prefill", "page", "silu_and_mul",
+    ]  # fmt: skip
+    assert "dtype_q_bf16_dtype_kv_e4m3_dtype_o_bf16_dtype_idx_i32_head_dim_qk_64" in names[2]
+    assert "use_swa_True_use_logits_cap_True" in names[2]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
 from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, gather, narrow, scan, total
 from asyncengine.sampling.slot_params import SlotParams
@@ -44,11 +46,13 @@ class DeviceSampler:
             self._table[:-1].copy_(upload(self._params.packed(), self._device))
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+        self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `sample` writes, in new memory."""
-        tokens, best = torch.empty_like(slots), torch.empty(slots.shape, device=slots.device)
-        self.sample(logits, slots, positions, tokens, best)
+        """What `sample` writes, in new memory. Launches what these slots need."""
+        self.refresh()
+        where = upload(np.stack((slots, positions)), self._device)
+        tokens, best = torch.empty_like(where[0]), torch.empty(len(slots), device=self._device)
+        self.sample(logits, where[0], where[1], tokens, best, bool(self._params.truncated[slots].any()))
         return tokens, best
 
     def sample(
@@ -58,40 +62,34 @@ class DeviceSampler:
         positions: torch.Tensor,
         tokens: torch.Tensor,
         best: torch.Tensor,
+        truncated: bool = True,
     ) -> None:
         """Write each row's token, 0 where void, and its largest logit, infinite where one is not a number.
 
         logits [rows, vocab] of any float type, slots and positions int64 [rows] on the device; tokens int64 [rows],
-        best float32 [rows]. Launches kernels and does nothing else.
+        best float32 [rows]. Launches kernels and does nothing else; fewer if no row is `truncated`.
         """
-        for begin in range(0, logits.shape[0], self._max_rows):
-            part = slice(begin, begin + self._max_rows)
-            self._sample(logits[part], (slots[part], positions[part], tokens[part]), best[part])
+        if len(logits) > self._max_rows:
+            for begin in range(0, len(logits), self._max_rows):
+                part = slice(begin, begin + self._max_rows)
+                self.sample(logits[part], slots[part], positions[part], tokens[part], best[part], truncated)
+        elif len(logits):
+            own = (self._table, slots, positions, tokens)
+            needs, arrivals, counts = self._counters
+            shared = (self._stats, self._states, needs, arrivals)
+            self._launch(scan, logits, *own, best, *shared, counts, most=self._blocks)
+            for _ in range(_NARROWINGS if truncated else 0):
+                self._launch(narrow, logits, *shared, self._parts, most=self._chunks["narrow"])
+            if truncated:
+                candidates = self._candidates.view(logits.dtype)
+                self._launch(gather, logits, *shared, counts, candidates, candidates.shape[1])
+                self._launch(total, logits, *own, *shared, most=self._blocks)
 
-    def _sample(self, logits: torch.Tensor, rows: tuple[torch.Tensor, ...], best: torch.Tensor) -> None:
-        source, own = (logits, logits.stride(0)), (self._table, *rows)
-        needs, arrivals, counts = self._counters
-        shared = (self._stats, self._states, needs, arrivals)
-        candidates = self._candidates.view(logits.dtype)
-        most = {"most": _power_of_two(self._blocks)}
-        size = (self._vocab_size, self._blocks)
-        _launch(scan, (self._chunks["scan"], len(logits)), *source, *own, best, *shared, counts, *size, **most)
-        for _ in range(_NARROWINGS):
-            self._over_rows(narrow, logits, *shared, self._parts, most=_power_of_two(self._chunks["narrow"]))
-        self._over_rows(gather, logits, *shared, counts, candidates, candidates.shape[1])
-        self._over_rows(total, logits, *own, *shared, **most)
-
-    def _over_rows(self, kernel: Any, logits: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        rows, chunks = len(logits), self._chunks[kernel.__name__]
+    def _launch(self, kernel: Any, logits: torch.Tensor, *arguments: Any, **most: int) -> None:
+        (blocks, warps), chunks, rows = _SHAPES[kernel.__name__], self._chunks[kernel.__name__], len(logits)
+        grid = (chunks, rows) if kernel is scan else (min(rows * chunks, _PROGRAMS),)
         size = (rows, self._vocab_size, self._blocks, chunks)
-        _launch(kernel, (min(rows * chunks, _PROGRAMS),), logits, logits.stride(0), *arguments, *size, **options)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    blocks, warps = _SHAPES[kernel.__name__]
-    kernel[grid](*arguments, per_chunk=blocks, num_warps=warps, num_stages=1, **options)
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
+        options = {name: 1 << (number - 1).bit_length() for name, number in most.items()}
+        kernel[grid](
+            logits, logits.stride(0), *arguments, *size, per_chunk=blocks, num_warps=warps, num_stages=1, **options
+        )

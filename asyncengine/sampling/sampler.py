@@ -132,9 +132,6 @@ class Sampler:
         processed = processors.apply(logits[index], self._penalties, last_token)
         if len(places) == len(rows):
             tokens, best = self._choose(slots, positions, processed)
-        elif self._kernel is None:
-            merged = logits.to(torch.float32, copy=True).index_copy_(0, index, processed)
-            tokens, best = self._choose(slots, positions, merged)
         else:  # copying everybody's logits would take longer than choosing for the processed rows twice
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[places], positions[places], processed)
@@ -158,8 +155,7 @@ class Sampler:
             )
             return chosen
         if self.on_device is not None:
-            self.on_device.refresh()
-            return self.on_device.choose(logits, *self._to_device(np.stack((slots, positions))))
+            return self.on_device.choose(logits, slots, positions)
         best, tokens = logits.max(dim=-1)
         random_rows = np.flatnonzero(self._params.temperature[slots] > 0)
         if random_rows.size:

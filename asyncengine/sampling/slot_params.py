@@ -27,6 +27,8 @@ class SlotParams:
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         """0: all."""
+        self.truncated = np.zeros(max_num_seqs, dtype=np.bool_)
+        """Whether some logits may be left out of the draw."""
         self.seed_low = np.zeros(max_num_seqs, dtype=np.int64)
         self.seed_high = np.zeros(max_num_seqs, dtype=np.int64)
         self.repetition = np.ones(max_num_seqs, dtype=np.float32)
@@ -82,6 +84,7 @@ class SlotParams:
         self.top_p[slot] = 1.0 if params.top_p is None else params.top_p
         self.min_p[slot] = params.min_p
         self.top_k[slot] = top_k if 0 < top_k < self._vocab_size else 0
+        self.truncated[slot] = self.top_k[slot] > 0 or self.top_p[slot] < 1 or self.min_p[slot] > 0
         self.seed_low[slot] = spec.seed & 0xFFFFFFFF
         self.seed_high[slot] = (spec.seed >> 32) & 0xFFFFFFFF
         self.repetition[slot] = 1.0 if params.repetition_penalty is None else params.repetition_penalty

@@ -213,8 +213,8 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def scan(logits, stride, table, slots, positions, tokens, best, stats, states, needs, arrivals, counts, vocab, blocks,
-         per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+def scan(logits, stride, table, slots, positions, tokens, best, stats, states, needs, arrivals, counts, rows, vocab,
+         blocks, chunks, per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
 
     Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks]; needs, arrivals (zeros at first) and
@@ -239,7 +239,7 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
         mass = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + maxima * scale, float("-inf"))
         tl.store(stats + blocks + block, minima, mask=block < blocks)
         tl.store(stats + 2 * blocks + block, mass, mask=block < blocks)
-    if _is_last(arrivals + row, tl.num_programs(0)):
+    if _is_last(arrivals + row, chunks):
         tl.store(counts + row, 0)  # not where it is read: some threads of that program read it later than others
         _begin(values, stats, states + row * STATE, scale, settings, tl.load(positions + row), tokens + row,
                best + row, needs + row, vocab, blocks, most)  # fmt: skip

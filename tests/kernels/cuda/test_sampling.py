@@ -19,9 +19,9 @@ def random_logits(rows: int, vocab: int, scale: float = 2.0, dtype: torch.dtype 
     return (torch.randn((rows, vocab), generator=torch.Generator().manual_seed(vocab)) * scale).to(dtype)
 
 
-@pytest.mark.parametrize(("vocab", "dtype"), [(7, torch.float32), (513, torch.float16), (6000, torch.bfloat16)])
+@pytest.mark.parametrize(("vocab", "dtype"), [(7, torch.float32), (513, torch.float16), (4000, torch.bfloat16)])
 def test_the_tokens_are_those_of_the_cpu(vocab: int, dtype: torch.dtype) -> None:
-    rows = rows_of(2 * len(SETTINGS))
+    rows = rows_of(len(SETTINGS))
     logits = random_logits(len(rows), vocab, dtype=dtype)
     logits[::5, : vocab // 2] = float("-inf")
     tokens, best = by_kernels(device_sampler(rows, vocab, CPU), rows, logits)
@@ -30,19 +30,19 @@ def test_the_tokens_are_those_of_the_cpu(vocab: int, dtype: torch.dtype) -> None
     assert torch.equal(best, largest)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 40.0, 1e4])
+@pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_flat_and_peaked_rows(scale: float) -> None:
     rows = rows_of(len(SETTINGS))
-    logits = random_logits(len(rows), 2100, scale)
-    tokens, _ = by_kernels(device_sampler(rows, 2100, CPU), rows, logits)
+    logits = random_logits(len(rows), 1100, scale)
+    tokens, _ = by_kernels(device_sampler(rows, 1100, CPU), rows, logits)
     assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
 
 
 def test_ties_are_kept_together() -> None:
     settings: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 40, "top_p": 0.3}, {"temperature": 0.0}]
-    rows = rows_of(24, settings)
-    logits = (random_logits(24, 1500) * 2).round() / 2
-    logits[20:] = 3.0
+    rows = rows_of(12, settings)
+    logits = (random_logits(12, 1500) * 2).round() / 2
+    logits[8:] = 3.0
     tokens, _ = by_kernels(device_sampler(rows, 1500, CPU), rows, logits)
     assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
 
@@ -59,12 +59,12 @@ def test_more_candidates_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_its_slot() -> None:
-    rows = rows_of(len(SETTINGS))
-    logits = random_logits(len(rows), 3000, dtype=torch.bfloat16)
-    together, _ = by_kernels(device_sampler(rows, 3000, CPU), rows, logits)
-    in_parts, _ = by_kernels(device_sampler(rows, 3000, CPU, most=3), rows, logits)
-    moved = [row._replace(slot=len(rows) - 1 - row.slot) for row in rows][::-1]
-    backwards, _ = by_kernels(device_sampler(moved, 3000, CPU), moved, logits.flip(0))
+    rows = rows_of(len(SETTINGS))[4:16:2]
+    logits = random_logits(len(rows), 1600, dtype=torch.bfloat16)
+    together, _ = by_kernels(device_sampler(rows, 1600, CPU), rows, logits)
+    in_parts, _ = by_kernels(device_sampler(rows, 1600, CPU, most=4), rows, logits)
+    moved = [row._replace(slot=20 - row.slot) for row in rows][::-1]
+    backwards, _ = by_kernels(device_sampler(moved, 1600, CPU), moved, logits.flip(0))
     assert together.tolist() == in_parts.tolist() == backwards.tolist()[::-1]
 
 

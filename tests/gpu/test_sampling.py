@@ -9,7 +9,9 @@ import pytest
 import torch
 from support.device_sampling import SETTINGS, by_cpu, by_kernels, device_sampler, rows_of
 
+from asyncengine.sampling.masks import FilledMasks
 from asyncengine.sampling.noise import gumbel, noise_keys
+from asyncengine.sampling.sampler import Sampler
 from asyncengine.sampling.top_p import kept_threshold
 from asyncengine.step import Row
 
@@ -87,3 +89,20 @@ def test_rows_that_no_bracket_helps() -> None:
     logits = (logits_of("flat", 6, torch.float32) * 3).round() / 3
     tokens, _ = by_kernels(device_sampler(rows, VOCAB, logits.device), rows, logits)
     assert tokens.tolist() == by_cpu(rows, logits)[0].tolist()
+
+
+def test_penalties_bias_and_masks() -> None:
+    settings = [{"repetition_penalty": 1.5}, {"presence_penalty": 2.0, "logit_bias": {7: 30.0}}, {}, {"top_k": 5}]
+    rows = rows_of(12, [{"temperature": 0.0, **fields} for fields in settings])
+    logits = logits_of("flat", 12, torch.float32)
+    logits[:, 1] += 9.0  # what each row has seen, its own last token, too
+    words = torch.randint(-(2**31), 2**31, (6, -(-VOCAB // 32))).to(torch.int32)
+    masks = FilledMasks([0, 1, 3, 4, 7, 11], words | 2, {}, [])
+    last = torch.randint(VOCAB, (12,))
+    found, wanted = (
+        Sampler(12, VOCAB, device).sample(rows, logits.to(device), masks, last.to(device))
+        for device in (logits.device, torch.device("cpu"))
+    )
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    torch.testing.assert_close(found.best.cpu(), wanted.best, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(wanted.best, logits.amax(dim=1).cpu())

@@ -11,7 +11,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,18 +23,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import (
-    FusedMix,
-    StateSpec,
-    StateStep,
-    advance_segments,
-    by_kernel,
-    by_recurrence,
-    by_sequence,
-    each_place,
-    each_token,
-    recurrence,
-)
+from asyncengine.layers.states import FusedMix, StateSpec, StateStep, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 
 _TINY = 1e-6
@@ -133,25 +122,8 @@ class GatedDelta:
         """The same by torch's operations."""
         q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
         inputs = torch.cat((q, k, v), dim=1)
-        config = self.config
-        out = inputs.new_empty((len(inputs), config.value_heads * config.value_dim))
-
-        def advance(
-            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            assert window is not None
-            qkv, window = self.conv.advance(inputs[tokens], window)
-            parts = qkv, b[tokens], a[tokens]
-            if self.rule is None:
-                read, state = token_by_token(parts, state, self._token)
-            else:
-                read, state = by_recurrence(self.rule, parts, state, step, self.index)
-            gates = torch.unflatten(z[tokens], 1, (-1, config.value_dim))
-            out[tokens] = self._gated_norm(read, gates).flatten(1)
-            return state, window
-
-        advance_segments(step, self.index, advance, by_slot=self.rule is not None)
-        return out
+        read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
+        return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
 
     def _token(
         self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, state: torch.Tensor
@@ -203,20 +175,6 @@ def delta_rule(options: LayerOptions, heads: tuple[int, int, int, int], rate: to
     keys, count, key_dim, value_dim = heads
     firsts = (0, keys * key_dim, 2 * keys * key_dim)
     return recurrence(options, count, count // keys, key_dim, value_dim, firsts, rate, bias)
-
-
-def token_by_token(
-    parts: tuple[torch.Tensor, ...], state: torch.Tensor | None,
-    token: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(what is read [tokens, heads, value dim], the states after) of an `Advance`, from `parts` [tokens, ...] of what
-    `token` takes of a token of each sequence before its state."""
-    assert state is not None
-    reads = []
-    for place in each_place(len(state), *parts):
-        read, state = token(*place, state)
-        reads.append(read)
-    return by_sequence(reads), state
 
 
 def learn(

@@ -18,19 +18,12 @@ import torch
 from torch.nn import functional
 
 from asyncengine.layers.causal_conv import CausalConv
-from asyncengine.layers.gated_delta import Columns, delta_rule, learn, token_by_token, unit
+from asyncengine.layers.gated_delta import Columns, delta_rule, learn, unit
 from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import (
-    StateSpec,
-    StateStep,
-    advance_segments,
-    by_kernel,
-    by_recurrence,
-    each_token,
-)
+from asyncengine.layers.states import StateSpec, StateStep, by_kernel, each_token, recur
 from asyncengine.layers.step import StepContext
 
 
@@ -122,25 +115,10 @@ class KimiDelta:
         rates, gates, forgets = (
             projected[:, columns[kind].first :][:, : columns[kind].step * config.heads] for kind in ("b", "z", "a")
         )
-        out = inputs.new_empty((len(inputs), config.size))
-
-        def advance(
-            tokens: slice | torch.Tensor, state: torch.Tensor | None, window: torch.Tensor | None
-        ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            assert window is not None
-            qkv, window = self.conv.advance(inputs[tokens], window)
-            parts = qkv, rates[tokens], forgets[tokens]
-            if self.rule is None:
-                read, state = token_by_token(parts, state, self._token)
-            else:
-                read, state = by_recurrence(self.rule, parts, state, step, self.index)
-            normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon)
-            gate = each_token(torch.sigmoid, gates[tokens].float()).view_as(normed)
-            out[tokens] = (normed * self.norm.weight.float() * gate).flatten(1).to(out.dtype)
-            return state, window
-
-        advance_segments(step, self.index, advance, by_slot=self.rule is not None)
-        return out
+        read = recur(step, self.index, self.conv.advance, inputs, (rates, forgets), self._token, self.rule)
+        normed = functional.rms_norm(read, (config.head_dim,), None, config.epsilon) * self.norm.weight.float()
+        gate = each_token(torch.sigmoid, gates.float()).view_as(normed)
+        return (normed * gate).flatten(1).to(inputs.dtype)
 
     def _token(
         self, qkv: torch.Tensor, rate: torch.Tensor, forget: torch.Tensor, state: torch.Tensor

@@ -21,18 +21,7 @@ from asyncengine.layers.linear import Linear, Part
 from asyncengine.layers.norm import Norm, NormConfig
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import (
-    FusedMix,
-    StateSpec,
-    StateStep,
-    advance_segments,
-    by_kernel,
-    by_recurrence,
-    by_sequence,
-    each_place,
-    each_token,
-    recurrence,
-)
+from asyncengine.layers.states import FusedMix, StateSpec, by_kernel, each_token, recur, recurrence
 from asyncengine.layers.step import StepContext
 from asyncengine.layers.stored import StoredMatrix, dense
 
@@ -116,47 +105,26 @@ class Mamba2:
         if self.kernel is not None:
             return self.out(by_kernel(self.kernel, projected, step.states, self.index), step.adapters)
         gate, mixed, times = torch.split(projected[:, : sum(self._sizes)], self._sizes, dim=-1)
-        y = self._gated(self._scanned(mixed, times, step.states), gate)
+        read = recur(step.states, self.index, self.conv.advance, mixed, (times, times), self._token, self.rule)
+        y = self._gated(read.flatten(1), gate)
         return self.out((y * self.config.out_scale).to(x.dtype), step.adapters)
 
-    def _scanned(self, mixed: torch.Tensor, times: torch.Tensor, states: StateStep) -> torch.Tensor:
-        """y float32 [T, heads * dim] of what the convolution reads [T, channels], and of dt [T, heads]."""
-        config = self.config
-        y = torch.empty((len(mixed), self.inner), dtype=torch.float32, device=mixed.device)
-        if self.rule is None:
-            steps = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
-            kept = each_token(torch.exp, steps * self.decay)
-
-        def advance(tokens: slice | torch.Tensor, state: Any, window: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            made, window = self.conv.advance(mixed[tokens], window)
-            if self.rule is None:
-                y[tokens], state = self._advance(made.float(), steps[tokens], kept[tokens], state)
-            else:
-                gates = times[tokens]
-                read, state = by_recurrence(self.rule, (made, gates, gates), state, states, self.index)
-                y[tokens] = read.flatten(1)
-            return state, window
-
-        advance_segments(states, self.index, advance, by_slot=self.rule is not None)
-        return y
-
-    def _advance(
-        self, made: torch.Tensor, steps: torch.Tensor, kept: torch.Tensor, state: torch.Tensor
+    def _token(
+        self, made: torch.Tensor, times: torch.Tensor, _: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(y [tokens, heads * dim], the states after) of what the convolution gives, dt and the factors of decay."""
-        config, tokens = self.config, len(made)
-        x, into, out = torch.split(made, [self.inner, self.shared, self.shared], dim=-1)
-        x = x.view(tokens, config.heads, config.head_dim)
+        """(what is read [sequences, heads, head dim], the states after) of a token of each sequence, float32."""
+        config = self.config
+        x, into, out = torch.split(made.float(), [self.inner, self.shared, self.shared], dim=1)
+        x = torch.unflatten(x, 1, (config.heads, config.head_dim))
         each = config.heads // config.groups
         into, out = (
-            part.view(tokens, config.groups, config.state_size).repeat_interleave(each, 1) for part in (into, out)
+            torch.unflatten(part, 1, (config.groups, config.state_size)).repeat_interleave(each, 1)
+            for part in (into, out)
         )
-        found = []
-        for own, before, behind, step, factor in each_place(len(state), x, into, out, steps, kept):
-            added = before[..., None] * (step[..., None] * own)[..., None, :]
-            state = state * factor[..., None, None] + added
-            found.append((state * behind[..., None]).sum(-2) + self.skip[:, None] * own)
-        return by_sequence(found).flatten(1), state
+        step = each_token(functional.softplus, times.float() + self.step_bias).clamp(*config.limits)
+        kept = each_token(torch.exp, step * self.decay)
+        state = state * kept[..., None, None] + into[..., None] * (step[..., None] * x)[..., None, :]
+        return (state * out[..., None]).sum(-2) + self.skip[:, None] * x, state
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """float32 [T, heads * dim] of y alike, normalised and gated."""

@@ -168,16 +168,6 @@ def advance_segments(step: StateStep, index: int, advance: Advance, *, by_slot: 
             windows[target] = window[0]
 
 
-def each_place(sequences: int, *parts: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The first tokens [sequences, ...] of `parts` [tokens, ...], then the second ones, as `Advance` has them."""
-    return zip(*(torch.unflatten(part, 0, (sequences, -1)).unbind(1) for part in parts), strict=True)
-
-
-def by_sequence(made: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[tokens, ...] of what was made of each place [sequences, ...]: the inverse of `each_place`."""
-    return torch.stack(list(made), 1).flatten(0, 1)
-
-
 def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
     """What the compiled `kernel` of state layer `index` makes of its projections [T, all], its states moved on."""
     assert step.alone is None, "a compiled kernel takes segments"
@@ -194,15 +184,37 @@ def recurrence(options: LayerOptions, *fields: Any) -> Any:
     return Recurrence(*fields)
 
 
-def by_recurrence(
-    rule: Any, parts: tuple[torch.Tensor, ...], state: torch.Tensor | None, step: StateStep, index: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`Recurrence.move` for an `Advance` by slot: those of lone tokens, whose `state` is None, where they lie."""
-    if state is not None:
-        read, state = rule.move(*parts, state, None)
-        return read, state
-    assert step.alone is not None
-    return rule.move(*parts, step.pools.recurrent[index], step.alone[1:])[0], None
+def recur(
+    step: StateStep, index: int, convolve: Callable[..., tuple[torch.Tensor, torch.Tensor]], inputs: torch.Tensor,
+    gates: tuple[torch.Tensor, torch.Tensor], token: Callable[..., tuple[torch.Tensor, torch.Tensor]], kernel: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Reads of the recurrent states of layer `index`, float32 [T, heads, value dim].
+
+    `inputs` [T, channels] go through `convolve`, a `CausalConv.advance`. Over what comes out and `gates` [T, any] the
+    states are moved by a `recurrence`, or by `token`: of what these are for a token of each sequence, and of the states
+    [sequences, ...], it makes what is read and the states after.
+    """
+    pool = step.pools.recurrent[index]
+    assert pool is not None
+    out = torch.empty((len(inputs), pool.shape[1], pool.shape[3]), dtype=torch.float32, device=pool.device)
+
+    def advance(tokens: slice | torch.Tensor, state: Any, window: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        rows, window = convolve(inputs[tokens], window)
+        parts = rows, gates[0][tokens], gates[1][tokens]
+        if kernel is None:
+            reads = []
+            for place in zip(*(torch.unflatten(part, 0, (len(state), -1)).unbind(1) for part in parts), strict=True):
+                read, state = token(*place, state)
+                reads.append(read)
+            out[tokens] = torch.stack(reads, 1).flatten(0, 1)
+        elif state is None and step.alone is not None:
+            out[tokens], _ = kernel.move(*parts, pool, step.alone[1:])
+        else:
+            out[tokens], state = kernel.move(*parts, state, None)
+        return state, window
+
+    advance_segments(step, index, advance, by_slot=kernel is not None)
+    return out
 
 
 def each_token(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.slots import TensorSlot
-from asyncengine.layers.states import StateSpec, advance_segments, by_sequence, each_place
+from asyncengine.layers.states import StateSpec, advance_segments
 from asyncengine.layers.step import StepContext
 from asyncengine.models.decoder import Decoder, DecoderConfig, LayerConfig
 from asyncengine.models.families.common import default_rotary
@@ -51,11 +51,11 @@ class LeakyLayer:
             assert window is not None
             state, before = state.clone(), window[:, :, 0].clone()
             made = []
-            for (own,) in each_place(len(state), x[tokens]):
+            for own in torch.unflatten(x[tokens], 0, (len(state), -1)).unbind(1):
                 state = state * self.keep + own
                 made.append(state + 3 * before)
                 before = own.clone()
-            out[tokens] = by_sequence(made)
+            out[tokens] = torch.stack(made, 1).flatten(0, 1)
             return state, before[:, :, None]
 
         assert step.states is not None

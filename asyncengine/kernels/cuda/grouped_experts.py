@@ -33,22 +33,6 @@ class ExpertWeights:
     """[experts, outputs]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedPairs:
-    """Pairs of rows and experts, row * chosen + place, in order of their experts."""
-
-    order: torch.Tensor
-    """int32 [pairs]."""
-    spans: torch.Tensor
-    """int32 [2, experts or more]: where in `order` each expert's pairs begin, and where they end."""
-    experts: int
-
-    @property
-    def mean(self) -> float:
-        """Pairs of an expert that has any, at least."""
-        return len(self.order) / min(len(self.order), self.experts)
-
-
 def mix(
     x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, up: ExpertWeights, down: ExpertWeights,
     activation: Callable[[torch.Tensor], torch.Tensor] | None, experts: int,
@@ -61,43 +45,49 @@ def mix(
     rows, count = chosen.shape
     if not rows:
         return torch.empty_like(x)
-    pairs = place_pairs(chosen, experts)
-    between = multiply(x, up, pairs, count, gated=activation is None, scattered=False)
+    placed = place_pairs(chosen, experts)
+    between = multiply(x, up, placed, experts, count, gated=activation is None, scattered=False)
     if activation is not None:
         between = activation(between)
-    made = multiply(between, down, pairs, 1, gated=False, scattered=True)
+    made = multiply(between, down, placed, experts, 1, gated=False, scattered=True)
     return weighted_sum(made, weights)
 
 
-def place_pairs(chosen: torch.Tensor, experts: int) -> PlacedPairs:
-    """All pairs of `chosen` (int64 [rows, count]) in order of their experts, and of their rows within an expert."""
+def place_pairs(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order int32 [pairs], spans int32 [2, experts or more]) of chosen int64 [rows, count].
+
+    `order`: pairs row * count + place by expert, and by row within an expert; `spans`: where in it each expert's begin,
+    and where they end.
+    """
     pairs, size = chosen.numel(), max(16, triton.next_power_of_2(experts))
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     spans = torch.empty((2, size), dtype=torch.int32, device=chosen.device)
     chunk = min(_CHUNK, max(16, triton.next_power_of_2(pairs)))
     _place[(size,)](chosen.contiguous(), order, spans, pairs, size, chunk)
-    return PlacedPairs(order, spans, experts)
+    return order, spans
 
 
 def multiply(
-    x: torch.Tensor, matrices: ExpertWeights, pairs: PlacedPairs, count: int, *, gated: bool, scattered: bool
-) -> torch.Tensor:
+    x: torch.Tensor, matrices: ExpertWeights, placed: tuple[torch.Tensor, torch.Tensor], experts: int, count: int, *,
+    gated: bool, scattered: bool,
+) -> torch.Tensor:  # fmt: skip
     """Each pair's product with its expert's matrix, [pairs, outputs], or half of them if `gated`.
 
     Not `scattered`: pair p reads row p // `count` of x, and results are in the pairs' order by expert. `scattered`: x
     is in that order, and results are by pair.
     """
-    total, inputs = matrices.weight.shape
-    outputs = total // pairs.experts // (2 if gated else 1)
-    out = x.new_empty((len(pairs.order), outputs))
-    rows = 16 if pairs.mean <= 16 else 64 if pairs.mean <= 128 else 128
+    (order, spans), (total, inputs) = placed, matrices.weight.shape
+    outputs, pairs = total // experts // (2 if gated else 1), len(order)
+    out = x.new_empty((pairs, outputs))
+    mean = pairs / min(pairs, experts)  # of those experts that have any, at least
+    rows = 16 if mean <= 16 else 64 if mean <= 128 else 128
     few, wide = rows == 16, x.dtype == torch.float32
     columns = (64 if few or gated or wide else 128) // (2 if few and gated else 1)
-    blocks = min(len(pairs.order), (len(pairs.order) + pairs.experts * (rows - 1)) // rows)
+    blocks = min(pairs, (pairs + experts * (rows - 1)) // rows)
     _multiply[(triton.cdiv(outputs, columns), blocks)](
         x.contiguous(), matrices.weight, matrices.weight if matrices.bias is None else matrices.bias, out,
-        pairs.order, pairs.spans, outputs, inputs, count, pairs.spans.shape[1], gated, matrices.bias is not None,
-        scattered, rows, columns, (128 if few else 64) // (2 if wide else 1),
+        order, spans, outputs, inputs, count, spans.shape[1], gated, matrices.bias is not None, scattered, rows,
+        columns, (128 if few else 64) // (2 if wide else 1),
         num_warps=4 if few else 8, num_stages=4 if few else 3,
     )  # fmt: skip
     return out

@@ -20,10 +20,6 @@ from asyncengine.cli.text import drop_output, prepare_streams
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 
 SHOW_CURSOR = "\x1b[?25h"
-ELSEWHERE = {
-    "simulate": ("asyncengine.cluster.simulate.__main__", "plan clusters that are not there: placement, routing"),
-}
-"""Commands that read their own arguments: module with a `main`, and what `--help` says of it."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -48,8 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
     arguments.add_embed(commands)
     arguments.add_bench(commands)
     arguments.add_fit(commands)
-    for name, (_, about) in ELSEWHERE.items():
-        commands.add_parser(name, help=about, add_help=False)
     return parser
 
 
@@ -59,10 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("stdout is closed: there is nowhere to print to", FAILED)
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if given and given[0] in ELSEWHERE:
-            module = import_module(ELSEWHERE[given[0]][0])
-            interruptible()
-            return int(module.main(given[1:]))
         parser = build_parser()
         args = parser.parse_args(given)
         if args.command is None:

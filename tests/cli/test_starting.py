@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncengine.cli.main import main
-
 if sys.platform == "win32":
     pytest.skip("a process cannot send itself Ctrl-C there", allow_module_level=True)
 
@@ -36,10 +34,6 @@ sys.meta_path.insert(0, Interrupt())
         ("asyncengine fit demo", "asyncengine.cli.arguments"),
         ("asyncengine fit demo", "asyncengine.cli.fit"),
         ("asyncengine fit demo", "asyncengine.device.machine"),
-        ("asyncengine simulate routing", "asyncengine.cluster.simulate.__main__"),
-        ("asyncengine simulate routing", "asyncengine.cluster.simulate.routing"),
-        ("asyncengine.cluster.simulate placement", "asyncengine.async_engine"),
-        ("asyncengine.cluster.simulate placement", "asyncengine.cluster.simulate.placement"),
     ],
 )
 def test_ctrl_c_ends_a_command_that_starts(module: str, at: str, tmp_path: Path) -> None:
@@ -71,19 +65,3 @@ def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.startswith("asyncengine ")
-
-
-def test_commands_that_read_their_own_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are listed with the others, and started with all that follows."""
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    listed = capsys.readouterr().out
-    assert "simulate" in listed
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "usage: asyncengine simulate" in shown
-    assert "placement" in shown
-    assert main(["simulate", "routing", "--replicas", "2", "--requests", "50"]) == 0
-    assert capsys.readouterr().out

@@ -344,7 +344,7 @@ def test_texts_are_read_as_sizes_and_the_rule_of_thumb_is_gpustacks() -> None:
 
 def test_the_package_imports_no_torch_and_no_ray() -> None:
     code = (
-        "import sys, asyncengine.cluster, asyncengine.cluster.simulate.placement;"
+        "import sys, asyncengine.cluster, asyncengine.cluster.routing;"
         "print([m for m in ('torch', 'ray', 'transformers', 'rich', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

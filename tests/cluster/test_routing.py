@@ -10,10 +10,10 @@ import pytest
 
 from asyncengine.cluster.prefix_index import PrefixIndex
 from asyncengine.cluster.routing import Route, Router, RouteRequest, RoutingWeights
-from asyncengine.cluster.simulate import routing as simulated
-from asyncengine.cluster.simulate.routing import Traffic, simulate
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
+from benchmarks.cluster import routing as simulated
+from benchmarks.cluster.routing import Traffic, simulate
 
 
 def fleet(count: int, load: float = 0.0, seed: int = 0) -> Router:
@@ -175,7 +175,7 @@ SMALL = Traffic(replicas=16, requests=4000, load=10, documents=250, document_pag
 
 
 def test_affinity_finds_what_one_endless_replica_finds_at_an_even_load() -> None:
-    """The short form of the table in docs/performance.md (`python -m asyncengine.cluster.simulate routing`)."""
+    """The short form of the table in docs/performance.md (`python -m benchmarks.cluster routing`)."""
     ours = simulate("prefix-affine (ours)", SMALL)
     assert ours.share >= 0.95
     assert ours.mean_ratio <= 1.3

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from asyncengine.cluster.simulate import __main__ as command
-from asyncengine.cluster.simulate.events import Plan, make_claims, make_events, make_nodes
-from asyncengine.cluster.simulate.placement import Simulation
 from asyncengine.errors import InvalidParameter
+from benchmarks.cluster import __main__ as command
+from benchmarks.cluster.events import Plan, make_claims, make_events, make_nodes
+from benchmarks.cluster.placement import Simulation
 
 BUSY = {"nodes": 6, "devices": 4, "hours": 60.0, "arrivals": 12.0, "lifetime": 6.0, "failures": 0.03, "models": 6}
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.placement import Placement, Refusal, place
 from asyncengine.cluster.scores import STRATEGIES, check_strategy
-from asyncengine.cluster.simulate.events import Event, Plan, make_events, make_nodes
-from asyncengine.cluster.simulate.plots import new_figure, require_matplotlib, save
 from asyncengine.cluster.table import Cluster
 from asyncengine.errors import InvalidParameter
+from benchmarks.cluster.events import Event, Plan, make_events, make_nodes
+from benchmarks.cluster.plots import new_figure, require_matplotlib, save
 
 _SAMPLES = 400
 """Points of a plot."""

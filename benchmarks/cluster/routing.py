@@ -18,16 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncengine.cluster.simulate.plots import new_figure, require_matplotlib, save
-from asyncengine.cluster.simulate.routing_rules import (
+from asyncengine.kvcache import KVCache, PageTable
+from asyncengine.kvcache.cache_log import page_hashes
+from benchmarks.cluster.plots import new_figure, require_matplotlib, save
+from benchmarks.cluster.routing_rules import (
     LeastLoaded,
     PrefixAffine,
     RayServePrefixAware,
     RoundRobin,
     RoutingRule,
 )
-from asyncengine.kvcache import KVCache, PageTable
-from asyncengine.kvcache.cache_log import page_hashes
 
 RULES: dict[str, Callable[[int], RoutingRule]] = {
     "prefix-affine (ours)": PrefixAffine,

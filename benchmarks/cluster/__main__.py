@@ -1,4 +1,4 @@
-"""The command: `asyncengine simulate placement|routing [flags]`, or `python -m asyncengine.cluster.simulate ...`."""
+"""Simulate a cluster that is not there: `python -m benchmarks.cluster placement|routing [flags]`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, or 2 for bad input."""
     given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="asyncengine simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         if name in given[:1]:
-            import_module(f"asyncengine.cluster.simulate.{name}").add_arguments(command)
+            import_module(f"benchmarks.cluster.{name}").add_arguments(command)
     args = parser.parse_args(given)
-    module = import_module(f"asyncengine.cluster.simulate.{args.command}")
+    module = import_module(f"benchmarks.cluster.{args.command}")
     try:
         return int(module.run(args))
     except (EngineError, OSError) as error:
-        print(f"simulate: error: {error}", file=sys.stderr)
+        print(f"benchmarks.cluster: error: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main())  # Ctrl-C ends it at once (`asyncengine.cli.starting`)
+    sys.exit(main())

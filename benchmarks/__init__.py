@@ -1,1 +1,1 @@
-"""Measurements that are kept beside the code. Most files here are scripts; `benchmarks.peers` and `benchmarks.cluster` are packages."""
+"""Measurements that are kept beside the code. Most files are scripts; `peers` and `cluster` are packages."""

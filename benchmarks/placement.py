@@ -38,27 +38,26 @@ def make_nodes(count: int, devices: int, draw: random.Random) -> list[Node]:
     ]
 
 
-def claims(draw: random.Random, *, parity: bool) -> Iterator[tuple[str, Claim]]:
+def claims(draw: random.Random) -> Iterator[tuple[str, Claim]]:
     """(what it is, claim), without end."""
-    share = 0.9 if parity else 0.0
     while True:
         name = f"model-{draw.randrange(64)}"
         zone = {"labels": {"zone": str(draw.randrange(8))}} if draw.random() < 0.3 else {}
         small, large, huge = (draw.randrange(*sizes) * GIB for sizes in ((2, 60), (90, 500), (700, 2400)))
-        yield "one device", Claim(model=name, device_bytes=small, utilization=share, backend="asyncengine", **zone)
-        yield "several devices", Claim(model=name, device_bytes=large, utilization=share, split=(64,), **zone)
+        yield "one device", Claim(model=name, device_bytes=small, backend="asyncengine", **zone)
+        yield "several devices", Claim(model=name, device_bytes=large, split=(64,), **zone)
         yield (
             "several nodes",
-            Claim(model=name, device_bytes=huge, utilization=share, split=(64,), several_nodes=True, **zone),
+            Claim(model=name, device_bytes=huge, split=(64,), several_nodes=True, **zone),
         )
         yield "host", Claim(model=name, cpu_bytes=small, labels={"zone": "3"})
         yield (
             "refused",
-            Claim(model=name, device_bytes=2**52, cpu_bytes=2**52, utilization=share, split=(64,), several_nodes=True),
+            Claim(model=name, device_bytes=2**52, cpu_bytes=2**52, split=(64,), several_nodes=True),
         )
 
 
-def measure(nodes: int, devices: int, placements: int, strategy: str, *, parity: bool, seed: int) -> dict[str, object]:
+def measure(nodes: int, devices: int, placements: int, strategy: str, *, seed: int) -> dict[str, object]:
     """Milliseconds of one placement, on a cluster that is filled to a half."""
     draw = random.Random(seed)
     table = Cluster(make_nodes(nodes, devices, draw))
@@ -68,18 +67,18 @@ def measure(nodes: int, devices: int, placements: int, strategy: str, *, parity:
             model = f"model-{draw.randrange(64)}"
             table.start(Instance(name=f"{node.name}-{device.index}", model=model, shares=(share,)))
     times: dict[str, list[float]] = {}
-    source = claims(draw, parity=parity)
+    source = claims(draw)
     for number in range(placements):
         kind, claim = next(source)
         begin = time.perf_counter()
-        found = place(claim, table, strategy=strategy, parity=parity)
+        found = place(claim, table, strategy=strategy)
         times.setdefault(kind, []).append(1e3 * (time.perf_counter() - begin))
         if isinstance(found, Placement):
             table.start(found.instance(f"instance-{number}"))
             if number >= 200 and f"instance-{number - 200}" in table.instances:
                 table.stop(f"instance-{number - 200}")
     everything = sorted(value for values in times.values() for value in values)
-    row = {"strategy": strategy, "parity": parity, "placements": placements, **_percentiles(everything)}
+    row = {"strategy": strategy, "placements": placements, **_percentiles(everything)}
     return {**row, "kinds": {kind: _percentiles(sorted(values)) for kind, values in times.items()}}
 
 
@@ -92,7 +91,7 @@ def leak(total: int, seed: int) -> list[dict[str, float]]:
     leaves and comes back now and then."""
     draw = random.Random(seed)
     nodes = make_nodes(32, 8, draw)
-    table, source = Cluster(nodes), claims(draw, parity=False)
+    table, source = Cluster(nodes), claims(draw)
     drawn = [next(source) for _ in range(1000)]
     pool = [claim for kind, claim in drawn if kind in ("one device", "host")] * 8
     pool += [claim for kind, claim in drawn if kind in ("several devices", "several nodes")]
@@ -155,9 +154,8 @@ def main() -> None:
         leak(args.leak, args.seed)
         return
     for strategy in ("spread", "binpack"):
-        for parity in (False, True):
-            row = measure(args.nodes, args.devices, args.placements, strategy, parity=parity, seed=args.seed)
-            print(json.dumps(row), flush=True)
+        row = measure(args.nodes, args.devices, args.placements, strategy, seed=args.seed)
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

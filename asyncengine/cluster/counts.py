@@ -20,7 +20,7 @@ class Counts(NamedTuple):
     """Instances at every place of a table of nodes."""
 
     devices: Int64Array
-    """[rows, columns + 1]: on each device; in the last column, those that run on the host's processors."""
+    """[rows, columns]: on each device."""
     nodes: Int64Array
     """[rows]: instances with a share of the node, whatever number of devices that has."""
 
@@ -42,9 +42,9 @@ class ModelCounts:
         return len(self._nodes)
 
     def add(self, model: str, row: int, columns: tuple[int, ...], step: int) -> None:
-        """`step` +1 or -1: an instance's share of `row` comes or goes; column -1 is the host."""
+        """`step` +1 or -1: an instance's share of `row` comes or goes, on these columns."""
         for column in columns:
-            _change(self._devices, model, row * _COLUMNS + column % _COLUMNS, step)
+            _change(self._devices, model, row * _COLUMNS + column, step)
         _change(self._nodes, model, row, step)
         if model in self._kept:
             self._kept[model].add(row, columns, step)
@@ -89,12 +89,9 @@ def _change(counts: dict[str, dict[int, int]], model: str, key: int, step: int) 
 
 
 def _filled(devices: dict[int, int], nodes: dict[int, int], rows: int, columns: int) -> Counts:
-    counts = Counts(np.zeros((rows, columns + 1), np.int64), np.zeros(rows, np.int64))
-    if devices:
-        keys = np.fromiter(devices.keys(), np.int64, len(devices))
-        row, column = np.divmod(keys, _COLUMNS)
-        column[column == _COLUMNS - 1] = columns  # the host
-        counts.devices[row, column] = np.fromiter(devices.values(), np.int64, len(devices))
-        own = np.fromiter(nodes.keys(), np.int64, len(nodes))
-        counts.nodes[own] = np.fromiter(nodes.values(), np.int64, len(nodes))
+    counts = Counts(np.zeros((rows, columns), np.int64), np.zeros(rows, np.int64))
+    row, column = np.divmod(np.fromiter(devices.keys(), np.int64, len(devices)), _COLUMNS)
+    counts.devices[row, column] = np.fromiter(devices.values(), np.int64, len(devices))
+    own = np.fromiter(nodes.keys(), np.int64, len(nodes))
+    counts.nodes[own] = np.fromiter(nodes.values(), np.int64, len(nodes))
     return counts

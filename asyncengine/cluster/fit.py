@@ -1,9 +1,9 @@
 """Where a claim fits: stages from one device to several nodes, of which the first that finds anything decides.
 
-Our own rules (`gpustack` has that system's). A device gives what is free of it, or, where the claim has a utilization,
-that share of it if so much is free. On k devices each gives the k-th part of the claim, as tensor parallelism divides a
-model; as few devices as possible. So more free memory never leads to a later stage or to more devices: whatever fitted
-still does.
+A device gives what is free of it, or, where the claim has a utilization, that share of it if so much is free. On k
+devices each gives the k-th part of the claim, as tensor parallelism divides a model; as few devices as possible. So
+more free memory never leads to a later stage or to more devices: whatever fitted still does. The stages are GPUStack's,
+whose own rules do not have that property (docs/howto/placement.md compares them).
 """
 
 from __future__ import annotations
@@ -65,14 +65,9 @@ def _offers(view: View, claim: Claim) -> Int64Array:
         beside = np.maximum(view.host_free - claim.host_bytes, 0)
         given = np.where(view.unified[:, None], np.minimum(given, beside[:, None]), given)
     if claim.utilization > 0:
-        wanted = share_of(view.total, claim.utilization)
+        wanted = (view.total * claim.utilization).astype(np.int64)
         given = np.where(given >= wanted, wanted, 0)
     return np.where((view.kind >= 0) & host_suffices(view, claim)[:, None], given, 0)
-
-
-def share_of(total: Int64Array, utilization: float) -> Int64Array:
-    """So much of each, rounded down to bytes."""
-    return (total * utilization).astype(np.int64)
 
 
 def host_suffices(view: View, claim: Claim) -> Mask:
@@ -84,12 +79,7 @@ def on_one_device(view: View, claim: Claim) -> Found:
     if claim.device_bytes is None or (claim.devices or 1) > 1:
         return NOTHING
     given = offers(view, claim)
-    return one_each(view, claim, given, given >= claim.device_bytes)
-
-
-def one_each(view: View, claim: Claim, given: Int64Array, fits: Mask) -> Found:
-    """A candidate for every device in `fits`, kind by kind."""
-    assert claim.device_bytes is not None
+    fits = given >= claim.device_bytes
     masks = [fits] if len(view.kinds) < 2 else [fits & (view.kind == kind) for kind in view.kinds]
     places = [np.nonzero(mask) for mask in masks]
     rows = np.concatenate([place[0] for place in places])

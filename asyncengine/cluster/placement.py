@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncengine.checks import as_items
-from asyncengine.cluster import fit, gpustack
+from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.filters import in_words, passing
 from asyncengine.cluster.fit import Found, Shares
@@ -77,20 +77,16 @@ def place(
     *,
     instances: Iterable[Instance] = (),
     strategy: str = "spread",
-    parity: bool = False,
 ) -> Placement | Refusal:
     """Where one more instance of `model` goes. Pure: nothing is taken, the same input gives the same answer.
 
-    `nodes`: a `Cluster`, which is fast for many placements, or nodes and the `instances` that run on them. `parity`:
-    by GPUStack's rules, quirks included (`gpustack`, `scores`); its language models always have a utilization.
+    `nodes`: a `Cluster`, which is fast for many placements, or nodes and the `instances` that run on them.
 
     Raises `InvalidParameter` for what is malformed, and for no nodes at all where no `Cluster` is given.
     """
     if not isinstance(model, Claim):
         raise InvalidParameter("model", "must be a Claim", model)
     check_strategy(strategy)
-    if parity and model.device_bytes is not None and model.utilization == 0:
-        raise InvalidParameter("utilization", "must be > 0 with parity=True")
     if isinstance(nodes, Cluster):
         table = nodes
         if as_items("instances", instances):
@@ -101,13 +97,12 @@ def place(
             raise InvalidParameter("nodes", "must be at least one")
     mask, fell = passing(table, model)
     view = view_of(table, mask, model)
-    stages = gpustack.STAGES if parity else fit.STAGES
-    for stage in stages:
+    for stage in fit.STAGES:
         found = stage.find(view, model)
         if found:
-            return _best(view, Places(table, view.slots, model.model, parity), model, strategy, stage.name, found)
+            return _best(view, Places(table, view.slots, model.model), model, strategy, stage.name, found)
     reasons = [Reason(name, count, in_words(name, model)) for name, count in fell] + _did_not_fit(view, model)
-    largest = {stage.name: stage.largest(view, model) for stage in stages}
+    largest = {stage.name: stage.largest(view, model) for stage in fit.STAGES}
     hosts = largest.pop("cpu")
     devices = max(largest.values()) if model.device_bytes is not None else 0
     return Refusal(model.model, len(table), tuple(reasons), devices, hosts)

@@ -42,7 +42,6 @@ def rank_for_removal(
     model: str,
     *,
     strategy: str = "spread",
-    parity: bool = False,
     total_max: float | None = None,
     names: Iterable[str] | None = None,
 ) -> tuple[Ranked, ...]:
@@ -64,7 +63,7 @@ def rank_for_removal(
     if wanted is not None and len(found) < len(wanted):
         missing = next(name for name in wanted if name not in {each.name for each in found})
         raise InvalidParameter("names", f"{missing!r} is no instance of {model!r}")
-    places = Places(cluster, np.arange(len(cluster.alive)), model, parity)
+    places = Places(cluster, np.arange(len(cluster.alive)), model)
     among = Among.of(*places.totals(np.flatnonzero(cluster.alive)))
     free, host_free = free_memory(cluster, places.slots)
 
@@ -75,10 +74,8 @@ def rank_for_removal(
     def placement(instance: Instance) -> float:
         shares = [_as_shares(cluster, share) for share in instance.shares]
         if strategy == "spread":
-            scores = [spread_of(share) for share in shares]
-            return scores[0] if parity else sum(scores) / len(scores)
-        own = [float(binpack_of(free, host_free, each, most=PLACEMENT_MAX, back=True)[0]) for each in shares]
-        return combine(own[0], own[1:], parity=parity)
+            return sum(spread_of(share) for share in shares) / len(shares)
+        return combine([float(binpack_of(free, host_free, each, most=PLACEMENT_MAX, back=True)[0]) for each in shares])
 
     ranked = [Ranked(each, (_status(cluster, each) + _offload(each) + placement(each)) * scale) for each in found]
     return tuple(sorted(ranked, key=lambda each: each.score))

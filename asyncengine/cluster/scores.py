@@ -1,10 +1,17 @@
 """Which of several candidates is best: placement (at most 100) plus model-file locality (at most 5). Pure functions.
 
-The formulas and weights are GPUStack's. `binpack` prefers what is nearly full, `spread` (the default) nodes and devices
-where few instances run, those of the same model above all. Two of its quirks are mended, and kept where `parity` is
-asked for: binpack multiplies the followers of an instance on several nodes by their number twice (the sum of their
-scores times their number, so that a score passes 100), where a mean is meant; spread counts an instance once for each
-of its devices in a node's total, and of several nodes looks at the first alone.
+The formulas and weights are GPUStack's (of August 2026, commit 47277d79). `binpack` prefers what is nearly full,
+`spread` (the default) nodes and devices where few instances run, those of the same model above all.
+
+Spread is graded, between the fewest and the most instances that any candidate's node runs. Where some node runs none of
+this model, such nodes get 85 points and up to 15 more for few instances of other models; a node that runs some gets 45,
+up to 35 more for few of them and up to 20 for few others. So none of this model is preferred, but a node with few of
+both passes one with none of it and the most of others. Earlier releases of GPUStack ranked by strict levels instead: an
+empty node, then one that runs only other models, then one that runs only this model, then one that runs both.
+
+Two rules differ from GPUStack's. The followers of an instance on several nodes count in binpack with their mean (there
+with their sum times their number, so that a score passes 100). Spread counts an instance once in a node's total (there
+once for each of its devices), and scores all nodes of an instance (there only the first).
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.counts import Counts, Int64Array
+from asyncengine.cluster.counts import Int64Array
 from asyncengine.cluster.filters import with_name
 from asyncengine.cluster.fit import Found, Shares
 from asyncengine.cluster.table import Cluster
@@ -45,17 +52,12 @@ class Places(NamedTuple):
     slots: Int64Array
     """Rows of the table, for the rows of a view."""
     model: str
-    parity: bool
 
     def totals(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Instances of this model, and of others, on each node."""
         slots = self.slots[rows]
-
-        def count(counts: Counts) -> Int64Array:
-            return counts.devices[slots].sum(axis=1) if self.parity else counts.nodes[slots]
-
-        current = count(self.table.counts_of(self.model))
-        return current, count(self.table.all_counts) - current
+        current = self.table.counts_of(self.model).nodes[slots]
+        return current, self.table.all_counts.nodes[slots] - current
 
     def on_devices(self, rows: Int64Array, columns: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The same, on a device of each."""
@@ -92,7 +94,7 @@ def binpack(view: View, places: Places, found: Found) -> tuple[Float64Array, lis
     teams = []
     for team in found.teams:
         own = binpack_of(view.free, view.host_free, team)
-        teams.append(combine(float(own[0]), [float(each) for each in own[1:]], parity=places.parity))
+        teams.append(combine([float(each) for each in own]))
     return single, teams
 
 
@@ -112,15 +114,9 @@ def binpack_of(
     return best
 
 
-def combine(leader: float, followers: list[float], *, parity: bool) -> float:
-    """The score of an instance on several nodes."""
-    if not followers:
-        return leader
-    total = 0.0
-    for each in followers:
-        total += each
-    count = len(followers)
-    return (leader * _LEADER + (total if parity else total / count) * count) / (_LEADER + count)
+def combine(scores: list[float]) -> float:
+    """The score of an instance, of those of its nodes: their mean, with the first node at its weight."""
+    return (scores[0] * _LEADER + sum(scores[1:])) / (_LEADER + len(scores) - 1)
 
 
 def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
@@ -133,16 +129,14 @@ def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
 
 
 def spread(view: View, places: Places, found: Found) -> tuple[Float64Array, list[float]]:
-    leaders = [team.rows[:1] if places.parity else team.rows for team in found.teams]
     compared = np.zeros(len(view.slots), np.bool_)
-    compared[np.concatenate([found.single.rows, *leaders])] = True
+    compared[np.concatenate([found.single.rows, *(team.rows for team in found.teams)])] = True
     current, others = places.totals(np.arange(len(view.slots)))
     nodes = spread_over_nodes(current, others, Among.of(current[compared], others[compared]))
     single = spread_over_devices(places, found.single, nodes[found.single.rows])
     teams = []
     for team in found.teams:
-        own = spread_over_devices(places, team, nodes[team.rows])
-        teams.append(float(own[0]) if places.parity else float(own.sum() / len(own)))
+        teams.append(float(spread_over_devices(places, team, nodes[team.rows]).mean()))
     return single, teams
 
 

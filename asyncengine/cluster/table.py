@@ -177,8 +177,8 @@ class Cluster:
             self.used[row, column] += step * taken
         self.host_used[row] += step * share.host_bytes
         self.cpu_used[row] += step * parts_of(share.cpus)
-        self.all_counts.add(row, columns or (-1,), step)
-        self.current.add(model, row, columns or (-1,), step)
+        self.all_counts.add(row, columns, step)
+        self.current.add(model, row, columns, step)
 
     # ------------------------------------------------------------ memory of the table itself
 
@@ -209,11 +209,10 @@ class Cluster:
         self.unified: NDArray[np.bool_]
         self.ready: NDArray[np.bool_]
         self.alive: NDArray[np.bool_]
-        counts = Counts(np.zeros((rows, columns + 1), np.int64), np.zeros(rows, np.int64))
+        counts = Counts(np.zeros((rows, columns), np.int64), np.zeros(rows, np.int64))
         old: Counts | None = getattr(self, "all_counts", None)
         if old is not None:
-            counts.devices[: len(old.nodes), : old.devices.shape[1] - 1] = old.devices[:, :-1]
-            counts.devices[: len(old.nodes), -1] = old.devices[:, -1]
+            counts.devices[: len(old.nodes), : old.devices.shape[1]] = old.devices
             counts.nodes[: len(old.nodes)] = old.nodes
         self.all_counts: Counts = counts
         self.current.forget_arrays()

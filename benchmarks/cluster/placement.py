@@ -18,7 +18,6 @@ from asyncengine.cluster.claims import Claim
 from asyncengine.cluster.placement import Placement, Refusal, place
 from asyncengine.cluster.scores import STRATEGIES, check_strategy
 from asyncengine.cluster.table import Cluster
-from asyncengine.errors import InvalidParameter
 from benchmarks.cluster.events import Event, Plan, make_events, make_nodes
 from benchmarks.cluster.plots import new_figure, require_matplotlib, save
 
@@ -70,13 +69,13 @@ class _Waiting(NamedTuple):
 class Simulation:
     """One strategy's life of a cluster."""
 
-    def __init__(self, plan: Plan, strategy: str, *, parity: bool = False) -> None:
+    def __init__(self, plan: Plan, strategy: str) -> None:
         """Raises `InvalidParameter`."""
         check_strategy(strategy)
-        self.plan, self.strategy, self.parity = plan, strategy, parity
+        self.plan, self.strategy = plan, strategy
         self.nodes = {node.name: node for node in make_nodes(plan)}
         self.table = Cluster(self.nodes.values())
-        self.outcome = Outcome(strategy + (" (parity)" if parity else ""))
+        self.outcome = Outcome(strategy)
         self._claims: dict[str, Claim] = {}
         """Of all instances that should run."""
         self._waiting: deque[_Waiting] = deque()
@@ -144,7 +143,7 @@ class Simulation:
 
     def _place(self, name: str) -> bool:
         begin = time.perf_counter()
-        found = place(self._claims[name], self.table, strategy=self.strategy, parity=self.parity)
+        found = place(self._claims[name], self.table, strategy=self.strategy)
         self._times.append(time.perf_counter() - begin)
         if isinstance(found, Refusal):
             self.outcome.refused.update({reason.what: reason.nodes for reason in found.reasons})
@@ -200,7 +199,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", action="append", metavar="NAME", help="spread or binpack (repeat the flag) [both]"
     )
-    parser.add_argument("--parity", action="store_true", help="also by GPUStack's rules (needs --utilization)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
 
@@ -209,12 +207,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         require_matplotlib()
     plan = Plan(**{each.name: getattr(args, each.name) for each in fields(Plan)})
-    if args.parity and plan.utilization == 0:
-        raise InvalidParameter("utilization", "must be > 0 with --parity")
-    modes = [
-        (strategy, parity) for parity in (False, True)[: 1 + args.parity] for strategy in args.strategy or STRATEGIES
-    ]
-    outcomes = [Simulation(plan, strategy, parity=parity).run() for strategy, parity in modes]
+    outcomes = [Simulation(plan, strategy).run() for strategy in args.strategy or STRATEGIES]
     if args.json:
         print(json.dumps({"plan": asdict(plan), "results": [_as_dict(each) for each in outcomes]}))
     else:

@@ -20,20 +20,27 @@ class Case:
     strategy: str
 
 
-def random_case(seed: int, *, utilization: bool) -> Case:
-    """`utilization`: the claim has one, as GPUStack's language models do; else it may."""
+def random_case(seed: int, *, utilization: bool, alike: bool = False) -> Case:
+    """`utilization`: the claim has one, as GPUStack's language models do; else it may. `alike`: nodes have equally many
+    devices, all of one memory, and no instance has more than one."""
     r = random.Random(seed)
-    plain = r.random() < 0.5  # alike nodes, with nothing to filter: many ties
+    plain = alike or r.random() < 0.5  # alike nodes, with nothing to filter: many ties
     kinds = ("cuda",) if plain or r.random() < 0.6 else ("cuda", "rocm")
-    nodes = [_node(r, f"n{i}", kinds, plain) for i in range(r.randint(1, 9))]
-    instances = _instances(r, nodes)
+    devices = (r.choice((1, 2, 4)), r.choice(MEMORIES)) if alike else None
+    nodes = [_node(r, f"n{i}", kinds, plain, devices) for i in range(r.randint(1, 9))]
+    instances = _instances(r, nodes, single=alike)
     return Case(nodes, instances, _claim(r, nodes, plain, utilization), r.choice(("spread", "binpack")))
 
 
-def _node(r: random.Random, name: str, kinds: tuple[str, ...], plain: bool) -> Node:
-    unified = r.random() < 0.12
+def _node(
+    r: random.Random, name: str, kinds: tuple[str, ...], plain: bool, alike: tuple[int, int] | None = None
+) -> Node:
+    """`alike`: how many devices it has, of which memory."""
+    unified = alike is None and r.random() < 0.12
     count = 1 if unified else r.choice((0, 1, 2, 2, 4, 4, 8)) if not plain else 4
     memory = r.choice(MEMORIES)
+    if alike is not None:
+        count, memory = alike
     devices = [
         Device(
             index=i if plain else 2 * i + 1,
@@ -60,13 +67,14 @@ def _node(r: random.Random, name: str, kinds: tuple[str, ...], plain: bool) -> N
     )
 
 
-def _instances(r: random.Random, nodes: list[Node]) -> list[Instance]:
-    """Some take half of a device exactly, so that a utilization of 0.5 is met to the byte."""
+def _instances(r: random.Random, nodes: list[Node], *, single: bool) -> list[Instance]:
+    """Some take half of a device exactly, so that a utilization of 0.5 is met to the byte. `single`: none has more than
+    one device."""
     found = []
     for number in range(r.choice((0, 0, 0, 2, 4, 14))):
         shares = []
-        for node in r.sample(nodes, min(len(nodes), r.choice((1, 1, 1, 2, 3)))):
-            on = r.sample(node.devices, min(len(node.devices), r.choice((0, 1, 1, 2, 4))))
+        for node in r.sample(nodes, min(len(nodes), 1 if single else r.choice((1, 1, 1, 2, 3)))):
+            on = r.sample(node.devices, min(len(node.devices), r.choice((0, 1, 1) if single else (0, 1, 1, 2, 4))))
             taken = [(d.index, d.memory // r.choice((2, 2, 4, 16))) for d in on]
             shares.append(Share(node=node.name, devices=taken, host_bytes=r.choice((0, 0, GIB, 8 * GIB))))
         every = r.choice((None, 32))

@@ -192,41 +192,15 @@ def test_spread_goes_where_least_runs_and_binpack_where_most_does() -> None:
     assert packed.shares == (Share(node="a", devices={0: 10 * GIB}),)
 
 
-def test_spread_counts_an_instance_of_many_devices_once() -> None:
-    """GPUStack counts one on four devices four times, so that it would go to the node with three instances."""
-    nodes = [node("a", devices=8), node("b", devices=8)]
-    wide = instance("wide", "a", dict.fromkeys(range(4), GIB), "other")
-    narrow = [instance(f"n{index}", "b", {index: GIB}, "other") for index in range(3)]
-    assert nodes_of(place(claim(), nodes, instances=[wide, *narrow])) == ["a"]
-    quirk = place(claim(utilization=0.9), nodes, instances=[wide, *narrow], parity=True)
-    assert nodes_of(quirk) == ["b"]
-
-
-def test_binpack_of_several_nodes_takes_the_mean_of_the_followers() -> None:
-    """GPUStack multiplies their sum by their number, and passes 100."""
-    nodes = [node(name, gib=100, devices=1) for name in "abcd"]
-    full = claim(400, utilization=1.0, several_nodes=True)
-    ours = place(full, nodes, strategy="binpack")
-    quirk = place(full, nodes, strategy="binpack", parity=True)
-    assert isinstance(ours, Placement)
-    assert isinstance(quirk, Placement)
-    one = 100 * 2 / 3  # no host memory is claimed
-    assert ours.score == pytest.approx(one)
-    assert quirk.score == pytest.approx((5 * one + 3 * 3 * one) / 8)
-    assert quirk.score > 100
-
-
-def test_more_free_memory_can_worsen_gpustacks_choice_and_not_ours() -> None:
-    """By what is free, the smaller device goes first, and two are not enough any more."""
-    memory = {0: 80, 1: 80, 2: 76}
-    devices = tuple(Device(index=index, memory=gib * GIB) for index, gib in memory.items())
-    one = node("a", own=devices)
-    wants = claim(143, utilization=0.9)
-    before = [instance("i", "a", {0: 6 * GIB, 1: 6 * GIB, 2: 6 * GIB}, "other")]
-    after = [instance("i", "a", {0: 6 * GIB, 1: 6 * GIB, 2: GIB}, "other")]
-    for parity, expected in ((False, (2, 2)), (True, (2, 3))):
-        found = [place(wants, [one], instances=taken, parity=parity) for taken in (before, after)]
-        assert tuple(len(each.shares[0].devices) for each in found if isinstance(each, Placement)) == expected
+def test_spread_is_graded_and_not_in_strict_levels() -> None:
+    """A node with none of this model goes before one that has as many of it as any. One that has few of it, and of
+    others, goes before the node that has most of others."""
+    others = [instance(f"o{number}", "others", {number % 2: GIB}, "other") for number in range(8)]
+    few = [instance("m", "few", {0: GIB})]
+    assert nodes_of(place(claim(), [node("few"), node("others")], instances=[*few, *others])) == ["others"]
+    many = [instance(f"m{number}", "many", {0: GIB}) for number in range(8)]
+    nodes = [node("many"), node("others"), node("few")]
+    assert nodes_of(place(claim(), nodes, instances=[*many, *few, *others])) == ["few"]
 
 
 def test_files_decide_between_equals() -> None:
@@ -269,7 +243,6 @@ def test_the_worst_instance_goes_first() -> None:
         (lambda: place(claim(), []), "nodes", "at least one"),
         (lambda: place(claim(), [node("a"), node("a")]), "nodes", "of this name already"),
         (lambda: place(claim(), [node("a")], strategy="random"), "strategy", "'spread', 'binpack'"),
-        (lambda: place(claim(), [node("a")], parity=True), "utilization", "> 0"),
         (lambda: place("m", [node("a")]), "model", "must be a Claim"),  # type: ignore[arg-type]
         (lambda: place(claim(), ["a"]), "nodes", "must be Nodes"),  # type: ignore[list-item]
         (lambda: place(claim(), None), "nodes", "at least one"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What must hold of every placement, whatever the cluster: on random ones, by our rules and by GPUStack's."""
+"""What must hold of every placement, whatever the cluster: on random ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from asyncengine.cluster import Claim, Cluster, Device, Instance, Node, Placemen
 CASES = int(os.environ.get("ASYNCENGINE_CLUSTERS", "500"))
 
 
-def placed(case: Case, *, parity: bool) -> Placement | Refusal:
-    return place(case.claim, case.nodes, instances=case.instances, strategy=case.strategy, parity=parity)
+def placed(case: Case) -> Placement | Refusal:
+    return place(case.claim, case.nodes, instances=case.instances, strategy=case.strategy)
 
 
 def test_no_device_and_no_host_is_given_more_than_it_has() -> None:
     count = 0
     for seed in range(CASES):
-        parity = seed % 3 == 0
-        case = random_case(seed, utilization=parity)
-        found = placed(case, parity=parity)
+        case = random_case(seed, utilization=seed % 3 == 0)
+        found = placed(case)
         if isinstance(found, Refusal):
             continue
         count += 1
@@ -38,7 +37,7 @@ def test_no_device_and_no_host_is_given_more_than_it_has() -> None:
             assert all(0 < taken <= free[index] for index, taken in share.devices), seed
             chosen = dict(case.claim.on)
             assert not chosen or {index for index, _ in share.devices} <= set(chosen[share.node]), seed
-            if node.unified and not parity:  # one memory for both
+            if node.unified:  # one memory for both
                 assert share.host_bytes + sum(taken for _, taken in share.devices) <= host, seed
             assert case.claim.divides(len(share.devices) or 1), seed
         devices = [device for share in found.shares for device in share.devices]
@@ -46,10 +45,9 @@ def test_no_device_and_no_host_is_given_more_than_it_has() -> None:
             assert sum(taken for _, taken in devices) >= case.claim.device_bytes, seed
             kinds = {d.kind for s in found.shares for d in allowed[s.node].devices if d.index in dict(s.devices)}
             assert len(kinds) == 1, seed
-            if not parity:
-                assert case.claim.devices in (None, len(devices)), seed
-                part = -(-case.claim.device_bytes // len(devices))
-                assert all(taken >= part for _, taken in devices), seed
+            assert case.claim.devices in (None, len(devices)), seed
+            part = -(-case.claim.device_bytes // len(devices))
+            assert all(taken >= part for _, taken in devices), seed
     assert count > CASES // 3
 
 
@@ -75,14 +73,14 @@ def freed(case: Case, r: random.Random) -> Case:
 def test_more_free_memory_never_worsens_a_placement() -> None:
     """What was placed stays placed, in no later stage, on no more devices; what was refused may now fit.
 
-    GPUStack's own rules do not hold this: see `gpustack`."""
+    GPUStack's own rules do not hold this: see `test_gpustack`."""
     better = 0
     for seed in range(CASES):
         case = random_case(seed, utilization=False)
-        before, r = placed(case, parity=False), random.Random(seed)
+        before, r = placed(case), random.Random(seed)
         for _ in range(3):
             case = freed(case, r)
-        after = placed(case, parity=False)
+        after = placed(case)
         if isinstance(before, Refusal):
             if isinstance(after, Refusal):
                 assert after.device_bytes >= before.device_bytes, seed
@@ -103,9 +101,8 @@ def rank(found: Placement) -> tuple[int, int, int]:
 def test_a_refusal_counts_every_node_and_says_what_would_have_fitted() -> None:
     seen: Counter[str] = Counter()
     for seed in range(CASES):
-        parity = seed % 3 == 0
-        case = random_case(seed, utilization=parity)
-        found = placed(case, parity=parity)
+        case = random_case(seed, utilization=seed % 3 == 0)
+        found = placed(case)
         if isinstance(found, Placement):
             continue
         assert found.nodes == len(case.nodes) == sum(reason.nodes for reason in found.reasons), seed
@@ -122,9 +119,9 @@ def test_a_refusal_counts_every_node_and_says_what_would_have_fitted() -> None:
                 continue
             other = {"device_bytes": None, "cpu_bytes": None}
             fits = replace(case, claim=replace(case.claim, **{**other, field: most}))
-            assert isinstance(placed(fits, parity=parity), Placement), (seed, field)
+            assert isinstance(placed(fits), Placement), (seed, field)
             larger = replace(case, claim=replace(case.claim, **{**other, field: most + 1}))
-            assert isinstance(placed(larger, parity=parity), Refusal), (seed, field)
+            assert isinstance(placed(larger), Refusal), (seed, field)
             seen[field] += 1
     assert seen.keys() >= {"cluster", "devices", "labels", "status", "backend", "path", "no device", "host memory",
                            "device memory", "device_bytes", "cpu_bytes"}  # fmt: skip
@@ -152,11 +149,10 @@ def test_a_table_that_has_lived_answers_as_a_new_one() -> None:
             else:
                 case = random_case(r.randrange(10_000), utilization=True)
                 claim = replace(case.claim, on={}, labels={}, cluster=None, cpus=r.choice((0, 0.1, 0.7)))
-                parity, strategy = r.random() < 0.5, case.strategy
-                found = place(claim, table, strategy=strategy, parity=parity)
+                found = place(claim, table, strategy=case.strategy)
                 fresh = Cluster(table.nodes, table.instances.values())
-                assert found == place(claim, fresh, strategy=strategy, parity=parity), seed
-                assert found == place(claim, table, strategy=strategy, parity=parity), seed
+                assert found == place(claim, fresh, strategy=case.strategy), seed
+                assert found == place(claim, table, strategy=case.strategy), seed
                 compared += 1
                 if isinstance(found, Placement):
                     number += 1

@@ -15,7 +15,7 @@ from support.held_steps import HeldSteps
 from asyncengine import EngineConfig
 from asyncengine.cluster.fleet import Fleet, FleetConfig, door
 from asyncengine.cluster.fleet.carrier import ReplicaProcess
-from asyncengine.cluster.fleet.link import Link
+from asyncengine.cluster.fleet.link import Link, new_context
 from asyncengine.cluster.fleet.replica import Replica, unpacked
 from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import FleetError
@@ -28,7 +28,7 @@ ENGINE: dict[str, Any] = {
 class LocalHost:
     """As `ReplicaProcess`. `lose` makes it a killed process; while `speaks` is not set it is a network that is down."""
 
-    def __init__(self, name: str, node: str, silence_limit: float, *, line: bool) -> None:
+    def __init__(self, name: str, node: str, silence_limit: float, context: Any) -> None:
         self.name, self.node = name, node
         self.loop = asyncio.new_event_loop()
         self.replica = Replica()
@@ -37,7 +37,7 @@ class LocalHost:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self.held: HeldSteps | None = None
-        self.link = Link(self, "127.0.0.1", silence_limit, line=line)
+        self.link = Link(self, "127.0.0.1", silence_limit, context)
         self._listen = self.link.deliveries
         self.link.deliveries = self._heard  # type: ignore[method-assign]
         self._gone = threading.Event()
@@ -56,23 +56,13 @@ class LocalHost:
     def lose(self) -> None:
         self._gone.set()
         self.release()
-        self.loop.call_soon_threadsafe(self._cut)
+        self.cut()
+        self.loop.call_soon_threadsafe(self.replica._outbox.wake)
 
-    def _cut(self) -> None:
-        if self.replica._speaking is not None:
-            self.replica._speaking.cancel()
-        self.replica._outbox.wake()
-
-    async def cut(self) -> int:
-        """Break what connects its line just now. How many connections that were."""
-
-        async def cut() -> int:
-            there = [] if self.replica._line is None else list(self.replica._line._connections)
-            for writer in there:
-                writer.transport.abort()
-            return len(there)
-
-        return int(await self._here(cut()))
+    def cut(self) -> None:
+        """Break its connection."""
+        if self.replica._linked is not None:
+            self.loop.call_soon_threadsafe(self.replica._linked.cancel)
 
     def _check(self) -> None:
         if self._gone.is_set():
@@ -91,6 +81,7 @@ class LocalHost:
             asyncio.run_coroutine_threadsafe(self.replica.post(commands), self.loop)
 
     async def carried(self) -> AsyncGenerator[bytes, None]:
+        self.calls.append("deliveries by Ray")
         source = self.replica.deliveries()
         while True:
             try:
@@ -105,9 +96,6 @@ class LocalHost:
                 self._check()
                 await self.speaks.wait()
                 yield item
-
-    async def gone(self) -> bool:
-        return False  # only its deliveries tell
 
     def kill(self) -> None:
         if self.killed:
@@ -126,7 +114,8 @@ class LocalCarrier:
 
     def __init__(self, config: FleetConfig, name: str, *, line: bool) -> None:
         self.name = name
-        self._config, self._line = config, line
+        self._config = config
+        self._context = new_context() if line else None
         self.room = 100
         self.head = True
         self.scores: dict[str, float] = {}
@@ -142,7 +131,7 @@ class LocalCarrier:
         if len(self.hosts) >= self.room:
             raise FleetError("no node has room")
         name, node = f"{self.name}/{next(self._serial)}", f"node-{len(self.ever)}"
-        host = LocalHost(name, node, self._config.silence_limit, line=self._line)
+        host = LocalHost(name, node, self._config.silence_limit, self._context)
         self.hosts[host.name] = host
         self.ever.append(host)
         return host  # type: ignore[return-value]
@@ -169,13 +158,15 @@ class LocalCarrier:
     def close(self) -> None:
         for host in list(self.hosts.values()):
             self.end(host)
+        if self._context is not None:
+            self._context.destroy(linger=0)
 
 
 async def local_fleet(
     monkeypatch: Any, replicas: int = 3, model: str = "demo", *, line: bool = True, **settings: Any
 ) -> tuple[Fleet, LocalCarrier]:
-    """A started fleet of a bundled model. `line`: with lines to its replicas, else with calls as Ray carries them.
-    `settings` of the fleet and of its engines."""
+    """A started fleet of a bundled model. `line`: with connections to its replicas, else with calls as Ray carries
+    them. `settings` of the fleet and of its engines."""
     made: list[LocalCarrier] = []
 
     def carrier(config: FleetConfig, name: str) -> LocalCarrier:

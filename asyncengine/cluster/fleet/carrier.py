@@ -17,9 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from asyncengine.cluster import Claim, Instance, Refusal, Share
-from asyncengine.cluster.fleet.lifeline import until_gone
-from asyncengine.cluster.fleet.line import UNSENT
-from asyncengine.cluster.fleet.link import Link
+from asyncengine.cluster.fleet.link import UNSENT, Link, new_context
 from asyncengine.cluster.fleet.placing import (
     RayNode,
     asked_claim,
@@ -34,6 +32,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.engine.threads import begun
 from asyncengine.engine.wiring import resolve_model
 from asyncengine.errors import FleetError, InvalidParameter
+
+logger = logging.getLogger("asyncengine")
 
 NAMESPACE = "asyncengine"
 """Of actors' names in a Ray cluster."""
@@ -77,6 +77,9 @@ class Carrier:
         self._session = _LongThread()
         if self._owns_ray:
             self._connect()
+        self._context = new_context()
+        if self._context is None:
+            logger.warning("pyzmq is missing: Ray carries all between a fleet and its replicas, which takes longer")
         try:
             self._head = self._ray.get_runtime_context().gcs_address
             self._check_name()
@@ -153,7 +156,7 @@ class Carrier:
             node = known[found.shares[0].node]
             group = self._reserve(found.shares[0])
             if group is not None:
-                host = ReplicaProcess(self._ray, self._config, node, group, found.instance(name))
+                host = ReplicaProcess(self._ray, self._config, node, group, found.instance(name), self._context)
                 with self._lock:
                     self._hosts[name] = host
                 return host
@@ -239,19 +242,21 @@ class Carrier:
         if owned:
             _at_most(CLOSE_SECONDS, lambda: self._session.run(self._ray.shutdown))
         self._session.end()
+        if self._context is not None:
+            self._context.destroy(linger=0)
 
 
 class ReplicaProcess:
     """A Ray actor that hosts a `Replica`."""
 
-    def __init__(self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance) -> None:
+    def __init__(
+        self, ray: Any, config: FleetConfig, node: RayNode, group: Any, placed: Instance, context: Any
+    ) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._group = ray, group
         self.name, self.node, self.placed = placed.name, node.id, placed
-        self._address = node.address
-        # A Ray that encrypts what it sends is not gone around.
-        self.link = Link(self, node.address, config.silence_limit, line=not _encrypts())
+        self.link = Link(self, node.address, config.silence_limit, context)
         kind = ray.remote(Replica).options(
             name=self.name,
             namespace=NAMESPACE,
@@ -290,21 +295,10 @@ class ReplicaProcess:
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
 
-    async def gone(self) -> bool:
-        """Returns when its process is gone, sooner than Ray tells; False, at once, where only Ray can tell. Raises
-        `FleetError`, `OSError`."""
-        port = await self.call("lifeline", self._address, timeout=REACH_SECONDS)
-        return await until_gone(self._address, port)
-
     def kill(self) -> None:
         """A head that is gone would be waited for: whatever it says, there is nothing left to do here."""
         _at_most(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
         _at_most(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
-
-
-def _encrypts() -> bool:
-    """Whether Ray's processes are told to speak TLS."""
-    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 class _LongThread:

@@ -148,7 +148,6 @@ class Crew:
         member = Member(host)
         self.members[member.name] = member
         member.reader = self.do(self._listen(member))
-        self.do(self._watch(member))
         self._fleet.joined(member)
 
     async def _start(self) -> None:
@@ -190,14 +189,6 @@ class Crew:
             reason = f"a delivery of replica {member.name} was not understood: {error!r}"
         if not member.gone:
             self._lose(member, reason)
-
-    async def _watch(self, member: Member) -> None:
-        """Hear of the end of a process before Ray tells it."""
-        with contextlib.suppress(EngineError, OSError):  # it cannot be asked: then Ray tells
-            if await member.host.gone() and not member.gone:
-                self._lose(member, f"replica {member.name} was lost: its process or its machine is gone")
-                if member.reader is not None:
-                    member.reader.cancel()
 
     def check_silence(self, now: float) -> None:
         """A replica that says nothing is lost, whatever its process does."""

@@ -1,73 +1,187 @@
-"""The way orders go to a replica and deliveries come back: a line where one can be made, else calls carried by Ray."""
+"""The way orders go to a replica and deliveries come back: a ZeroMQ connection with CURVE, else calls carried by Ray.
+
+What goes over it is unpickled, so each end must know the other. CURVE (CurveZMQ, RFC 26) encrypts, and authenticates by
+keys: each end makes a pair of its own, and the call that opens the connection tells each the other's public one, over
+Ray. The replica's ZAP handler (RFC 27) admits that one alone; who takes a lost replica's port does not have its key.
+
+A connection that breaks is not made again, as nobody could tell what was lost with it: its replica counts as lost. It
+breaks when the process at its other end ends, or the kernel there acknowledges nothing (TCP's user timeout, RFC 5482).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hmac
 import logging
-import secrets
-from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
-from asyncengine.cluster.fleet.handshake import TOKEN_BYTES
-from asyncengine.cluster.fleet.line import Line
+from asyncengine.errors import FleetError
 
 logger = logging.getLogger("asyncengine")
 
-LINE_SECONDS = 3.0
-"""Until a replica's line must be there; while it is not, orders wait."""
+OPEN_SECONDS = 3.0
+"""Until a replica's connection must be there; while it is not, orders wait."""
+UNSENT = 4
+"""Deliveries that may wait at each end before a replica gathers instead of sending."""
+BUFFER_BYTES = 1 << 16
+"""Of the kernels' buffers for deliveries: what may be on its way beside these."""
+MOST_BYTES = 1 << 30
+"""Of orders: what a stranger's length could make a replica wait for."""
+HEARTBEAT_MS, UNANSWERED_MS = 250, 600
+"""Between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and that this one
+sends such again. Linux counts from the first repetition, and looks when the next is due: 1.0 to 1.2 s all in all."""
 
 
-class Carrying(Protocol):
-    """A replica's process, as whoever started it reaches it."""
+def _load_zmq() -> Any:
+    """The package. None where it is missing, and on Windows, whose event loop it does not work with."""
+    try:
+        import zmq.asyncio
+        import zmq.auth.asyncio
+        import zmq.utils.monitor
+    except ImportError:
+        return None
+    return zmq if sys.platform != "win32" else None
 
-    @property
-    def name(self) -> str: ...
 
-    async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """What the replica's `method` returns. Raises `FleetError` if it does not answer."""
+zmq = _load_zmq()
 
-    def carry(self, commands: bytes) -> None:
-        """Call `post` there without waiting; in order."""
 
-    def carried(self) -> AsyncGenerator[bytes, None]:
-        """What `deliveries` there gives. Raises `FleetError` when it is gone."""
+def new_context() -> Any:
+    """What sockets live in, with threads from the first to its end. None without pyzmq."""
+    return None if zmq is None else zmq.asyncio.Context()
+
+
+def _new_socket(context: Any, address: str, **options: Any) -> tuple[Any, str]:
+    """With the beginning of its URL."""
+    socket = context.socket(zmq.DEALER)
+    for name, value in {"linger": 0, "ipv6": ":" in address, **options}.items():
+        setattr(socket, name, value)
+    return socket, f"tcp://[{address}]:" if socket.ipv6 else f"tcp://{address}:"
 
 
 class Link:
-    """Of one replica, at `address`. Lives on the fleet's loop, but for its making."""
+    """The fleet's end, of one replica at `address`. Lives on the fleet's loop, but for its making."""
 
-    def __init__(self, host: Carrying, address: str, silence_limit: float, *, line: bool = True) -> None:
-        self._host, self._address, self._silence_limit = host, address, silence_limit
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._line = Line(host.name, self._token) if line else None
-
-    @property
-    def has_line(self) -> bool:
-        """Or may yet get one."""
-        return self._line is not None
-
-    def post(self, commands: bytes) -> None:
-        """Hand over without waiting; in order."""
-        if self._line is not None:
-            self._line.post(commands)
-        else:
-            self._host.carry(commands)
+    def __init__(self, host: Any, address: str, silence_limit: float, context: Any) -> None:
+        """`host`: its `ReplicaProcess`. `context`: a `new_context`; with None Ray carries all."""
+        self._host, self._address, self._silence_limit, self._context = host, address, silence_limit, context
+        self._kept: list[bytes] = []
+        self._socket: Any = None
+        self._states: Any = None
+        self.post: Callable[[bytes], object] = self._kept.append
+        """Hand over commands without waiting; in order."""
 
     async def deliveries(self) -> AsyncGenerator[bytes, None]:
         """What the replica has to say, to its end. Raises `FleetError` when its process or node is gone."""
-        if self._line is not None and not await self._open(self._line):
-            line, self._line = self._line, None
-            for commands in line.unheard:
-                self._host.carry(commands)
-        said = self._host.carried() if self._line is None else self._line.deliveries()
-        async with contextlib.aclosing(said) as told:
-            async for delivery in told:
-                yield delivery
-
-    async def _open(self, line: Line) -> bool:
         try:
-            port = await self._host.call("line", self._address, self._token, timeout=self._silence_limit)
-        except OSError as error:
-            logger.warning("replica %s opens no line, Ray carries all: %s", self._host.name, error)
+            connected = self._context is not None and await self._open()
+            self.post = self._socket.send if connected else self._host.carry
+            for commands in self._kept:
+                self.post(commands)
+            async with contextlib.aclosing(self._heard() if connected else self._host.carried()) as told:
+                async for delivery in told:
+                    yield delivery
+        finally:
+            self._close()
+
+    async def _open(self) -> bool:
+        """Connect. False: the replica cannot listen, or not be reached; then Ray carries all."""
+        mine, secret = zmq.curve_keypair()
+        try:
+            port, theirs = await self._host.call("listen", self._address, mine, timeout=self._silence_limit)
+            self._socket, url = _new_socket(
+                self._context, self._address, sndhwm=0, rcvhwm=UNSENT, rcvbuf=BUFFER_BYTES, reconnect_ivl=-1,
+                heartbeat_ivl=HEARTBEAT_MS, heartbeat_timeout=0, tcp_maxrt=UNANSWERED_MS,  # the kernel alone gives up
+                curve_serverkey=theirs, curve_publickey=mine, curve_secretkey=secret,
+            )  # fmt: skip
+            over = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+            self._states = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | over)
+            self._socket.connect(f"{url}{port}")
+            async with asyncio.timeout(min(OPEN_SECONDS, self._silence_limit / 2)):
+                if not await self._becomes_open():
+                    raise ConnectionError("refused")
+            self._socket.send(b"")  # the replica speaks from now on
+        except (OSError, zmq.ZMQError) as error:
+            logger.warning("no connection to replica %s, Ray carries all: %s", self._host.name, error or "no answer")
+            self._close()
             return False
-        return await line.open(self._address, port, min(LINE_SECONDS, self._silence_limit / 2))
+        return True
+
+    async def _becomes_open(self) -> bool:
+        """Whether the next change of the connection is that it is there; else it is over."""
+        change = await zmq.utils.monitor.recv_monitor_message(self._states)
+        return bool(change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    async def _heard(self) -> AsyncGenerator[bytes, None]:
+        over = asyncio.create_task(self._becomes_open())
+        try:
+            while True:
+                arriving = self._socket.recv()
+                await asyncio.wait((arriving, over), return_when=asyncio.FIRST_COMPLETED)
+                if not arriving.done():
+                    raise FleetError(f"replica {self._host.name} was lost: the connection to its process has ended")
+                yield arriving.result()
+        finally:
+            over.cancel()
+            await asyncio.gather(over, return_exceptions=True)
+
+    def _close(self) -> None:
+        """What is posted from now on is for nobody."""
+        self.post = lambda commands: None
+        for socket in (self._states, self._socket):
+            if socket is not None:
+                socket.close(linger=0)
+
+
+class LinkEnd:
+    """The replica's end: it listens. Lives on the engine's loop."""
+
+    def __init__(self, address: str, door_key: bytes) -> None:
+        """Raises `OSError`: no pyzmq here, or no port."""
+        self._context, self._door_key = new_context(), door_key
+        if self._context is None:
+            raise OSError("pyzmq is missing there")
+        self.public_key, secret = zmq.curve_keypair()
+        self._zap = zmq.auth.asyncio.AsyncioAuthenticator(self._context)
+        self._zap.configure_curve_callback("fleet", credentials_provider=self)
+        self._zap.start()
+        self._socket, url = _new_socket(
+            self._context, address, sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES, maxmsgsize=MOST_BYTES,
+            curve_server=True, curve_secretkey=secret, zap_domain=b"fleet", zap_enforce_domain=True,
+        )  # fmt: skip
+        try:
+            self._socket.bind(f"{url}*")
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, str(error)) from error
+        self.port = int(self._socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of this public key may connect: ZAP asks."""
+        known = hmac.compare_digest(key, self._door_key)
+        if not known:
+            logger.warning("a stranger was refused at this replica's port")
+        return known
+
+    async def run(self, take: Callable[[bytes], None], deliveries: AsyncIterator[bytes]) -> None:
+        """Give orders to `take` and send `deliveries`, both in order, until cancelled or one of them fails."""
+
+        async def speak() -> None:
+            async for delivery in deliveries:
+                await self._socket.send(delivery)
+
+        await self._socket.recv()  # before the door is there, no delivery may be taken
+        async with asyncio.TaskGroup() as both:
+            both.create_task(speak())
+            while True:
+                take(await self._socket.recv())
+
+    def close(self) -> None:
+        """The door hears of it as of a process's end. Idempotent."""
+        if not self._context.closed:
+            self._zap.stop()
+            self._socket.close()
+            self._context.term()

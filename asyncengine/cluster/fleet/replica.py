@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
-from asyncengine.cluster.fleet import lifeline, wire
-from asyncengine.cluster.fleet.line import LineEnd
+from asyncengine.cluster.fleet import wire
+from asyncengine.cluster.fleet.link import LinkEnd
 from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot, OutboxWindow
 from asyncengine.cluster.fleet.wire import Hello, Leave, Loaded, Order
 from asyncengine.engine.validation import PreparedRequest
@@ -40,9 +40,7 @@ class Replica:
         self._outbox = Outbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
-        self._lifeline: asyncio.Server | None = None
-        self._line: LineEnd | None = None
-        self._speaking: asyncio.Task[None] | None = None
+        self._linked: asyncio.Task[None] | None = None
         self._stats_at = 0.0
         self._untold = True
         """Something has happened since the last figures."""
@@ -63,20 +61,14 @@ class Replica:
     async def hello(self) -> Hello:
         return Hello(__version__, wire.VERSION)
 
-    async def lifeline(self, address: str) -> int:
-        """The port at which a connection to this process breaks when it ends. Raises `OSError`."""
-        self._lifeline = await lifeline.listen(address)
-        return int(self._lifeline.sockets[0].getsockname()[1])
-
-    async def line(self, address: str, token: bytes) -> int:
-        """The port at which whoever has the token may give orders and take deliveries, instead of calling `post` and
-        `deliveries`. Raises `OSError`."""
-        self._line = line = LineEnd(token, self._take)
-        port = await line.listen(address)
-        self._speaking = asyncio.get_running_loop().create_task(self._speak(line))
+    async def listen(self, address: str, door_key: bytes) -> tuple[int, bytes]:
+        """The port at which the owner of this public key may give orders and take deliveries, instead of calling `post`
+        and `deliveries`; and the public key by which it knows this end. Raises `OSError`."""
+        end = LinkEnd(address, door_key)
+        self._linked = asyncio.create_task(self._serve(end))
         # However it ends, and be it before it began: the door then knows that nothing more comes.
-        self._speaking.add_done_callback(lambda done: line.close())
-        return port
+        self._linked.add_done_callback(lambda done: end.close())
+        return end.port, end.public_key
 
     async def start(self, model: str, config: EngineConfig, pinned: tuple[str, ...]) -> Loaded:
         """Load. Raises what loading raises."""
@@ -105,9 +97,9 @@ class Replica:
             await self._engine.aclose()
         self._stopped = True
         self._outbox.wake()
-        if self._line is not None and self._speaking is not None:
-            self._speaking.cancel()
-            await self._line.closed()
+        if self._linked is not None:
+            self._linked.cancel()
+            await asyncio.gather(self._linked, return_exceptions=True)
 
     async def post(self, commands: bytes) -> None:
         """Take orders, in order. What is wrong with one is told in a delivery, not here."""
@@ -136,14 +128,11 @@ class Replica:
             else:
                 self._take_order(command)
 
-    async def _speak(self, line: LineEnd) -> None:
+    async def _serve(self, end: LinkEnd) -> None:
         try:
-            await line.room()
-            async for delivery in self.deliveries():
-                line.send(delivery)
-                await line.room()
-        except Exception:
-            logger.exception("a replica's deliveries cannot be sent")
+            await end.run(self._take, self.deliveries())
+        except Exception:  # the door must not wait for what was not understood
+            logger.exception("a replica's connection is given up")
 
     def _take_order(self, order: Order) -> None:
         core, first = self.engine.core, order.specs[0]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-VERSION = 4
+VERSION = 5
 """Of what is said here. Raise it with every change."""
 
 

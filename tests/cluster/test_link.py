@@ -1,0 +1,339 @@
+"""The connection between a fleet and a replica: who may speak on it, in which order, how it ends and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from support.fake_engine import until
+
+from asyncengine.cluster.fleet import link
+from asyncengine.cluster.fleet.link import Link, LinkEnd, new_context
+from asyncengine.errors import FleetError
+
+zmq = pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster]"')
+
+HERE = "127.0.0.1"
+PATIENCE = 60.0
+
+
+class Host:
+    """A replica's process as the fleet's end reaches it; its own end runs in this process. `fails`: what its `listen`
+    raises. `port`: where it says that it listens, if not the truth."""
+
+    name = "r"
+
+    def __init__(self, *, fails: Exception | None = None, port: int | None = None) -> None:
+        self.fails, self.port = fails, port
+        self.end: LinkEnd | None = None
+        self.taken: list[bytes] = []
+        self.says: asyncio.Queue[bytes] = asyncio.Queue()
+        self.carried_there: list[bytes] = []
+        self.running: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, address: str, key: bytes, *, timeout: float) -> tuple[int, bytes]:
+        assert method == "listen"
+        if self.fails is not None:
+            raise self.fails
+        self.end = end = LinkEnd(address, key)
+        self.running = asyncio.create_task(end.run(self.take, self.deliveries()))
+        self.running.add_done_callback(lambda done: end.close())
+        return self.port or end.port, end.public_key
+
+    def take(self, body: bytes) -> None:
+        if body == b"?":
+            raise ValueError(body)
+        self.taken.append(body)
+
+    async def deliveries(self) -> AsyncIterator[bytes]:
+        while True:
+            yield await self.says.get()
+
+    def carry(self, commands: bytes) -> None:
+        self.carried_there.append(commands)
+
+    async def carried(self) -> AsyncIterator[bytes]:
+        yield b"by Ray"
+
+    async def close(self) -> None:
+        if self.running is not None:
+            self.running.cancel()
+            await asyncio.gather(self.running, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def linked(host: Host, silence_limit: float = PATIENCE) -> AsyncIterator[tuple[Link, Any]]:
+    """The fleet's end and what it hears. Both ends are closed afterwards, wherever they are."""
+    context = new_context()
+    door = Link(host, HERE, silence_limit, context)
+    try:
+        async with contextlib.aclosing(door.deliveries()) as told:
+            yield door, told
+    finally:
+        await host.close()
+        context.destroy()
+
+
+async def heard(told: Any) -> bytes:
+    return bytes(await asyncio.wait_for(anext(told), PATIENCE))
+
+
+async def test_both_ways_everything_arrives_once_and_in_order() -> None:
+    """Also what was posted before there was a connection, and what is longer than the kernel's buffers."""
+    host = Host()
+    orders = [b"%d" % number * (1 if number % 50 else 200_000) for number in range(1, 500)]
+    async with linked(host) as (door, told):
+        for order in orders[:100]:
+            door.post(order)
+            host.says.put_nowait(order)
+        found = [await heard(told)]
+        for order in orders[100:]:
+            door.post(order)
+            host.says.put_nowait(order)
+        found += [await heard(told) for _ in orders[1:]]
+        assert found == orders
+        await until(lambda: len(host.taken) >= len(orders), "all orders")
+        assert host.taken == orders
+
+
+async def test_a_door_that_takes_nothing_is_sent_a_bounded_amount() -> None:
+    host = Host()
+    async with linked(host) as (_, told):
+        host.says.put_nowait(b"first")
+        assert await heard(told) == b"first"
+        for _ in range(1000):
+            host.says.put_nowait(bytes(100_000))
+        await until(lambda: host.says.qsize() < 1000, "a delivery that is sent")
+        left = 1000
+        while (now := host.says.qsize()) < left:  # until nothing more is taken
+            left = now
+            await asyncio.sleep(0.2)
+        assert 1000 - left < 100
+        assert [len(await heard(told)) for _ in range(1000)] == [100_000] * 1000
+
+
+# ---------------------------------------------------------------- who may speak
+
+
+async def test_whoever_does_not_have_the_doors_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor told anything, and the door does not notice."""
+    host = Host()
+    async with linked(host) as (door, told), contextlib.AsyncExitStack() as undo:
+        host.says.put_nowait(b"a")
+        assert await heard(told) == b"a"
+        assert host.end is not None
+        context = new_context()
+        undo.callback(context.destroy, linger=0)
+        mine, secret = zmq.curve_keypair()
+        stranger, plain = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        stranger.curve_serverkey, stranger.curve_publickey, stranger.curve_secretkey = host.end.public_key, mine, secret
+        for one in (stranger, plain):
+            one.connect(f"tcp://{HERE}:{host.end.port}")
+            one.send(b"order")
+        web = socket.create_connection((HERE, host.end.port))
+        undo.callback(web.close)
+        web.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+        await until(lambda: "a stranger was refused" in caplog.text, "a refusal")
+        for number in range(100):
+            host.says.put_nowait(b"%d" % number)
+            door.post(b"%d" % number)
+        assert [await heard(told) for _ in range(100)] == [b"%d" % number for number in range(100)]
+        await until(lambda: len(host.taken) >= 100, "the door's orders")
+        assert host.taken == [b"%d" % number for number in range(100)]
+        for one in (stranger, plain):
+            assert not await one.poll(0)
+
+
+async def test_without_its_handler_nobody_is_admitted() -> None:
+    host = Host()
+    made = link.zmq.auth.asyncio.AsyncioAuthenticator.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            link.zmq.auth.asyncio.AsyncioAuthenticator,
+            "start",
+            lambda self: (made(self), self.zap_socket.unbind("inproc://zeromq.zap.01")),
+        )
+        async with linked(host) as (_, told):
+            assert await heard(told) == b"by Ray"
+
+
+async def test_whoever_has_taken_a_replicas_port_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
+    """What a door hears is unpickled: it must come from the key that Ray's call told."""
+    context = new_context()
+    other, secret = zmq.curve_keypair()
+    plain, keyed = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    keyed.curve_server, keyed.curve_publickey, keyed.curve_secretkey = True, other, secret
+    try:
+        for impostor in (plain, keyed):
+            port = impostor.bind_to_random_port(f"tcp://{HERE}")
+            sent = impostor.send(b"delivery")
+            host = Host(port=port)
+            async with linked(host, silence_limit=1.0) as (door, told):
+                door.post(b"order")
+                assert await heard(told) == b"by Ray"
+            assert host.carried_there == [b"order"]
+            assert not await impostor.poll(0)
+            sent.cancel()
+        assert caplog.text.count("no connection to replica r, Ray carries all") == 2
+    finally:
+        context.destroy(linger=0)
+
+
+# ---------------------------------------------------------------- where there is none
+
+
+@pytest.mark.parametrize("why", ["no port", "nobody there", "silence", "no pyzmq there"])
+async def test_where_no_connection_can_be_made_ray_carries_all(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    with socket.create_server((HERE, 0)) as silent:
+        port = silent.getsockname()[1] if why == "silence" else 1
+        fails = {"no port": PermissionError("no ports here"), "no pyzmq there": OSError("pyzmq is missing there")}
+        host = Host(fails=fails.get(why), port=port)
+        async with linked(host, silence_limit=1.0) as (door, told):
+            door.post(b"early")
+            assert await heard(told) == b"by Ray"
+            door.post(b"late")
+        assert host.carried_there == [b"early", b"late"]
+        assert "no connection to replica r, Ray carries all" in caplog.text
+
+
+async def test_a_replica_without_pyzmq_or_a_port_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="Cannot assign"):
+        LinkEnd("192.0.2.1", b"k" * 40)  # an address that no machine has (RFC 5737)
+    monkeypatch.setattr(link, "zmq", None)
+    assert new_context() is None
+    with pytest.raises(OSError, match="pyzmq is missing"):
+        LinkEnd(HERE, b"k" * 40)
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+async def test_orders_that_are_not_understood_end_the_connection() -> None:
+    """Whoever waits for what comes of them must not wait for ever."""
+    host = Host()
+    async with linked(host) as (door, told):
+        door.post(b"?")
+        with pytest.raises(FleetError, match="was lost"):
+            await heard(told)
+
+
+async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> None:
+    def held() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
+
+    async def once() -> None:
+        host = Host()
+        async with linked(host) as (door, told):
+            door.post(b"order")
+            host.says.put_nowait(b"a")
+            assert await heard(told) == b"a"
+
+    await once()
+    before = held()
+    for _ in range(5):
+        await once()
+    await until(lambda: held() <= before, "an end without rests")
+    assert not [each for each in threading.enumerate() if "zmq" in each.name.lower()]
+
+
+OTHER_SIDE = """
+import asyncio, sys
+from asyncengine.cluster.fleet.link import LinkEnd
+
+async def deliveries():
+    yield b"I live"
+    await asyncio.Event().wait()
+
+async def main():
+    end = LinkEnd("127.0.0.1", sys.argv[1].encode())
+    print(end.port, end.public_key.decode(), flush=True)
+    await end.run(print, deliveries())
+
+asyncio.run(main())
+"""
+
+
+class Elsewhere(Host):
+    """A replica in a process of its own."""
+
+    process: asyncio.subprocess.Process
+
+    async def call(self, method: str, address: str, key: bytes, *, timeout: float) -> tuple[int, bytes]:
+        arguments = [sys.executable, "-c", OTHER_SIDE, key.decode()]
+        self.process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        port, theirs = (await self.process.stdout.readline()).split()
+        return int(port), theirs
+
+
+async def test_a_process_that_stands_still_lives_and_a_killed_one_does_not() -> None:
+    """Its kernel acknowledges for it; and closes its sockets when it ends."""
+    host = Elsewhere()
+    async with linked(host) as (_, told):
+        assert await heard(told) == b"I live"
+        waiting = asyncio.ensure_future(anext(told))
+        host.process.send_signal(signal.SIGSTOP)
+        done, _ = await asyncio.wait([waiting], timeout=1e-3 * (4 * link.HEARTBEAT_MS + 2 * link.UNANSWERED_MS))
+        assert not done
+        host.process.kill()
+        with pytest.raises(FleetError, match="was lost"):
+            await asyncio.wait_for(waiting, PATIENCE)
+        await host.process.wait()
+
+
+NETWORK_CUT = """
+import asyncio, fcntl, json, socket, struct, sys, time
+sys.path.insert(0, sys.argv[1])
+from cluster.test_link import FleetError, Host, heard, link, linked
+
+def loopback(up):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        name, flags = struct.unpack("16sh", fcntl.ioctl(control, 0x8913, struct.pack("16sh", b"lo", 0)))
+        fcntl.ioctl(control, 0x8914, struct.pack("16sh", name, flags | 1 if up else flags & ~1))
+
+async def main():
+    loopback(True)
+    host = Host()
+    async with linked(host) as (_, told):
+        host.says.put_nowait(b"a")
+        assert await heard(told) == b"a"
+        await asyncio.sleep(3 * link.HEARTBEAT_MS / 1e3)
+        began, late = time.monotonic(), 0.0
+        loopback(False)
+        waiting = asyncio.ensure_future(anext(told))
+        while not waiting.done():
+            due = time.monotonic() + 0.01
+            await asyncio.wait([waiting], timeout=0.01)
+            late += max(0.0, time.monotonic() - due - 0.01)
+        took = time.monotonic() - began
+        assert isinstance(waiting.exception(), FleetError), waiting
+        print(json.dumps([took, late]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_machine_whose_network_is_cut_is_given_up_within_two_seconds() -> None:
+    """In a network of its own, whose only interface goes down."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    try:
+        subprocess.run([*alone, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system gives a program no network of its own")
+    tests = os.path.dirname(os.path.dirname(__file__))
+    cut = [*alone, sys.executable, "-c", NETWORK_CUT, tests]
+    run = subprocess.run(cut, check=False, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    took, late = json.loads(run.stdout)  # late: seconds that a busy machine gave to others
+    print("heard after", took, "late", late)
+    assert took - late < 2

@@ -113,11 +113,11 @@ def seed_free() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=30)
 
 
-@pytest.mark.parametrize("line", [True, False], ids=["line", "carried"])
-async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, line: bool) -> None:
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "carried"])
+async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, connected: bool) -> None:
     rng = random.Random(3)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
-    fleet, carrier = await local_fleet(monkeypatch, replicas=3, line=line)
+    fleet, carrier = await local_fleet(monkeypatch, replicas=3, connected=connected)
 
     async def visit(number: int) -> None:
         text, stays = TEXTS[number % len(TEXTS)], rng.randrange(-20, 40)

@@ -112,10 +112,10 @@ class LocalHost:
 class LocalCarrier:
     """As `Carrier`. `room`: replicas that fit at once."""
 
-    def __init__(self, config: FleetConfig, name: str, *, line: bool) -> None:
+    def __init__(self, config: FleetConfig, name: str, *, connected: bool) -> None:
         self.name = name
         self._config = config
-        self._context = new_context() if line else None
+        self._context = new_context() if connected else None
         self.room = 100
         self.head = True
         self.scores: dict[str, float] = {}
@@ -163,14 +163,14 @@ class LocalCarrier:
 
 
 async def local_fleet(
-    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, line: bool = True, **settings: Any
+    monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True, **settings: Any
 ) -> tuple[Fleet, LocalCarrier]:
-    """A started fleet of a bundled model. `line`: with connections to its replicas, else with calls as Ray carries
-    them. `settings` of the fleet and of its engines."""
+    """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray
+    carries them. `settings` of the fleet and of its engines."""
     made: list[LocalCarrier] = []
 
     def carrier(config: FleetConfig, name: str) -> LocalCarrier:
-        made.append(LocalCarrier(config, name, line=line))
+        made.append(LocalCarrier(config, name, connected=connected))
         return made[0]
 
     monkeypatch.setattr(door, "Carrier", carrier)

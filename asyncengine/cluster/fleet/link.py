@@ -23,20 +23,20 @@ from asyncengine.errors import FleetError
 logger = logging.getLogger("asyncengine")
 
 OPEN_SECONDS = 3.0
-"""Until a replica's connection must be there; while it is not, orders wait."""
+"""Seconds until a replica's connection must be there; while it is not, orders wait."""
 UNSENT = 4
 """Deliveries that may wait at each end before a replica gathers instead of sending."""
 BUFFER_BYTES = 1 << 16
-"""Of the kernels' buffers for deliveries: what may be on its way beside these."""
+"""Size of the kernels' buffers for deliveries: so much may be on its way beside these."""
 MOST_BYTES = 1 << 30
-"""Of orders: what a stranger's length could make a replica wait for."""
+"""Length of the longest message that a replica takes: a stranger's claim does not make it wait for more."""
 HEARTBEAT_MS, UNANSWERED_MS = 250, 600
-"""Between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and that this one
-sends such again. Linux counts from the first repetition, and looks when the next is due: 1.0 to 1.2 s all in all."""
+"""Time between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and for which
+this one repeats one. Linux counts from the first repetition, and looks at the next: 1.0 to 1.2 s all in all."""
 
 
 def _load_zmq() -> Any:
-    """The package. None where it is missing, and on Windows, whose event loop it does not work with."""
+    """The package zmq; None where it is missing, and on Windows, whose event loop it does not work with."""
     try:
         import zmq.asyncio
         import zmq.auth.asyncio
@@ -50,12 +50,12 @@ zmq = _load_zmq()
 
 
 def new_context() -> Any:
-    """What sockets live in, with threads from the first to its end. None without pyzmq."""
+    """A ZeroMQ context, which has threads from its first socket to its own end; None without pyzmq."""
     return None if zmq is None else zmq.asyncio.Context()
 
 
 def _new_socket(context: Any, address: str, **options: Any) -> tuple[Any, str]:
-    """With the beginning of its URL."""
+    """A socket with these options, and the beginning of its URL."""
     socket = context.socket(zmq.DEALER)
     for name, value in {"linger": 0, "ipv6": ":" in address, **options}.items():
         setattr(socket, name, value)
@@ -75,7 +75,7 @@ class Link:
         """Hand over commands without waiting; in order."""
 
     async def deliveries(self) -> AsyncGenerator[bytes, None]:
-        """What the replica has to say, to its end. Raises `FleetError` when its process or node is gone."""
+        """All that the replica says, to its end. Raises `FleetError` when its process or node is gone."""
         try:
             connected = self._context is not None and await self._open()
             self.post = self._socket.send if connected else self._host.carry
@@ -129,7 +129,7 @@ class Link:
             await asyncio.gather(over, return_exceptions=True)
 
     def _close(self) -> None:
-        """What is posted from now on is for nobody."""
+        """Close the sockets; from now on posts are dropped."""
         self.post = lambda commands: None
         for socket in (self._states, self._socket):
             if socket is not None:
@@ -180,7 +180,7 @@ class LinkEnd:
                 take(await self._socket.recv())
 
     def close(self) -> None:
-        """The door hears of it as of a process's end. Idempotent."""
+        """Close the port, which the door hears as it hears the end of a process. Idempotent."""
         if not self._context.closed:
             self._zap.stop()
             self._socket.close()

@@ -6,15 +6,14 @@ A backend owns the KV pool and its memory layout; nobody else reads or writes KV
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from asyncengine.device.pinned import DeviceMemory, Int32Array, Int64Array
+from asyncengine.device.pinned import Int32Array, Int64Array
 
 _FAR = 2**40
 """More positions than a sequence has."""
@@ -121,7 +120,7 @@ class AttentionBackend(StepAttention, Protocol):
 
     @property
     def graphs(self) -> bool:
-        """Whether `write` and `attend` may be captured in a CUDA graph."""
+        """Whether `write` and `attend` may be captured in a CUDA graph, as `FlashInferBackend`'s."""
         ...
 
     @property
@@ -144,41 +143,6 @@ class AttentionBackend(StepAttention, Protocol):
 
     def close(self) -> None:
         """Free the pool."""
-        ...
-
-
-class GraphBackend(AttentionBackend, Protocol):
-    """A backend with `graphs`: what its kernels read of a step is written to pinned memory, for one copy of all."""
-
-    memory: DeviceMemory
-
-    def graph_inputs(self, size: int) -> int:
-        """int32 elements that a graph of `size` decode rows reads at most."""
-        ...
-
-    def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
-        """Make what graphs of `size` rows need, before any is captured. They read `inputs`, int32 on the device at an
-        address that 16 divides, as may those of other sizes."""
-        ...
-
-    def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
-        """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
-        how many elements of `host`, which is pinned and as large as `inputs`, are to be copied before the replay."""
-        ...
-
-
-class CutBackend(GraphBackend, Protocol):
-    """A backend whose attention can be left out of a forward, to be launched by whoever runs what lies between."""
-
-    def cut_at(
-        self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """Inside, nothing attends: `cut(layer, query [T, heads, key dim])` is called instead, and what it returns is
-        taken for the result. Keys and values are written by `kv_slots`, int64 [T] at a fixed address of the device."""
-        ...
-
-    def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """As `attend`, into memory that is there, of the same shape as `query`."""
         ...
 
 

@@ -24,7 +24,7 @@ import importlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,54 +65,33 @@ def load_flashinfer() -> Any:
 
 
 class _Planned:
-    """A FlashInfer wrapper that is not planned again before the copy its last plan queued has run."""
+    """A FlashInfer wrapper that is not planned again before the copy its last plan queued has run.
 
-    def __init__(self, wrapper: Any, memory: DeviceMemory) -> None:
-        self._wrapper = wrapper
+    In a CUDA graph it is planned when a row's number of pages changes, which is all that its plan depends on: that of
+    a lone row stands for as many steps as a page has places.
+    """
+
+    def __init__(self, wrapper: Any, memory: DeviceMemory, again: Any = None) -> None:
+        """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to whoever fills them."""
+        self._wrapper, self._again = wrapper, again
         self._event = memory.event()
-        self._queued = False
-        self.run = wrapper.run
-
-    def plan(self, *arrays: torch.Tensor | int, **options: Any) -> None:
-        self._wait()
-        self._wrapper.plan(*arrays, **options)
-        self._mark()
-
-    def _wait(self) -> None:
-        if self._queued:
-            self._event.synchronize()
-
-    def _mark(self) -> None:
-        self._event.record()
-        self._queued = True
-
-
-class _GraphPlanned(_Planned):
-    """One in a CUDA graph. Its plan divides each row's pages among processors, reads nothing but their numbers, and
-    stands until one changes: of a single row, for as many steps as a page has places."""
-
-    def __init__(self, wrapper: Any, memory: DeviceMemory, again: Any) -> None:
-        """`again`: `flashinfer.fast_decode_plan`, which leaves the fixed buffers to whoever fills them."""
-        super().__init__(wrapper, memory)
-        self._again = again
         self._planned: bytes | None = None
         """Row pointers of the last plan."""
+        self.run = wrapper.run
 
-    def plan(self, *arrays: torch.Tensor | int, **options: Any) -> None:
-        indptr = arrays[0]
-        assert isinstance(indptr, torch.Tensor)
-        key = indptr.numpy().tobytes()
-        if key == self._planned:
+    def plan(self, indptr: torch.Tensor, *arrays: torch.Tensor | int, **options: Any) -> None:
+        now, before = indptr.numpy().tobytes(), self._planned
+        if self._again is not None and now == before:
             return
-        self._wait()
-        if self._planned is None:  # finds the kernel
-            self._wrapper.plan(*arrays, **options)
+        if before is not None:
+            self._event.synchronize()
+        if self._again is None or before is None:  # it is the first plan that finds a kernel
+            self._wrapper.plan(indptr, *arrays, **options)
         else:
-            for name in ("seq_lens", "o_data_type"):
-                del options[name]
-            self._again(self._wrapper, *arrays, global_override_indptr_cpu=indptr, **options)
-        self._planned = key
-        self._mark()
+            options = {name: value for name, value in options.items() if name not in ("seq_lens", "o_data_type")}
+            self._again(self._wrapper, indptr, *arrays, global_override_indptr_cpu=indptr, **options)
+        self._event.record()
+        self._planned = now
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +101,7 @@ class _DecodeGraph:
     arrays: dict[int | None, tuple[int, DeviceArrays]]
     """By chunk, and where they begin among the graph's inputs. Those of whole rows are last: only of them, what is not
     used is not sent."""
-    wrappers: dict[LayerGroup, _GraphPlanned]
+    wrappers: dict[LayerGroup, _Planned]
 
 
 class FlashInferBackend:
@@ -168,7 +147,7 @@ class FlashInferBackend:
         self._prefill = {group: self._prefill_wrapper() for group in self._groups}
         self._decode = {group: self._decode_wrapper(group) for group in self._groups}
         self._graphs: dict[int, _DecodeGraph] = {}
-        self._wrappers: Mapping[LayerGroup, _Planned] = {}
+        self._wrappers: dict[LayerGroup, _Planned] = {}
         self._arrays: DeviceArrays | None = None
         self._slots = torch.empty(0, dtype=torch.int64)
         self.attend_merged: Callable[..., torch.Tensor] | None = None
@@ -185,30 +164,25 @@ class FlashInferBackend:
         self._slots = step.kv_slots
         decode = len(step.counts) == int(step.qo_indptr[-1])
         self._wrappers = self._decode if decode else self._prefill
-        plan = self._plan_decode if decode else self._plan_prefill
         for chunk in reversed(self._chunks):
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
             self._arrays = DeviceArrays.over(self.memory.upload(packed.uploaded), len(packed.seq_lens), packed.tokens)
-            self._plan_groups(chunk, packed, plan)
+            self._plan_groups(chunk, packed, decode)
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
+        """`plan` for the graph of as many rows. A padding row looks like any other: start 0, page table [0]. Returns
+        how many elements of `host`, which is pinned and as large as the inputs, are to be copied there."""
         used, graph = 0, self._graphs[len(step.counts)]
         self._wrappers, self._slots = graph.wrappers, step.kv_slots
         for chunk, (begin, self._arrays) in graph.arrays.items():
             at = partial(host.narrow, 0, begin)
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, at)
-            self._plan_groups(chunk, packed, self._plan_decode)
+            self._plan_groups(chunk, packed, True)
             used = begin + host_only(len(step.counts)) + packed.uploaded.numel()
         return used
 
-    def _plan_groups(self, chunk: int | None, packed: HostArrays, plan: Callable[..., None]) -> None:
-        """Of the layers that attend to such chunks, whose arrays are on the device."""
-        assert self._arrays is not None
-        for group, wrapper in self._wrappers.items():
-            if group.chunk == chunk:
-                plan(group, wrapper, packed, self._arrays.kv_indices[: packed.num_pages])
-
     def graph_inputs(self, size: int) -> int:
+        """int32 elements that a graph of `size` decode rows reads at most."""
         return sum(self._input_size(size, chunk) for chunk in self._chunks)
 
     def _input_size(self, size: int, chunk: int | None) -> int:
@@ -216,6 +190,7 @@ class FlashInferBackend:
         return -(-(host_only(size) + uploaded_size(size, size, size * pages)) // 4) * 4
 
     def prepare_graph(self, size: int, inputs: torch.Tensor) -> None:
+        """Before one is captured. It reads `inputs`, int32 on the device at a multiple of 16 bytes, as others may."""
         arrays, begin = {}, 0
         with torch.inference_mode(False):
             for chunk in reversed(self._chunks):
@@ -278,10 +253,13 @@ class FlashInferBackend:
         return self.attend(layer, query).view(len(qkv), -1)
 
     def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """As `attend`, into memory that is there, of the same shape as `query`."""
         self._wrappers[self._group_of[layer]].run(query, self._pools[layer], out=out)
 
     @contextmanager
     def cut_at(self, cut: Callable[[int, torch.Tensor], torch.Tensor], kv_slots: torch.Tensor) -> Iterator[None]:
+        """Inside, nothing attends: `cut(layer, query [T, heads, key dim])` is called instead, and what it returns is
+        taken for the result. Keys and values are written by `kv_slots`, int64 [T] at a fixed address of the device."""
         self._cut, self._slots = cut, kv_slots
         try:
             yield
@@ -295,49 +273,36 @@ class FlashInferBackend:
 
     # -- plans and wrappers --------------------------------------------------------------------------------------
 
-    def _plan_decode(self, group: LayerGroup, wrapper: _Planned, host: HostArrays, pages: torch.Tensor) -> None:
-        wrapper.plan(
-            host.kv_indptr,
-            pages,
-            host.last_page_len,
-            group.num_heads,
-            group.num_kv_heads,
-            group.head_dim,
-            self.page_size,
-            seq_lens=host.seq_lens,
-            **self._options(group),
-        )
-
-    def _plan_prefill(self, group: LayerGroup, wrapper: _Planned, host: HostArrays, pages: torch.Tensor) -> None:
-        wrapper.plan(
-            host.qo_indptr,
-            host.kv_indptr,
-            pages,
-            host.last_page_len,
-            group.num_heads,
-            group.num_kv_heads,
-            group.head_dim,
-            self.page_size,
-            causal=True,
-            seq_lens=host.seq_lens,
+    def _plan_groups(self, chunk: int | None, host: HostArrays, decode: bool) -> None:
+        """Plan for the layers that attend to such chunks. `host`: what was sent to the arrays on the device."""
+        assert self._arrays is not None
+        own: dict[str, Any] = {}
+        if not decode:
             # else releases before 0.7.2 find it by a loop over the rows, as they do the most keys, here and for decodes
             # on tensor cores: half a millisecond at 256 rows for each group of layers. max_sequence_kv would spare that
             # here, but is broken in 0.6
-            max_token_per_sequence=host.longest_query,
-            **self._options(group),
-        )
-
-    def _options(self, group: LayerGroup) -> dict[str, Any]:
-        return {
-            "pos_encoding_mode": "NONE",
-            "window_left": group.window_left,
-            "logits_soft_cap": group.softcap,
-            "sm_scale": group.scale,
-            "q_data_type": self._dtype,
-            "kv_data_type": self._kv_dtype,
-            "o_data_type": self._dtype,
-            "non_blocking": True,
-        }
+            own = {"causal": True, "max_token_per_sequence": host.longest_query}
+        pages = self._arrays.kv_indices[: host.num_pages]
+        rows = (host.kv_indptr, pages, host.last_page_len)
+        for group, wrapper in self._wrappers.items():
+            if group.chunk == chunk:
+                wrapper.plan(
+                    *(rows if decode else (host.qo_indptr, *rows)),
+                    group.num_heads,
+                    group.num_kv_heads,
+                    group.head_dim,
+                    self.page_size,
+                    seq_lens=host.seq_lens,
+                    pos_encoding_mode="NONE",
+                    window_left=group.window_left,
+                    logits_soft_cap=group.softcap,
+                    sm_scale=group.scale,
+                    q_data_type=self._dtype,
+                    kv_data_type=self._kv_dtype,
+                    o_data_type=self._dtype,
+                    non_blocking=True,
+                    **own,
+                )
 
     def _prefill_wrapper(self) -> _Planned:
         make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -348,7 +313,7 @@ class FlashInferBackend:
         wrapper = make(self._workspace, kv_layout="NHD", use_tensor_cores=group.decodes_on_tensor_cores, backend="fa2")
         return _Planned(wrapper, self.memory)
 
-    def _graph_wrapper(self, group: LayerGroup, size: int, arrays: DeviceArrays) -> _GraphPlanned:
+    def _graph_wrapper(self, group: LayerGroup, size: int, arrays: DeviceArrays) -> _Planned:
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             kv_layout="NHD",
@@ -362,7 +327,7 @@ class FlashInferBackend:
         count = graph_int_workspace_bytes(size, group.heads_per_kv_head, self.memory.processors())
         small = torch.empty(count, dtype=torch.uint8, device=self.memory.device)
         wrapper.reset_workspace_buffer(self._workspace, small)
-        return _GraphPlanned(wrapper, self.memory, self._flashinfer.fast_decode_plan)
+        return _Planned(wrapper, self.memory, self._flashinfer.fast_decode_plan)
 
     def _pool(self, spec: LayerSpec, device: torch.device) -> torch.Tensor:
         shape = (self.num_pages, 2, self.page_size, spec.num_kv_heads, spec.key_dim)

@@ -32,13 +32,13 @@ class Readback:
     stream.
     """
 
-    def __init__(self, stream: torch.cuda.Stream | None, used: dict[int, list[torch.Tensor]] | None = None) -> None:
-        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays that `fetch_now` has filled
-        and nobody reads any more, by length, for all results of a runner."""
+    def __init__(self, stream: torch.cuda.Stream | None, used: list[torch.Tensor] | None = None) -> None:
+        """`stream`: where copies run; None: the device is the host. `used`: pinned arrays of `fetch_now` that nobody
+        reads any more; a runner's results share them."""
         self._stream = stream
         self._arrived: torch.cuda.Event | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._used = {} if used is None else used
+        self._used = [] if used is None else used
         self._host: torch.Tensor | None = None
 
     @property
@@ -55,19 +55,18 @@ class Readback:
         return host
 
     def fetch_now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same for one int64 array whose memory the next step overwrites: it is copied in the stream of the steps,
-        into host memory that is used again after `release`."""
+        """The same for memory that the next step overwrites, always of this size: it is copied in the stream of the
+        steps, into host memory that is used again after `release`."""
         if self._stream is None:
             return tensor.clone()
-        used = self._used.get(len(tensor))
-        self._host = used.pop() if used else torch.empty(len(tensor), dtype=torch.int64, pin_memory=True)
+        self._host = self._used.pop() if self._used else torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=True)
         return self._host.copy_(tensor, non_blocking=True)
 
     def release(self) -> None:
         """What `fetch_now` returned has been read."""
-        host, self._host = self._host, None
-        if host is not None:
-            self._used.setdefault(len(host), []).append(host)
+        if self._host is not None:
+            self._used.append(self._host)
+        self._host = None
 
     def send(self) -> None:
         """Start copying, behind everything launched so far."""

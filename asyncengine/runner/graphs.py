@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from asyncengine.attention.base import GraphBackend, StepView
+from asyncengine.attention.base import StepView
+from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.memory import is_out_of_memory
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.layers.states import FIRST, LoneTokens
@@ -60,10 +61,8 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class Capture(Protocol):
-    """What makes graphs: CUDA, or in tests a stand-in that calls the work again."""
-
-    def __call__(self, work: Callable[[], torch.Tensor]) -> Graph: ...
+Capture = Callable[[Callable[[], torch.Tensor]], Graph]
+"""What makes graphs of work: CUDA, or in tests a stand-in that calls the work again."""
 
 
 @dataclass(slots=True)
@@ -164,28 +163,13 @@ def graph_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4, *range(8, 257, 8)) if size < largest), largest]
 
 
-class Made(NamedTuple):
-    """The results of a replay, which stand until the next one. R rows."""
-
-    logits: torch.Tensor
-    """[R, vocab]"""
-    sampled: torch.Tensor
-    """Tokens and largest logits of `size` rows in one array; nothing where the graphs do not sample."""
-    size: int
-
-    def unpacked(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens int64 [R], largest logits float32 [R]) in `values`: views of `sampled`, or of a copy of it."""
-        tokens, best = _apart(values, self.size)
-        return tokens[: len(self.logits)], best[: len(self.logits)]
-
-
 class DecodeGraphs:
     """The graphs of one runner. `run` is one pure decode step."""
 
     def __init__(
         self,
         forward: Forward,
-        backend: GraphBackend,
+        backend: FlashInferBackend,
         lora: LoraLayers | None,
         sizes: Sequence[int],
         max_num_seqs: int,
@@ -211,7 +195,8 @@ class DecodeGraphs:
             """int64 [max_num_seqs + 1] on the device: of each slot, and of the one that padding rows have."""
             device = self._tokens.device
             self._every = torch.arange(most, device=device)
-            self._sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
+            self.sampled = torch.zeros(most + (most + 1) // 2, dtype=torch.int64, device=device)
+            """Tokens and largest logits of the last replay's rows (`split`), where graphs sample."""
             self._logits = torch.empty(0, device=device)
         self._padding = np.array([[max_num_seqs, 0, 0, -1, 1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
@@ -248,9 +233,13 @@ class DecodeGraphs:
         except Exception as error:
             self._without_adapted(error)
 
-    def run(self, step: DecodeStep) -> Made | None:
-        """A step of at most as many rows as the largest graph has. None: its graph cannot be captured, and nothing was
-        computed."""
+    def split(self, sampled: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int64 [rows] and largest logits float32 [rows] in `sampled` or a copy of it."""
+        return sampled[:rows], sampled[self.sizes[-1] :].view(torch.float32)[:rows]
+
+    def run(self, step: DecodeStep) -> torch.Tensor | None:
+        """Logits [rows, vocab] of a step of at most as many rows as the largest graph has; valid until the next run.
+        None: its graph cannot be captured, and nothing was computed."""
         rows = len(step.adapters)
         size = next(size for size in self.sizes if size >= rows)
         graph = self._plain[size]
@@ -268,7 +257,7 @@ class DecodeGraphs:
         if self._sampler is not None:
             self._sampler.refresh()
         graph.replay()
-        return Made(graph.output[:rows], self._sampled[: size + (size + 1) // 2], size)
+        return graph.output[:rows]
 
     def close(self) -> None:
         """Let go of all graphs."""
@@ -318,7 +307,7 @@ class DecodeGraphs:
             self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE, STATE_SOURCE, STATE_TARGET)
         )
         states = LoneTokens(self._every[:size], *moved)
-        tokens, best = _apart(self._sampled, size)
+        tokens, best = self.split(self.sampled, size)
 
         def work() -> torch.Tensor:
             own: StepAdapters = (None, None) if lora is None else lora.begin_fixed(adapters)
@@ -336,8 +325,3 @@ class DecodeGraphs:
         graph = self._capture(work)
         self.seconds += time.perf_counter() - began
         return graph
-
-
-def _apart(sampled: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, int64 [size], and largest logits, float32 [size], one behind the other in int64 memory."""
-    return sampled[:size], sampled[size:].view(torch.float32)[:size]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, CutBackend, GraphBackend
+from asyncengine.attention.base import AttentionBackend
+from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.plain_thread import is_plain_thread
@@ -25,7 +26,7 @@ from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
 from asyncengine.pooling.pool import Pooler
-from asyncengine.runner.graphs import Capture, DecodeGraphs, Made
+from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.parts import launch_in_parts
 from asyncengine.runner.pending import PendingStep
 from asyncengine.runner.prompt_graphs import Pieces, PromptGraphs, may_be_cut
@@ -108,7 +109,7 @@ class ModelRunner:
         self._model: CausalLM | None = model.model
         self._has_other_parts = bool(model.left_out)
         self._backend, self._device = backend, model.device
-        self._copies, self._used = copy_stream(model.device), dict[int, list[torch.Tensor]]()
+        self._copies, self._used = copy_stream(model.device), list[torch.Tensor]()
         self._buffers = StepBuffers(max_num_seqs, page_size, model.device)
         self._jump = jump_forward
         self.cores = Cores(device=model.device) if cores is None else cores
@@ -231,14 +232,15 @@ class ModelRunner:
         elif masks is not None:
             again = sorted({*again, *(place for place, row in enumerate(rows) if row.grammar is not None)})
         before = self._last_token.clone() if again or scored else self._last_token
-        made = graphs.run(step)
-        if made is None:
+        logits = graphs.run(step)
+        if logits is None:
             return False
         pending.sampling, pending.places = range(len(rows)), rows
         try:
-            processed = self._sample_again(pending, again, made, masks, before) if again else ()
-            self._score(pending, scored, made.logits, made.unpacked(made.sampled)[0])
-            pending.sampled = Sampled(*made.unpacked(pending.readback.fetch_now(made.sampled)), processed)
+            processed = self._sample_again(pending, again, logits, masks, before) if again else ()
+            self._score(pending, scored, logits, graphs.sampled)
+            arrived = pending.readback.fetch_now(graphs.sampled)
+            pending.sampled = Sampled(*graphs.split(arrived, len(rows)), processed)
         except BaseException:  # for want of memory: the step is launched again, with the tokens it had
             self._last_token.copy_(before)
             raise
@@ -291,10 +293,9 @@ class ModelRunner:
     ) -> DecodeGraphs:
         """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `told` after each."""
         with torch.inference_mode(), on_device(self._device):
-            graphs = DecodeGraphs(
-                self._compute, cast(GraphBackend, self._backend), self._lora, sizes, len(self._last_token) - 1, capture,
-                self._sampler.on_device, self.num_states,
-            )  # fmt: skip
+            backend, slots = cast(FlashInferBackend, self._backend), len(self._last_token) - 1
+            sampler = self._sampler.on_device
+            graphs = DecodeGraphs(self._compute, backend, self._lora, sizes, slots, capture, sampler, self.num_states)
             graphs.capture_all(told)
         self._graphs, self._last_token = graphs, graphs.last_token
         return graphs
@@ -315,7 +316,8 @@ class ModelRunner:
         def hidden(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return model.hidden_states(input_ids, StepContext(positions, self._backend))
 
-        backend, widest = cast(CutBackend, self._backend), max(spec.num_heads * spec.key_dim for spec in model.specs)
+        backend = cast(FlashInferBackend, self._backend)
+        widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
         graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype)
         with torch.inference_mode(), on_device(self._device):
             graphs.capture_all(told)
@@ -363,16 +365,18 @@ class ModelRunner:
         return sampled.tokens
 
     def _sample_again(
-        self, pending: PendingStep, places: list[int], made: Made, masks: StepMasks | None, before: torch.Tensor
-    ) -> list[int]:
-        """Sample for the rows at `places`, whose logits are processed before, and put their tokens in the place of what
-        the graph has sampled. `before`: the slots' last tokens before the step. Returns where logits were changed."""
+        self, pending: PendingStep, places: list[int], logits: torch.Tensor, masks: StepMasks | None,
+        before: torch.Tensor,
+    ) -> list[int]:  # fmt: skip
+        """Sample for the rows at `places`, whose logits are processed, and put their tokens where those of a graph are.
+        `before`: the slots' last tokens before the step. Returns the places whose logits were changed."""
         rows = [pending.batch.rows[place] for place in places]
         if masks is not None:
             pending.filled = masks.wait(pending.sampling)
         index, slots = upload(np.array([places, [row.slot for row in rows]], dtype=np.int64), self._device)
-        sampled = self._sampler.sample(rows, made.logits[index], pending.filled.among(places), before)
-        tokens, best = made.unpacked(made.sampled)
+        sampled = self._sampler.sample(rows, logits[index], pending.filled.among(places), before)
+        assert self._graphs is not None
+        tokens, best = self._graphs.split(self._graphs.sampled, logits.shape[0])
         tokens.index_copy_(0, index, sampled.tokens)
         best.index_copy_(0, index, sampled.best.float())
         self._last_token.index_copy_(0, slots, sampled.tokens)

@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, CutBackend
+from asyncengine.attention.base import AttentionBackend
+from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.models.decoder import Decoder
 from asyncengine.runner.step_buffers import FlatStep
@@ -100,8 +101,8 @@ class PromptGraphs:
     """The graphs of one runner for steps without adapters. `run` is one step up to its hidden states."""
 
     def __init__(
-        self, hidden: Hidden, backend: CutBackend, last_token: torch.Tensor, sizes: Sequence[int], capture: Pieces,
-        widest: int, dtype: torch.dtype,
+        self, hidden: Hidden, backend: FlashInferBackend, last_token: torch.Tensor, sizes: Sequence[int],
+        capture: Pieces, widest: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """`last_token`: int64 [slots], the tokens in flight, always at the same address. `widest`: numbers of a token's
         queries in any layer, of type `dtype`."""

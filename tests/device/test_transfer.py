@@ -54,7 +54,7 @@ def test_results_that_the_next_step_overwrites_use_the_same_host_memory(monkeypa
         return empty(*args, **more)
 
     monkeypatch.setattr(torch, "empty", unpinned)
-    used: dict[int, list[torch.Tensor]] = {}
+    used: list[torch.Tensor] = []
     stream, fixed = copy_stream(CUDA), torch.zeros(3, dtype=torch.int64)
     unread: list[tuple[Readback, torch.Tensor, int]] = []
     for turn in range(9):

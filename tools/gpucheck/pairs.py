@@ -13,7 +13,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from asyncengine.attention.base import AttentionBackend, GraphBackend, LayerSpec, StepView
+from asyncengine.attention.base import AttentionBackend, LayerSpec, StepView
+from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.device.pinned import FixedInputs
 from asyncengine.runner.graphs import Capture, Graph
@@ -76,7 +77,7 @@ class Pair:
 
     def capture(self, size: int, capture: Capture) -> None:
         """Capture a decode step of `size` rows, all padding; sizes in descending order."""
-        tested = cast(GraphBackend, self.tested)
+        tested = cast(FlashInferBackend, self.tested)
         if self._fixed is None:
             self._fixed = FixedInputs(tested.memory, tested.graph_inputs(size))
         tested.prepare_graph(size, self._fixed.sent)
@@ -121,7 +122,7 @@ class Pair:
             self.tested.plan(view)
         else:
             assert self._fixed is not None
-            self._fixed.send(cast(GraphBackend, self.tested).plan_graph(view, self._fixed.take()))
+            self._fixed.send(cast(FlashInferBackend, self.tested).plan_graph(view, self._fixed.take()))
         self.reference.plan(view)
         return view
 

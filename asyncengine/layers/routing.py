@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.kernels.cuda import triton_missing
 from asyncengine.layers.options import LayerOptions
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.weight_forms import PackedWeight, WeightForm
@@ -88,6 +89,10 @@ class Router:
                 config.experts, config.chosen, config.scores == "sigmoid", config.groups, config.groups_kept,
                 config.normalised, config.least_sum, config.scale,
             )  # fmt: skip
+        elif triton_missing(options.device) is None and config.scores != "sparsemixer" and config.groups == 1:
+            from asyncengine.kernels.cuda import routing
+
+            self._route, self.settings = routing.route, config
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         logits = self.weight.logits(x.to(self._dtype), self.bias, self._memory)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.forwards import relative_error
 from support.grouped_experts import ERROR, make_mixture
+
+from asyncengine.layers.routing import RouterConfig, route
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -26,6 +30,23 @@ def test_near_the_exact_sum(shape: tuple[int, ...], dtype: torch.dtype, bounded:
     found = mixture.by_kernels()
     assert found.dtype == dtype
     assert relative_error(mixture.exactly().cpu(), found.cpu()) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "count"), [(128, 8), (9, 2)])
+def test_chooses_as_torch(experts: int, count: int, scores: Any) -> None:
+    from asyncengine.kernels.cuda import routing as kernels
+
+    config = RouterConfig(experts, count, scores, normalised=scores == "softmax", scale=1.5)
+    logits = torch.randn(300, experts + 1, generator=torch.Generator().manual_seed(1)).cuda()
+    logits[3, :experts] = 1.0
+    vectors = (None, None) if scores == "softmax" else torch.rand(2, experts).cuda().unbind()
+    ids, weights = kernels.route(logits, *vectors, config)
+    wanted, expected = route(logits[:, :experts], *vectors, config)
+    assert torch.equal(ids, wanted)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+    logits[:] = torch.nan
+    assert int(kernels.route(logits, *vectors, config)[0].max()) < experts
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -19,6 +19,7 @@ from support.layer_options import options
 
 from asyncengine.kernels.cuda import grouped_experts as kernels
 from asyncengine.layers import experts as layers
+from asyncengine.layers import routing
 from asyncengine.layers.experts import Experts, ExpertsConfig, MoEConfig, SparseMLP
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
@@ -110,7 +111,8 @@ def test_layers_by_kernels_are_those_by_torch(
     config = MoEConfig(ROUTERS[router], EXPERTS[activation], shared, "shared.weight", scales_inputs=scales_inputs)
     own = options(torch.float16, plain=True)
     plain = SparseMLP(own, config, "", 32)
-    monkeypatch.setattr(layers, "triton_missing", lambda device: None)
+    for module in (layers, routing):
+        monkeypatch.setattr(module, "triton_missing", lambda device: None)
     grouped = SparseMLP(own, config, "", 32)
     generator = torch.Generator().manual_seed(1)
     for (_, slot), (_, other) in zip(plain.slots(), grouped.slots(), strict=True):

@@ -39,8 +39,9 @@ async def kernel_table(session: Session, engine: AsyncEngine, name: str, lengths
     if not events:
         session.figure(f"{name}, kernels a step", None, "", note="the profiler saw none")
         return
+    aim = 230.0 if name.endswith("streams") else None
     session.figure(
-        f"{name}, kernels a step", len(events) / steps, "", aim=230.0 if "streams" in name else None, at_most=True,
+        f"{name}, kernels a step", len(events) / steps, "", aim=aim, at_most=True,
         note=f"{plain.seconds / steps * 1e3:.3f} ms a step, GPU busy {busy / steps * 1e3:.3f} ms = "
         f"{busy / plain.seconds:.0%}, {busy / seconds:.0%} of the profiled run",
     )  # fmt: skip

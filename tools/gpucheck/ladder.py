@@ -207,7 +207,8 @@ class Ladder:
         engine = await self.engine("small")
         lengths = [(self._tokens(a), self._tokens(b)) for a, b in random_lengths(self._rows(256), 100, 1024, 0)]
         took = await burst(engine, lengths, self._seed)
-        self._session.figure("256 x 100..1,024/100..1,024", took.rate, "tokens/s", aim=40_000.0, note=str(took))
+        note = f"{took}{self._share(SMALL, took)}"
+        self._session.figure("256 x 100..1,024/100..1,024", took.rate, "tokens/s", aim=40_000.0, note=note)
 
     async def sampled(self) -> None:
         engine = await self.engine("small")
@@ -268,6 +269,7 @@ class Ladder:
         engine = await self.engine(name)
         loads = {
             **{f"{count} streams": self._lengths(count, (64, 40)) for count in counts},
+            "256 streams behind 700 tokens": self._lengths(256, (700, 40)),
             "a prompt of 2,048": self._lengths(1, (2048, 1)),
         }
         for label, lengths in loads.items():

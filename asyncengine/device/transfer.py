@@ -36,7 +36,7 @@ class Readback:
         """`stream`: where copies run; None: the device is the host. `used`: pinned arrays of `fetch_now` that nobody
         reads any more; a runner's results share them."""
         self._stream = stream
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Any = None  # untyped in torch
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._used = [] if used is None else used
         self._host: torch.Tensor | None = None
@@ -44,7 +44,7 @@ class Readback:
     @property
     def ready(self) -> bool:
         """True: `wait` does not block."""
-        return self._stream is None
+        return self._stream is None or (self._arrived is not None and self._arrived.query())
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor that holds `tensor` after `wait`."""

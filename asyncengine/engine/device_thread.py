@@ -32,6 +32,10 @@ class Runner(Protocol):
 
     def launch(self, batch: Batch) -> asyncio.Future[StepResult]: ...
 
+    def expect(self, result: asyncio.Future[StepResult]) -> None:
+        """The loop has nothing to do before this result of `launch`, the oldest that is not there, has come."""
+        ...
+
     def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Run `work` where steps run, after those that were launched before it."""
         ...
@@ -100,6 +104,9 @@ class DeviceThread:
         self._jobs: queue.SimpleQueue[_Job | _Call | None] = queue.SimpleQueue()
         self._line: deque[_Job | _Call] = deque()
         """Jobs neither launched nor handed over, in order. Only the loop's thread changes it."""
+        self._flying: deque[_Launched] = deque()
+        """Steps that the loop's thread has launched, and has not expected yet."""
+        self._expected: asyncio.Future[StepResult] | None = None
         self._handed_over = self._handled = 0
         """Jobs of the thread so far: the first is counted by the loop's, the second by itself."""
         self._closing = False
@@ -143,26 +150,45 @@ class DeviceThread:
         if job.result.done():
             return  # the engine has ended meanwhile, and the executor may be closed
         began = time.perf_counter()
-        outcome = self._begin(job)
+        outcome = self._begin(job, here=self._asynchronous)
         if outcome is None:
+            if job.result is self._expected:
+                self.expect(job.result)
             return
         if time.perf_counter() - began < _LATE:
             _settle(job.result, outcome)
         else:  # the limits of a step's time hold here, too: a timer that was due fires before this
             job.loop.call_soon(job.loop.call_soon, _settle, job.result, outcome)
 
-    def _begin(self, job: _Job) -> StepResult | BaseException | None:
-        """Launch a step. Returns what came of it; None: it will be told when the device has finished."""
+    def _begin(self, job: _Job, *, here: bool) -> StepResult | BaseException | None:
+        """Launch a step. Returns what came of it; None: it is told when the device has finished, and to the loop's
+        thread (`here`) when it expects that."""
         try:
             handle = self.executor.launch(job.batch)
-            if handle.ready and self._waiter.ident is None:
+            if handle.ready and not here and self._waiter.ident is None:
                 return handle.wait()
         except BaseException as error:
             return error
+        launched = _Launched(handle, job)
+        if here:
+            self._flying.append(launched)
+        else:
+            self._have_waited_for(launched)
+        return None
+
+    def expect(self, result: asyncio.Future[StepResult]) -> None:
+        self._expected = result
+        if self._flying and self._flying[0].job.result is result:
+            launched = self._flying.popleft()
+            if launched.handle.ready:  # two threads would be woken for nothing
+                _read(launched, None)
+            else:
+                self._have_waited_for(launched)
+
+    def _have_waited_for(self, launched: _Launched) -> None:
         if self._waiter.ident is None:
             self._waiter.start()
-        self._launched.put(_Launched(handle, job))
-        return None
+        self._launched.put(launched)
 
     def call(self, work: Callable[[], None]) -> asyncio.Future[None]:
         self._start()
@@ -175,6 +201,8 @@ class DeviceThread:
     def _start(self) -> None:
         """Not before it is needed: an engine that was built and never served leaves no thread behind."""
         if self._thread.ident is None:
+            if self._asynchronous:
+                self._waiter.start()  # now, as it is wanted by two threads
             self._thread.start()
 
     def _work(self) -> None:
@@ -194,7 +222,7 @@ class DeviceThread:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            outcome = _outcome(job.work) if isinstance(job, _Call) else self._begin(job)
+            outcome = _outcome(job.work) if isinstance(job, _Call) else self._begin(job, here=False)
             self._handled += 1  # before the loop hears of it, which launches by itself then
             if self._line:
                 _tell(job, self._advance)
@@ -208,6 +236,8 @@ class DeviceThread:
         if self._waiter.ident is not None:
             self._launched.put(None)
             self._waiter.join()
+        for launched in self._flying:
+            _outcome(launched.handle.block)
 
     def _wait(self) -> None:
         while (launched := self._launched.get()) is not None:

@@ -266,6 +266,8 @@ class EngineLoop:
         """The step's result; a slow step is reported, one that exceeds the hard limit kills the engine."""
         self._watchdog.begin(launched)
         try:
+            if not launched.result.done():
+                self.runner.expect(launched.result)
             if launched.result.done():
                 await asyncio.sleep(0)  # awaiting a finished result does not yield, and consumers must run
             return await launched.result

@@ -10,6 +10,7 @@ import pytest
 from support.fake_engine import greedy, make_engine
 
 from asyncengine.device.frozen_heap import FrozenHeap
+from asyncengine.engine import device_thread
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,8 @@ def collect() -> None:
     gc.collect()
 
 
-async def test_while_an_engine_serves() -> None:
+async def test_while_an_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_thread, "HEAP", FrozenHeap())  # an engine of another test may never have ended
     async with make_engine() as engine:
         await engine.generate([2, 3], greedy(2))
         assert gc.get_freeze_count() > 10_000, "all of pytest, for one"

@@ -147,13 +147,15 @@ async def test_tokens_do_not_wait_for_a_prompt_to_be_launched(hosted: bool):
 
     executor.launch = noted  # type: ignore[method-assign]
     async with engine:
-        stream = engine.stream([4, 5, 6], greedy(40, ignore_eos=True))
-        await anext(stream)
-        others = [await engine.generate([7, 8, number], greedy(2)) for number in range(9)]
-        assert len(others) == 9
-        assert (await stream.result()).token_ids == executor.model.oracle([4, 5, 6], 40)
-    assert waiting
-    assert not any(waiting)
+        executor.gate.clear()
+        first = asyncio.create_task(engine.generate([4, 5, 6], greedy(12)))
+        await until(lambda: executor.launched == 2)
+        second = asyncio.create_task(engine.generate([7, 8, 9], greedy(12)))
+        await until(lambda: bool(engine.core.loop.delivery.expected))
+        executor.gate.set()
+        assert (await first).token_ids == oracle(executor, [4, 5, 6], 12)
+        assert (await second).token_ids == oracle(executor, [7, 8, 9], 12)
+    assert waiting == [0]
 
 
 async def test_a_brief_step_waits_behind_one_that_is_still_to_be_launched():

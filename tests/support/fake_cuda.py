@@ -41,6 +41,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.waited += 1
 
+    def query(self) -> bool:
+        return self.waited > 0
+
 
 class FakeGraph:
     """`torch.cuda.CUDAGraph`."""

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from asyncengine.kernels.cuda.launching import Launcher, starts_early
 
-_HEADS = 4
-"""Heads of a program."""
+_HEADS = 16
+"""Heads of a program: enough for each thread to load 16 bytes at once."""
 
 
 @triton.jit

@@ -54,7 +54,7 @@ class MLP:
         self.in_place = options.kernels.name == "compiled" and not config.gated and self.xielu is None
         """Whether a compiled kernel makes the activation of every number where it stands."""
         self.gated = options.kernels.gated(config.activation) if config.gated else None
-        silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0
+        silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0 and not config.bias
         self._multiply_gated = getattr(self.up.weight, "multiply_gated", None) if silu else None
         self.between: Activation | None = self.gated if config.gated else self._activation
         """What is between the two products, of all that the first gives; None: there is no such function."""
@@ -63,7 +63,7 @@ class MLP:
         """[rows, width] -> [rows, width]."""
         inner = None
         if adapters is None and self._multiply_gated is not None:
-            inner = self._multiply_gated(x, self.up.bias)
+            inner = self._multiply_gated(x)
         if inner is None:
             inner = self._activated(self.up(x, adapters))
         if self.config.scales[1] != 1.0:

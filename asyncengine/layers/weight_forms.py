@@ -149,11 +149,11 @@ class DenseWeight:
         found = linear(x, self.weight, bias)
         return found if out is None else out.copy_(found)
 
-    def multiply_gated(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def multiply_gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """silu of the first half of the outputs times the second; None: no kernel does both for as many rows."""
         if self._few is None or not self._few.pays(x, self.weight, gated=True):
             return None
-        return self._few.few_rows(x, self.weight, bias, gated=True)  # type: ignore[no-any-return]
+        return self._few.few_rows(x, self.weight, None, gated=True)  # type: ignore[no-any-return]
 
     def logits(self, x: torch.Tensor, bias: torch.Tensor | None, memory: OutputBufferPool) -> torch.Tensor:
         if self._few is not None and self._few.pays(x, self.weight):

@@ -22,6 +22,13 @@ _ROWS, _ELEMENTS = 4, 2**23
 
 
 @triton.jit
+def _times(w, x, row, rows, x_stride, k, inside):
+    """Weights [outputs, inputs] times those inputs of a row, or of the last there is."""
+    own = tl.load(x + tl.minimum(row, rows - 1) * x_stride + k, mask=inside, other=0.0)
+    return w * own.to(tl.float32)[None, :]
+
+
+@triton.jit
 def _store(out, row, rows, n, total, bias, outputs: tl.constexpr, has_bias: tl.constexpr):
     real = n < outputs
     if has_bias:
@@ -32,49 +39,37 @@ def _store(out, row, rows, n, total, bias, outputs: tl.constexpr, has_bias: tl.c
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     x, weight, bias, out, rows,
-    x_stride: tl.constexpr, outputs: tl.constexpr, inputs: tl.constexpr, most: tl.constexpr, gated: tl.constexpr,
+    x_stride: tl.constexpr, outputs: tl.constexpr, inputs: tl.constexpr, several: tl.constexpr, gated: tl.constexpr,
     has_bias: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Up to `most` rows; those that are not there are the last one again, and not stored. Gated: one row, with gates in
-    the first half of the weight."""
+    """One row, or up to four. Gated: one row, with gates in the first half of the weight."""
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
     lines = weight + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * inputs
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
     one = tl.zeros([block_n, block_k], tl.float32)
-    two = tl.zeros([block_n, block_k], tl.float32)
-    three = tl.zeros([block_n, block_k], tl.float32)
-    four = tl.zeros([block_n, block_k], tl.float32)
+    two, three, four = one, one, one
     for begin in tl.static_range(0, inputs, block_k):
         k = begin + tl.arange(0, block_k)
         inside = k < inputs
-        within = inside[None, :]
-        w = tl.load(lines + k[None, :], mask=within, other=0.0).to(tl.float32)
-        own = tl.load(x + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-        one += w * own
+        w = tl.load(lines + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        one += _times(w, x, 0, rows, x_stride, k, inside)
         if gated:
-            two += tl.load(lines + outputs * inputs + k[None, :], mask=within, other=0.0).to(tl.float32) * own
-        elif most > 1:
-            second = x + tl.minimum(rows - 1, 1) * x_stride
-            two += w * tl.load(second + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if most > 2:
-            third, fourth = x + tl.minimum(rows - 1, 2) * x_stride, x + tl.minimum(rows - 1, 3) * x_stride
-            three += w * tl.load(third + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-            four += w * tl.load(fourth + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            w = tl.load(lines + outputs * inputs + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+            two += _times(w, x, 0, rows, x_stride, k, inside)
+        elif several:
+            two += _times(w, x, 1, rows, x_stride, k, inside)
+            three += _times(w, x, 2, rows, x_stride, k, inside)
+            four += _times(w, x, 3, rows, x_stride, k, inside)
+    total = tl.sum(one, 1)
     if gated:
-        gate, up = tl.sum(one, 1), tl.sum(two, 1)
-        if has_bias:
-            gate += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
-            up += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)
-        _store(out, 0, rows, n, gate / (1.0 + tl.exp(-gate)) * up, bias, outputs, False)
-    else:
-        _store(out, 0, rows, n, tl.sum(one, 1), bias, outputs, has_bias)
-        if most > 1:
-            _store(out, 1, rows, n, tl.sum(two, 1), bias, outputs, has_bias)
-        if most > 2:
-            _store(out, 2, rows, n, tl.sum(three, 1), bias, outputs, has_bias)
-            _store(out, 3, rows, n, tl.sum(four, 1), bias, outputs, has_bias)
+        total = total / (1.0 + tl.exp(-total)) * tl.sum(two, 1)
+    _store(out, 0, rows, n, total, bias, outputs, has_bias)
+    if several:
+        _store(out, 1, rows, n, tl.sum(two, 1), bias, outputs, has_bias)
+        _store(out, 2, rows, n, tl.sum(three, 1), bias, outputs, has_bias)
+        _store(out, 3, rows, n, tl.sum(four, 1), bias, outputs, has_bias)
 
 
 _launch = Launcher(_few_rows)
@@ -93,14 +88,14 @@ def few_rows(
 ) -> torch.Tensor:  # fmt: skip
     """x [rows, inputs] times weight [outputs, inputs] transposed, plus bias, in x's type or `dtype`; for what `pays`.
 
-    Gated: silu of the first half of the outputs times the second, of one row.
+    Gated: silu of the first half of the outputs times the second, of one row without bias.
     """
     rows, (outputs, inputs) = len(x), weight.shape
     outputs //= 2 if gated else 1
     block, warps = (4, 4) if inputs <= 2048 else (4, 8) if inputs % 2048 == 0 and inputs <= 8192 else (1, 4)
     out = x.new_empty((rows, outputs), dtype=dtype)
     constants = (
-        x.stride(0), outputs, inputs, 1 << (rows - 1).bit_length(), gated, bias is not None, block, 256 * warps,
+        x.stride(0), outputs, inputs, rows > 1, gated, bias is not None, block, 256 * warps,
         starts_early(x.device),
     )  # fmt: skip
     tensors = (x, weight, x if bias is None else bias, out)

@@ -21,6 +21,8 @@ def starts_early(device: torch.device) -> bool:
 class Launcher:
     """A Triton kernel whose parameters are tensors, then numbers that nothing is specialised for, then constants.
 
+    Such numbers are floats, and integers that the kernel names in `do_not_specialize`.
+
     Triton looks at every argument of a launch to find what it has compiled: 30 microseconds of the host where the
     launch itself takes 5. Here constants, types and alignment are the key, and a kernel once found is launched as
     Triton's tutorials launch those that were compiled ahead. The last constant says whether it starts early.

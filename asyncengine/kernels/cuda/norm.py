@@ -71,6 +71,6 @@ def _launch(
     block = 1 << (width - 1).bit_length()
     constants = (x.stride(0), branch.stride(0), width, add, block, starts_early(x.device))
     _launcher(
-        (rows, 1, 1), (x, branch, weight, total, normed), (scale, epsilon), constants,
+        (rows, 1, 1), (x, branch, weight, total, normed), (float(scale), float(epsilon)), constants,
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip

@@ -120,9 +120,8 @@ def prepare_and_write(
     )  # fmt: skip
     weights = (heads.q_norm, heads.k_norm) if normed else (qkv, qkv)
     blocks = -(-(heads.num_heads + 2 * heads.num_kv_heads) // _HEADS)
-    _prepare(
-        (tokens, blocks, 1), (qkv, cos, sin, *weights, slots, query, pool), (heads.epsilon,), constants, num_warps=2
-    )
+    tensors = (qkv, cos, sin, *weights, slots, query, pool)
+    _prepare((tokens, blocks, 1), tensors, (float(heads.epsilon),), constants, num_warps=4)
     return query
 
 
@@ -166,5 +165,5 @@ def angles(
     found = torch.empty(len(positions), 2, 2 * pairs, dtype=dtype, device=positions.device)
     if found.numel():
         constants = (pairs, 1 << (pairs - 1).bit_length(), interleaved, starts_early(positions.device))
-        _turn((len(positions), 1, 1), (positions, frequencies, found), (scaling,), constants, num_warps=1)
+        _turn((len(positions), 1, 1), (positions, frequencies, found), (float(scaling),), constants, num_warps=1)
     return found[:, 0], found[:, 1]

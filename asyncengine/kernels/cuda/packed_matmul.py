@@ -137,40 +137,28 @@ def _few_rows(
 ):  # fmt: skip
     """Twice `narrow` outputs of up to `most` rows, by sums over each group: the scale is multiplied once. What is
     beyond the last row or output is the last again, and is not stored."""
-    first = 2 * tl.program_id(0) * narrow
-    output = tl.minimum(first + tl.arange(0, narrow), outputs - 1)[None, :]
-    other = tl.minimum(first + narrow + tl.arange(0, narrow), outputs - 1)[None, :]
     lane = tl.arange(0, width)[None, None, :]
-    row = tl.arange(0, most)[None, None, :]
-    total = tl.zeros([tile, narrow, most], tl.float32)
-    other_total = tl.zeros([tile, narrow, most], tl.float32)
+    column = tl.arange(0, 2 * most)[None, None, :]
+    total = tl.zeros([tile, narrow, 2 * most], tl.float32)
     for begin in range(0, chunks, tile):
         place = begin + tl.arange(0, tile)[:, None]
         chunk = tl.minimum(place, chunks - 1)
-        packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
-        other_packed = tl.load(planes.numbers + ((chunk * outputs + other).to(tl.int64)[:, :, None] * width + lane))
-        for half in tl.static_range(8 // bits):
-            group = chunk * (8 // bits) + half
-            # all outputs load the same inputs, so that these lie in registers as the numbers do
-            inner = ((place * (8 // bits) + half) * width + tl.zeros([1, narrow], tl.int32))[:, :, None] + lane
-            for each in tl.static_range(most):
-                own = _inputs(x + tl.minimum(each, rows - 1).to(tl.int64) * x_stride, inner, inputs, even)
-                own = own.to(tl.float32)
-                part = _sums(planes, packed, own, group, output, outputs, big, half, bits, width, block, middle)
-                total += tl.where(row == each, part, 0.0)
-                part = _sums(planes, other_packed, own, group, other, outputs, big, half, bits, width, block, middle)
-                other_total += tl.where(row == each, part, 0.0)
-    _write(planes, total, out, bias, first, out_stride, rows, outputs, most, narrow)
-    _write(planes, other_total, out, bias, first + narrow, out_stride, rows, outputs, most, narrow)
-
-
-@triton.jit
-def _write(
-    planes, total, out, bias, first, out_stride, rows, outputs, most: tl.constexpr, narrow: tl.constexpr
-):  # fmt: skip
-    """Outputs from `first` on, of sums [chunks, outputs, rows]."""
-    output = (first + tl.arange(0, narrow))[:, None]
-    row = tl.arange(0, most)[None, :]
+        for part in tl.static_range(2):  # what both load is loaded once
+            output = (2 * tl.program_id(0) + part) * narrow + tl.arange(0, narrow)[None, :]
+            output = tl.minimum(output, outputs - 1)
+            packed = tl.load(planes.numbers + ((chunk * outputs + output).to(tl.int64)[:, :, None] * width + lane))
+            for half in tl.static_range(8 // bits):
+                group = chunk * (8 // bits) + half
+                # all outputs load the same inputs, so that these lie in registers as the numbers do
+                inner = ((place * (8 // bits) + half) * width + tl.zeros([1, narrow], tl.int32))[:, :, None] + lane
+                for each in tl.static_range(most):
+                    own = _inputs(x + tl.minimum(each, rows - 1).to(tl.int64) * x_stride, inner, inputs, even)
+                    own = own.to(tl.float32)
+                    found = _sums(planes, packed, own, group, output, outputs, big, half, bits, width, block, middle)
+                    total += tl.where(column == part * most + each, found, 0.0)
+    column = tl.arange(0, 2 * most)[None, :]
+    output = (2 * tl.program_id(0) + column // most) * narrow + tl.arange(0, narrow)[:, None]
+    row = column % most
     found = tl.sum(total, axis=0) * tl.load(planes.row_scales + output, mask=output < outputs, other=0.0)
     if bias is not None:
         found += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ from support.stored_matrices import FORMS, RandomMatrix
 pytest.importorskip("triton")
 
 from asyncengine.device.output_buffers import OutputBufferPool
+from asyncengine.kernels.cuda import packed_matmul
 from asyncengine.layers import stored_weight
 from asyncengine.layers.embedding import Embedding, LMHead
 from asyncengine.layers.stored import NumberForm, StoredForm
@@ -63,6 +64,14 @@ def test_products_in_narrow_types(name: str, dtype: torch.dtype) -> None:
     for rows in (2, 9, 65):
         if dtype == torch.float16 or rows != 9:  # the interpreter's tl.dot multiplies the bits of bfloat16
             check(loaded(matrix), matrix.dense(), rows, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_matrices_of_many_outputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their programs make twice as many outputs."""
+    monkeypatch.setattr(packed_matmul, "_MANY", 1)
+    matrix = RandomMatrix("Q4_K", 40, 256)
+    check(loaded(matrix), matrix.dense(), rows)
 
 
 class OddMatrix(RandomMatrix):

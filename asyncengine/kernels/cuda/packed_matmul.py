@@ -26,6 +26,8 @@ _SLICE = 2**24
 """Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
 _NARROW, _TILE, _WARPS = 8, 4096, 4
 """Of a program without tensor cores: half of its outputs, bytes that it takes of these at once, warps."""
+_MANY = 16384
+"""Outputs of a matrix below which such a program makes half as many, so that there are enough of them."""
 _WIDE, _DEPTH = 64, 3
 """Of a program with tensor cores: outputs, tiles that are read ahead."""
 _PROGRAMS = 528
@@ -260,11 +262,12 @@ def multiply(
     if rows > SOME:
         return _many_rows(x, matrix, out, bias)
     if 0 < rows <= FEW:
-        tile = max(1, _TILE // _NARROW // width)
+        narrow = _NARROW if outputs >= _MANY else _NARROW // 2
+        tile = max(1, _TILE // narrow // width)
         even = inputs % (8 // bits * width * tile) == 0
-        _few_rows[(triton.cdiv(outputs, 2 * _NARROW),)](
+        _few_rows[(triton.cdiv(outputs, 2 * narrow),)](
             planes, x, out, bias, x.stride(0), out.stride(0), rows, inputs, outputs, chunks, _BIG, even,
-            triton.next_power_of_2(rows), _NARROW, tile, bits, width, block, middle, num_warps=_WARPS,
+            triton.next_power_of_2(rows), narrow, tile, bits, width, block, middle, num_warps=_WARPS,
         )  # fmt: skip
     elif rows:
         blocks, tile = triton.cdiv(outputs, _WIDE), max(1, 128 // width)

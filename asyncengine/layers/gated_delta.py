@@ -120,8 +120,12 @@ class GatedDelta:
 
     def _mix(self, projected: torch.Tensor, step: StateStep) -> torch.Tensor:
         """The same by torch's operations."""
-        q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
-        inputs = torch.cat((q, k, v), dim=1)
+        if self.config.interleaved:
+            q, k, v, z, b, a = (projected.index_select(1, kind) for kind in self._kinds)
+            inputs = torch.cat((q, k, v), dim=1)
+        else:
+            heads, sizes = self.config.value_heads, [self.conv.channels, self.out.inputs]
+            inputs, z, b, a = torch.split(projected[:, : sum(sizes) + 2 * heads], [*sizes, heads, heads], dim=1)
         read = recur(step, self.index, self.conv.advance, inputs, (b, a), self._token, self.rule)
         return self._gated_norm(read, torch.unflatten(z, 1, (-1, self.config.value_dim))).flatten(1)
 

@@ -102,8 +102,8 @@ class StatePools:
 class LoneTokens(NamedTuple):
     """Segments of one token, each the only one of its row, as a device takes them all at once. int64 [rows]."""
 
-    tokens: torch.Tensor
-    """Of the step's."""
+    tokens: slice | torch.Tensor
+    """Of the step's. All of them as a slice, which takes no kernel."""
     sources: torch.Tensor
     targets: torch.Tensor
 
@@ -125,7 +125,10 @@ def state_step(pools: StatePools, moves: StateSegments | LoneTokens, device: tor
     if device.type == "cpu":
         return StateStep(pools, moves)
     others, alone = moves.apart()
-    return StateStep(pools, others, LoneTokens(*upload(alone, device).unbind()) if alone.size else None)
+    if not alone.size:
+        return StateStep(pools, others)
+    tokens, *slots = upload(alone, device).unbind()
+    return StateStep(pools, others, LoneTokens(tokens if len(others.begins) else slice(None), *slots))
 
 
 Advance = Callable[

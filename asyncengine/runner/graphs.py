@@ -306,7 +306,7 @@ class DecodeGraphs:
         slots, positions, adapters, following, source, *moved = (
             self._fixed(which, size) for which in (SLOT, POSITION, ADAPTER, NEXT, SOURCE, STATE_SOURCE, STATE_TARGET)
         )
-        states = LoneTokens(self._every[:size], *moved)
+        states = LoneTokens(slice(None), *moved)
         tokens, best = self.split(self.sampled, size)
 
         def work() -> torch.Tensor:

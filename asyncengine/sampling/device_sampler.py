@@ -9,12 +9,12 @@ import torch
 
 from asyncengine.device.pinned import Int64Array
 from asyncengine.device.transfer import upload
-from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, gather, narrow, scan, total
+from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, gather, narrow, scan, settle, total
 from asyncengine.sampling.slot_params import SlotParams
 
-_SHAPES = {"scan": (8, 4), "narrow": (4, 4), "gather": (4, 4), "total": (8, 4)}
+_SHAPES = {"scan": (8, 4), "narrow": (2, 1), "gather": (2, 1), "settle": (2, 4), "total": (2, 1)}
 """Of each kernel's programs: blocks that one reads, and its warps."""
-_PROGRAMS = 1024
+_PROGRAMS = 2048
 """Of a kernel that most rows need nothing of: about what a GPU runs at once."""
 _NARROWINGS = 2
 _ROOM = 16384
@@ -32,7 +32,7 @@ class DeviceSampler:
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._table = torch.zeros((len(params.temperature) + 1, SETTINGS.value), **whole)
         """Parameters by slot; the last slot is for padding and takes the largest logit."""
-        self._counters = torch.zeros((3, max_rows), **whole)
+        self._counters = torch.zeros((4, max_rows), **whole)
         self._stats = torch.empty((max_rows, 3, self._blocks), device=device)
         self._states = torch.empty((max_rows, STATE.value), device=device)
         self._parts = torch.empty((max_rows, self._chunks["narrow"], PIVOTS.value), device=device)
@@ -75,21 +75,21 @@ class DeviceSampler:
                 self.sample(logits[part], slots[part], positions[part], tokens[part], best[part], truncated)
         elif len(logits):
             own = (self._table, slots, positions, tokens)
-            needs, arrivals, counts = self._counters
-            shared = (self._stats, self._states, needs, arrivals)
-            self._launch(scan, logits, *own, best, *shared, counts, most=self._blocks)
-            for _ in range(_NARROWINGS if truncated else 0):
-                self._launch(narrow, logits, *shared, self._parts, most=self._chunks["narrow"])
+            needs, arrivals, awaited, counts = self._counters
+            shared, most = (self._stats, self._states, needs), {"most": 1 << (self._blocks - 1).bit_length()}
+            gathered = (counts, self._candidates.view(logits.dtype), 4 * _ROOM // logits.element_size())
+            later = _SHAPES["total"][0]
+            self._launch(scan, logits, *own, best, *shared, arrivals, awaited, counts, **most, later=later)
             if truncated:
-                candidates = self._candidates.view(logits.dtype)
-                self._launch(gather, logits, *shared, counts, candidates, candidates.shape[1])
-                self._launch(total, logits, *own, *shared, most=self._blocks)
+                for _ in range(_NARROWINGS):
+                    self._launch(narrow, logits, *shared, arrivals, awaited, self._parts, **most)
+                self._launch(gather, logits, *shared, *gathered)
+                self._launch(settle, logits, *shared, awaited, *gathered, **most)
+                self._launch(total, logits, *own, *shared, arrivals, awaited, **most)
 
-    def _launch(self, kernel: Any, logits: torch.Tensor, *arguments: Any, **most: int) -> None:
+    def _launch(self, kernel: Any, logits: torch.Tensor, *arguments: Any, **options: int) -> None:
         (blocks, warps), chunks, rows = _SHAPES[kernel.__name__], self._chunks[kernel.__name__], len(logits)
-        grid = (chunks, rows) if kernel is scan else (min(rows * chunks, _PROGRAMS),)
+        grid = (chunks, rows) if kernel is scan else (rows if kernel is settle else min(rows * chunks, _PROGRAMS),)
         size = (rows, self._vocab_size, self._blocks, chunks)
-        options = {name: 1 << (number - 1).bit_length() for name, number in most.items()}
-        kernel[grid](
-            logits, logits.stride(0), *arguments, *size, per_chunk=blocks, num_warps=warps, num_stages=1, **options
-        )
+        options = {"per_chunk": blocks, "num_warps": warps, "num_stages": 1, **options}
+        kernel[grid](logits, logits.stride(0), *arguments, *size, **options)

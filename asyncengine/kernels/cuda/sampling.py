@@ -120,12 +120,29 @@ def _read(values, first, count, size: tl.constexpr):
 
 
 @triton.jit
-def _read_chunk(values, maxima, chunk, least, vocab, blocks, per_chunk: tl.constexpr):
-    """float32 [per_chunk, BLOCK]: the chunk's blocks whose largest logit is at least `least`; -inf in all others."""
-    block = chunk * per_chunk + tl.arange(0, per_chunk)
-    wanted = tl.load(maxima + block, mask=block < blocks, other=float("-inf")) >= least
-    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return tl.load(values + ids, mask=wanted[:, None] & (ids < vocab), other=float("-inf")).to(tl.float32)
+def _read_chunk(values, chunk, vocab, per_chunk: tl.constexpr):
+    """float32 [per_chunk, BLOCK]; -inf behind the vocabulary."""
+    ids = (chunk * per_chunk + tl.arange(0, per_chunk)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return tl.load(values + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _largest(maxima, chunk, blocks, per_chunk: tl.constexpr):
+    """The largest logit of a chunk, or of each of some."""
+    largest = tl.load(maxima + chunk * per_chunk, mask=chunk * per_chunk < blocks, other=float("-inf"))
+    for part in tl.static_range(1, per_chunk):
+        block = chunk * per_chunk + part
+        largest = tl.maximum(largest, tl.load(maxima + block, mask=block < blocks, other=float("-inf")))
+    return largest
+
+
+@triton.jit
+def _go_on(need, low, needs, awaited, maxima, blocks, per_chunk: tl.constexpr, most: tl.constexpr):
+    """Say which kernel the row needs next, and how many chunks that will read: those with a logit of at least `low`."""
+    tl.store(needs, need)
+    if need > 0:
+        largest = _largest(maxima, tl.arange(0, most), blocks, per_chunk)
+        tl.store(awaited, tl.sum((largest >= low).to(tl.int32), 0))
 
 
 @triton.jit
@@ -178,7 +195,8 @@ def _choose(values, scores, least, top, scale, settings, position, vocab, most: 
 
 @triton.jit
 def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, most: tl.constexpr):
-    """Write the state of a row that may not keep all its logits; all blocks' numbers are [most]."""
+    """Write the state of a row that may not keep all its logits; all blocks' numbers are [most]. Returns what it needs,
+    and the smallest logit that matters for that."""
     top_p = tl.load(settings + 1).to(tl.float32, bitcast=True)
     min_p = tl.load(settings + 2).to(tl.float32, bitcast=True)
     top_k = tl.load(settings + 3)
@@ -204,27 +222,27 @@ def _plan(state, maxima, lowest, masses, top, scale, settings, vocab, blocks, mo
     tl.store(state + _HIGH, tl.where(top_k > 0, float("inf"), high))
     tl.store(state + _BASE, 0.0)
     tl.store(state + _TARGET, target)
-    tl.store(state + _LEAST, tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)) / scale, float("-inf")))
+    least = tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)) / scale, float("-inf"))
+    tl.store(state + _LEAST, least)
     tl.store(state + _TOP, top)
     tl.store(state + _SCALE, scale)
     tl.store(state + _TOP_K, top_k.to(tl.float32))
     tl.store(state + _TOP_P, top_p)
-    return need
+    return need, tl.where(need == _TOTAL, least, low)
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def scan(logits, stride, table, slots, positions, tokens, best, stats, states, needs, arrivals, counts, rows, vocab,
-         blocks, chunks, per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+def scan(logits, stride, table, slots, positions, tokens, best, stats, states, needs, arrivals, awaited, counts, rows,
+         vocab, blocks, chunks, per_chunk: tl.constexpr, most: tl.constexpr, later: tl.constexpr):  # fmt: skip
     """Largest, smallest and mass of every block; then the token of rows that keep every logit, else what they need.
 
-    Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks]; needs, arrivals (zeros at first) and
-    counts int32 [rows]. most is a power of two of at least `blocks`.
+    Grid (chunks of per_chunk blocks, rows). stats float32 [rows, 3, blocks]; needs, arrivals (zeros at first), awaited
+    and counts int32 [rows]. most is a power of two of at least `blocks`; later: blocks in a chunk of the other kernels.
     """
     chunk, row = tl.program_id(0), tl.program_id(1)
     values = logits + row.to(tl.int64) * stride
     block = chunk * per_chunk + tl.arange(0, per_chunk)
-    ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(values + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    x = _read_chunk(values, chunk, vocab, per_chunk)
     settings = table + tl.load(slots + row) * SETTINGS
     temperature = tl.load(settings).to(tl.float32, bitcast=True)
     scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
@@ -241,104 +259,114 @@ def scan(logits, stride, table, slots, positions, tokens, best, stats, states, n
         tl.store(stats + 2 * blocks + block, mass, mask=block < blocks)
     if _is_last(arrivals + row, chunks):
         tl.store(counts + row, 0)  # not where it is read: some threads of that program read it later than others
-        _begin(values, stats, states + row * STATE, scale, settings, tl.load(positions + row), tokens + row,
-               best + row, needs + row, vocab, blocks, most)  # fmt: skip
-
-
-@triton.jit
-def _begin(values, stats, state, scale, settings, position, token, best, needed, vocab, blocks, most: tl.constexpr):
-    """Go on with a row whose blocks are known."""
-    maxima = _read(stats, 0, blocks, most)
-    top = tl.max(maxima, 0)
-    finite = (top > float("-inf")) & (top < float("inf"))
-    need, chosen = 0, tl.zeros([], tl.int64)
-    if finite:
-        scores = maxima
-        if scale > 0:
-            block = tl.arange(0, most)
-            lowest = tl.min(tl.load(stats + blocks + block, mask=block < blocks, other=float("inf")), 0)
-            scores = _read(stats + 2 * blocks, 0, blocks, most)
-            need = _plan(state, maxima, lowest, scores, top, scale, settings, vocab, blocks, most)
-        if need == 0:
-            chosen = _choose(values, scores, float("-inf"), top, scale, settings, position, vocab, most)
-    tl.store(needed, need)
-    tl.store(best, top)
-    tl.store(token, chosen)
+        largest = _read(stats, 0, blocks, most)
+        top = tl.max(largest, 0)
+        finite = (top > float("-inf")) & (top < float("inf"))
+        need, low, chosen = 0, top, tl.zeros([], tl.int64)
+        if finite:
+            scores = largest
+            if scale > 0:
+                every = tl.arange(0, most)
+                lowest = tl.min(tl.load(stats + blocks + every, mask=every < blocks, other=float("inf")), 0)
+                scores = _read(stats + 2 * blocks, 0, blocks, most)
+                state = states + row * STATE
+                need, low = _plan(state, largest, lowest, scores, top, scale, settings, vocab, blocks, most)
+            if need == 0:
+                position = tl.load(positions + row)
+                chosen = _choose(values, scores, float("-inf"), top, scale, settings, position, vocab, most)
+        tl.store(best + row, top)
+        tl.store(tokens + row, chosen)
+        _go_on(need, low, needs + row, awaited + row, stats, blocks, later, most)
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def narrow(logits, stride, stats, states, needs, arrivals, parts, rows, vocab, blocks, chunks,
+def narrow(logits, stride, stats, states, needs, arrivals, awaited, parts, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """Narrow [LOW, HIGH) to a sixteenth, of rows whose threshold may be anywhere.
 
-    Like the kernels below: any number of programs for all chunks of all rows. parts float32 [rows, chunks, PIVOTS];
-    most is a power of two of at least `chunks`.
+    Like `gather` and `total`: any number of programs for all chunks of all rows, most of which are to be skipped soon,
+    of one warp, whose sums need not wait for other warps'. parts float32 [rows, chunks, PIVOTS].
     """
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _NARROW), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
-        if tl.load(needs + row) == _NARROW:
-            state = states + row * STATE
-            low, top, scale = tl.load(state + _LOW), tl.load(state + _TOP), tl.load(state + _SCALE)
+        state, maxima = states + row * STATE, stats + row * 3 * blocks
+        low, largest = tl.load(state + _LOW), _largest(maxima, chunk, blocks, per_chunk)
+        order = tl.arange(0, PIVOTS)
+        if (tl.load(needs + row) == _NARROW) & (largest >= low):
+            top, scale = tl.load(state + _TOP), tl.load(state + _SCALE)
             high = tl.minimum(tl.load(state + _HIGH), top)
-            values, maxima = logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
-            x = _read_chunk(values, maxima, chunk, low, vocab, blocks, per_chunk)
+            x = _read_chunk(logits + row.to(tl.int64) * stride, chunk, vocab, per_chunk)
             weight = tl.where(tl.load(state + _TOP_K) > 0, 1.0, tl.exp((x - top) * scale))
-            order = tl.arange(0, PIVOTS)
             tl.store(parts + item * PIVOTS + order, _weigh(x, weight, low, high, PIVOTS))
-            if _is_last(arrivals + row, chunks):
-                place = tl.arange(0, most)[:, None]
-                found = parts + (row * chunks + place) * PIVOTS + order[None, :]
-                sums = tl.sum(tl.load(found, mask=place < chunks, other=0.0), axis=0)
+            if _is_last(arrivals + row, tl.load(awaited + row)):
+                sums = tl.zeros([PIVOTS], tl.float32)
+                for first in range(0, chunks, PIVOTS):
+                    place = first + order
+                    wanted = (place < chunks) & (_largest(maxima, place, blocks, per_chunk) >= low)
+                    found = parts + (row * chunks + place[:, None]) * PIVOTS + order[None, :]
+                    sums += tl.sum(tl.load(found, mask=wanted[:, None], other=0.0), axis=0)
                 reached = tl.sum((sums >= tl.load(state + _TARGET)).to(tl.int32), 0)
+                need = tl.where(reached == PIVOTS, _TOTAL, _NARROW)
+                least = tl.load(state + _LEAST)
                 if reached == PIVOTS:  # the largest logit alone
-                    tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), top))
-                    tl.store(needs + row, _TOTAL)
+                    low = tl.maximum(least, top)
+                    tl.store(state + _LEAST, low)
                 else:
                     low, high = _bracket(reached, low, high, PIVOTS)
                     tl.store(state + _LOW, low)
                     tl.store(state + _HIGH, high)
                     tl.store(state + _BASE, tl.sum(tl.where(order == reached, sums, 0.0), 0))
+                _go_on(need, low, needs + row, awaited + row, maxima, blocks, per_chunk, most)
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def gather(logits, stride, stats, states, needs, arrivals, counts, candidates, room, rows, vocab, blocks, chunks,
+def gather(logits, stride, stats, states, needs, counts, candidates, room, rows, vocab, blocks, chunks,
            per_chunk: tl.constexpr):  # fmt: skip
-    """Find the threshold exactly among the logits in [LOW, HIGH), of rows with top-k among all from LOW on.
+    """Collect the logits in [LOW, HIGH), of rows with top-k all from LOW on, of rows whose threshold is among them.
 
-    candidates [rows, room] of the logits' type. If there are more than `room`, one program reads all logits again.
+    candidates [rows, room] of the logits' type; counts: how many there are, also if there is no room for all.
     """
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _GATHER), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
-        if tl.load(needs + row) >= _GATHER:
-            state, kept = states + row * STATE, candidates + row.to(tl.int64) * room
-            values, maxima = logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
-            low = tl.load(state + _LOW)
+        state = states + row * STATE
+        low, largest = tl.load(state + _LOW), _largest(stats + row * 3 * blocks, chunk, blocks, per_chunk)
+        if (tl.load(needs + row) >= _GATHER) & (largest >= low):
             high = tl.where(tl.load(state + _TOP_K) > 0, float("inf"), tl.load(state + _HIGH))
-            x = _read_chunk(values, maxima, chunk, low, vocab, blocks, per_chunk)
+            x = _read_chunk(logits + row.to(tl.int64) * stride, chunk, vocab, per_chunk)
             x = tl.reshape(x, [per_chunk * BLOCK])
             inside = ((x >= low) & (x < high)).to(tl.int32)
             some = tl.sum(inside, 0)
             if some > 0:
-                first = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu")
-                place = first + tl.cumsum(inside, 0) - 1
-                tl.store(kept + place, x.to(kept.dtype.element_ty), mask=(inside > 0) & (place < room))
-            if _is_last(arrivals + row, chunks):
-                count = tl.load(counts + row)
-                if count > room:
-                    kept, count = values, vocab
-                tl.store(state + _LEAST, tl.maximum(tl.load(state + _LEAST), _threshold(kept, count, state, low, high)))
-                tl.store(needs + row, _TOTAL)
+                place = tl.atomic_add(counts + row, some, sem="relaxed", scope="gpu") + tl.cumsum(inside, 0) - 1
+                kept = candidates + row.to(tl.int64) * room + place
+                tl.store(kept, x.to(candidates.dtype.element_ty), mask=(inside > 0) & (place < room))
+
+
+@triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
+def settle(logits, stride, stats, states, needs, awaited, counts, candidates, room, rows, vocab, blocks, chunks,
+           per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+    """Find the threshold exactly among the candidates; if there was no room for all, among all of the row's logits."""
+    row = tl.program_id(0)
+    if tl.load(needs + row) >= _GATHER:
+        state, values = states + row * STATE, candidates + row.to(tl.int64) * room
+        count = tl.load(counts + row)
+        if count > room:
+            values, count = logits + row.to(tl.int64) * stride, vocab
+        least = tl.maximum(tl.load(state + _LEAST), _threshold(values, count, state))
+        tl.store(state + _LEAST, least)
+        _go_on(_TOTAL, least, needs + row, awaited + row, stats + row * 3 * blocks, blocks, per_chunk, most)
 
 
 @triton.jit
-def _threshold(values, count, state, low, high):
-    """The smallest logit that top-k, then top-p over what that left, keep: among `count` values in [low, high)."""
+def _threshold(values, count, state):
+    """The smallest logit that top-k, then top-p over what that left, keep: among `count` values in [LOW, HIGH)."""
+    low, high = tl.load(state + _LOW), tl.load(state + _HIGH)
     top, scale, top_p = tl.load(state + _TOP), tl.load(state + _SCALE), tl.load(state + _TOP_P)
     base = (tl.load(state + _BASE).to(tl.float64) * _ONE).to(tl.int64)
     target = (tl.load(state + _TARGET).to(tl.float64) * _ONE).to(tl.int64)
     top_k = tl.load(state + _TOP_K).to(tl.int64)
     if top_k > 0:
-        base = tl.zeros([], tl.int64)
+        base, high = tl.zeros([], tl.int64), float("inf")
         low = _search(values, count, low, high, base, top_k, True, top, scale)
         mass, above = base, base
         for first in range(0, count, _TILE):
@@ -354,20 +382,21 @@ def _threshold(values, count, state, low, high):
 
 
 @triton.jit(do_not_specialize=_ROWS, do_not_specialize_on_alignment=_ROWS)
-def total(logits, stride, table, slots, positions, tokens, stats, states, needs, arrivals, rows, vocab, blocks, chunks,
-          per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
+def total(logits, stride, table, slots, positions, tokens, stats, states, needs, arrivals, awaited, rows, vocab,
+          blocks, chunks, per_chunk: tl.constexpr, most: tl.constexpr):  # fmt: skip
     """The mass of every block without what is below the threshold, then the token, of rows that have a threshold."""
     for item in range(tl.program_id(0), _items(needs, rows, chunks, _TOTAL), tl.num_programs(0)):
         row, chunk = item // chunks, item % chunks
         state, values, maxima = states + row * STATE, logits + row.to(tl.int64) * stride, stats + row * 3 * blocks
-        if tl.load(needs + row) > 0:
-            least, top, scale = tl.load(state + _LEAST), tl.load(state + _TOP), tl.load(state + _SCALE)
-            x = _read_chunk(values, maxima, chunk, least, vocab, blocks, per_chunk)
+        least, largest = tl.load(state + _LEAST), _largest(maxima, chunk, blocks, per_chunk)
+        if (tl.load(needs + row) > 0) & (largest >= least):
+            top, scale = tl.load(state + _TOP), tl.load(state + _SCALE)
+            x = _read_chunk(values, chunk, vocab, per_chunk)
             mass = tl.sum(tl.where(x >= least, tl.exp((x - top) * scale), 0.0), axis=1)
-            score = tl.where(mass > 0, tl.log(tl.maximum(mass, 1e-37)), float("-inf"))
             block = chunk * per_chunk + tl.arange(0, per_chunk)
-            tl.store(maxima + 2 * blocks + block, score, mask=block < blocks)
-            if _is_last(arrivals + row, chunks):
-                scores = _read(maxima + 2 * blocks, 0, blocks, most)
+            tl.store(maxima + 2 * blocks + block, tl.log(tl.maximum(mass, 1e-37)), mask=block < blocks)
+            if _is_last(arrivals + row, tl.load(awaited + row)):
+                kept = _read(maxima, 0, blocks, most) >= least
+                scores = tl.where(kept, _read(maxima + 2 * blocks, 0, blocks, most), float("-inf"))
                 settings, position = table + tl.load(slots + row) * SETTINGS, tl.load(positions + row)
                 tl.store(tokens + row, _choose(values, scores, least, top, scale, settings, position, vocab, most))

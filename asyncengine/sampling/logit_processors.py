@@ -64,18 +64,18 @@ class LogitProcessors:
         from asyncengine.kernels.cuda.logit_processors import penalize_and_mask
 
         params, masks, device = self._params, self._masks, logits.device
-        slots = [row.slot for row in self._rows]
-        penalties = np.stack((params.repetition[slots], params.frequency[slots], params.presence[slots]))
-        sources = np.zeros((3, len(slots)), dtype=np.int64)
-        sources[2] = -1
-        sources[2, masks.places] = np.arange(len(masks.places))
-        seen = {
-            place: table.seen(row, last_token) for place, row in enumerate(self._rows) if params.penalized[row.slot]
-        }
-        for place, tensors in seen.items():
-            sources[:2, place] = [tensor.data_ptr() for tensor in tensors]
+        sources = np.zeros((len(self._rows), 6), dtype=np.int64)
+        sources[:, 5] = -1
+        sources[masks.places, 5] = np.arange(len(masks.places))
+        seen = []
+        for place, row in enumerate(self._rows):
+            if params.penalized[row.slot]:
+                seen.append(table.seen(row, last_token))
+                sources[place, :2] = [tensor.data_ptr() for tensor in seen[-1]]
+                penalties = params.repetition[row.slot], params.frequency[row.slot], params.presence[row.slot]
+                sources[place, 2:5].view(np.float64)[:] = penalties
         if seen or masks.places:
-            penalize_and_mask(logits, upload(penalties, device), upload(sources, device), send(masks.packed, device))
+            penalize_and_mask(logits, upload(sources, device), send(masks.packed, device))
 
     def _bias(self, logits: torch.Tensor) -> None:
         entries = [

@@ -128,11 +128,12 @@ class Sampler:
         if not processors.places:
             return Sampled(*self._choose(slots, positions, logits), ())
         places = np.array(processors.places, dtype=np.int64)
-        index = self._to_device(places)
-        processed = processors.apply(logits[index], self._penalties, last_token)
         if len(places) == len(rows):
+            processed = processors.apply(logits, self._penalties, last_token)
             tokens, best = self._choose(slots, positions, processed)
         else:  # copying everybody's logits would take longer than choosing for the processed rows twice
+            index = self._to_device(places)
+            processed = processors.apply(logits[index], self._penalties, last_token)
             tokens, best = self._choose(slots, positions, logits)
             again = self._choose(slots[places], positions[places], processed)
             tokens, best = tokens.index_copy(0, index, again[0]), best.float().index_copy(0, index, again[1])

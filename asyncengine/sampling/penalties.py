@@ -36,6 +36,7 @@ class PenaltyTable:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._one = torch.ones(1, dtype=torch.int32, device=device)
         self._states: dict[int, _SlotState] = {}
 
     @property
@@ -68,8 +69,7 @@ class PenaltyTable:
         if not row.drafts:
             return state.prompt_seen, state.output_counts
         guessed = self._ids(row.drafts)
-        ones = torch.ones(guessed.shape, dtype=torch.int32, device=self._device)
-        return state.prompt_seen, state.output_counts.index_add(0, guessed, ones)
+        return state.prompt_seen, state.output_counts.index_add(0, guessed, self._one.expand(len(guessed)))
 
     def _extend(self, state: _SlotState, row: Row, total: int, last_token: torch.Tensor) -> None:
         """Each part is marked as counted once it is: a step that runs out of memory between two is launched again."""
@@ -88,8 +88,7 @@ class PenaltyTable:
         state.counted = total
 
     def _count(self, state: _SlotState, tokens: torch.Tensor) -> None:
-        ones = torch.ones(tokens.shape, dtype=torch.int32, device=self._device)
-        state.output_counts.index_add_(0, tokens, ones)
+        state.output_counts.index_add_(0, tokens, self._one.expand(len(tokens)))
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return upload(np.array(tokens, dtype=np.int64), self._device)

@@ -26,9 +26,9 @@ def row(in_flight: bool, num_prompt: int = 3) -> Row:
 def test_a_count_that_runs_out_of_memory_is_taken_up_again(in_flight: bool) -> None:
     last = torch.tensor([0, 0, 9, 0])
     asked = row(in_flight)
-    counting = FailOnce(0)
+    counting, table = FailOnce(0), PenaltyTable(VOCAB, torch.device("cpu"))
     with counting:
-        prompt, output = PenaltyTable(VOCAB, torch.device("cpu")).seen(asked, last)
+        prompt, output = table.seen(asked, last)
     assert prompt.nonzero()[:, 0].tolist() == [3, 4]
     assert {token: int(output[token]) for token in output.nonzero()[:, 0].tolist()} == {7: 2, 9: 1 + in_flight}
     for at in range(1, counting.seen + 1):

@@ -75,23 +75,24 @@ class _Planned:
         """`again`: in a graph, `flashinfer.fast_decode_plan`, which leaves the buffers to whoever fills them."""
         self._wrapper, self._again = wrapper, again
         self._event = memory.event()
-        self._planned: bytes | None = None
-        """Row pointers of the last plan."""
+        self._divided: bytes | None = None
+        """The row pointers of the last plan."""
         self.run = wrapper.run
 
-    def plan(self, indptr: torch.Tensor, *arrays: torch.Tensor | int, **options: Any) -> None:
-        now, before = indptr.numpy().tobytes(), self._planned
-        if self._again is not None and now == before:
-            return
-        if before is not None:
+    def stands(self, divided: bytes) -> bool:
+        """Whether the last plan is right for these row pointers."""
+        return self._again is not None and divided == self._divided
+
+    def plan(self, divided: bytes, *arrays: torch.Tensor | int, **options: Any) -> None:
+        if self._divided is not None:
             self._event.synchronize()
-        if self._again is None or before is None:  # it is the first plan that finds a kernel
-            self._wrapper.plan(indptr, *arrays, **options)
+        if self._again is None or self._divided is None:  # it is the first plan that finds a kernel
+            self._wrapper.plan(*arrays, **options)
         else:
             options = {name: value for name, value in options.items() if name not in ("seq_lens", "o_data_type")}
-            self._again(self._wrapper, indptr, *arrays, global_override_indptr_cpu=indptr, **options)
+            self._again(self._wrapper, *arrays, global_override_indptr_cpu=arrays[0], **options)
         self._event.record()
-        self._planned = now
+        self._divided = divided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +167,8 @@ class FlashInferBackend:
         self._wrappers = self._decode if decode else self._prefill
         for chunk in reversed(self._chunks):
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, self.memory.host)
-            self._arrays = DeviceArrays.over(self.memory.upload(packed.uploaded), len(packed.seq_lens), packed.tokens)
+            rows, tokens = packed.sizes[1], packed.sizes[4]
+            self._arrays = DeviceArrays.over(self.memory.upload(packed.uploaded), rows, tokens)
             self._plan_groups(chunk, packed, decode)
 
     def plan_graph(self, step: StepView, host: torch.Tensor) -> int:
@@ -178,7 +180,7 @@ class FlashInferBackend:
             at = partial(host.narrow, 0, begin)
             packed = pack_step(in_chunks(step, chunk, self.page_size), self.page_size, at)
             self._plan_groups(chunk, packed, True)
-            used = begin + host_only(len(step.counts)) + packed.uploaded.numel()
+            used = begin + packed.memory.numel()
         return used
 
     def graph_inputs(self, size: int) -> int:
@@ -276,33 +278,36 @@ class FlashInferBackend:
     def _plan_groups(self, chunk: int | None, host: HostArrays, decode: bool) -> None:
         """Plan for the layers that attend to such chunks. `host`: what was sent to the arrays on the device."""
         assert self._arrays is not None
-        own: dict[str, Any] = {}
-        if not decode:
-            # else releases before 0.7.2 find it by a loop over the rows, as they do the most keys, here and for decodes
-            # on tensor cores: half a millisecond at 256 rows for each group of layers. max_sequence_kv would spare that
-            # here, but is broken in 0.6
-            own = {"causal": True, "max_token_per_sequence": host.longest_query}
-        pages = self._arrays.kv_indices[: host.num_pages]
-        rows = (host.kv_indptr, pages, host.last_page_len)
         for group, wrapper in self._wrappers.items():
-            if group.chunk == chunk:
-                wrapper.plan(
-                    *(rows if decode else (host.qo_indptr, *rows)),
-                    group.num_heads,
-                    group.num_kv_heads,
-                    group.head_dim,
-                    self.page_size,
-                    seq_lens=host.seq_lens,
-                    pos_encoding_mode="NONE",
-                    window_left=group.window_left,
-                    logits_soft_cap=group.softcap,
-                    sm_scale=group.scale,
-                    q_data_type=self._dtype,
-                    kv_data_type=self._kv_dtype,
-                    o_data_type=self._dtype,
-                    non_blocking=True,
-                    **own,
-                )
+            if group.chunk != chunk or wrapper.stands(host.divided):
+                continue
+            begins, lens, pages, last = host.for_plans()
+            arrays: tuple[torch.Tensor, ...] = (pages, self._arrays.kv_indices[: host.num_pages], last)
+            own: dict[str, Any] = {}
+            if not decode:
+                arrays = (begins, *arrays)
+                # else releases before 0.7.2 find it by a loop over the rows, as they do the most keys, here and for
+                # decodes on tensor cores: half a millisecond at 256 rows for each group of layers. max_sequence_kv
+                # would spare that here, but is broken in 0.6
+                own = {"causal": True, "max_token_per_sequence": host.longest_query}
+            wrapper.plan(
+                host.divided,
+                *arrays,
+                group.num_heads,
+                group.num_kv_heads,
+                group.head_dim,
+                self.page_size,
+                seq_lens=lens,
+                pos_encoding_mode="NONE",
+                window_left=group.window_left,
+                logits_soft_cap=group.softcap,
+                sm_scale=group.scale,
+                q_data_type=self._dtype,
+                kv_data_type=self._kv_dtype,
+                o_data_type=self._dtype,
+                non_blocking=True,
+                **own,
+            )
 
     def _prefill_wrapper(self) -> _Planned:
         make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper

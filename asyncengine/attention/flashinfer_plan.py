@@ -78,23 +78,35 @@ def why_not(layers: Sequence[LayerSpec], dtype: torch.dtype, page_size: int) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostArrays:
-    """One step as FlashInfer's plans want it. Views of one int32 host array, R rows."""
+    """One step as FlashInfer's plans want it: int32 arrays in one host array, R rows."""
 
-    uploaded: torch.Tensor
-    """What the device needs, in the order of `DeviceArrays`."""
-    qo_indptr: torch.Tensor
-    """[R + 1]"""
-    seq_lens: torch.Tensor
-    """[R] keys of each row, this step's included."""
-    kv_indptr: torch.Tensor
-    """[R + 1] where each row's pages begin and end among all pages listed."""
-    last_page_len: torch.Tensor
-    """[R] tokens in the last page of each row, 1 to page_size."""
-    tokens: int
-    num_pages: int
-    """Pages listed, over all rows."""
+    memory: torch.Tensor
+    sizes: list[int]
+    """Of its parts: those of `for_plans`, then the rest of `DeviceArrays`. Behind the first two, all is uploaded."""
+    begins: list[int]
+    """Where they begin."""
+    divided: bytes
+    """The row pointers (`for_plans`): as long as they are the same, pages are divided alike."""
     longest_query: int
     """Most tokens of a row."""
+
+    @property
+    def uploaded(self) -> torch.Tensor:
+        """What the device needs, in the order of `DeviceArrays`."""
+        return self.memory[self.begins[2] :]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages listed, over all rows."""
+        return self.sizes[-1]
+
+    def for_plans(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where each row's tokens begin and end [R + 1]; its keys, this step's included [R]; where its pages begin and
+        end among all pages listed [R + 1]; tokens in its last page [R], 1 to page_size."""
+        tokens, lens, pages, last = (
+            self.memory[at : at + size] for at, size in zip(self.begins[:4], self.sizes, strict=False)
+        )
+        return tokens, lens, pages, last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,32 +146,27 @@ def host_only(rows: int) -> int:
 def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Tensor]) -> HostArrays:
     """Fill one array of `allocate` (int32 elements -> host tensor) with everything a step's plans need."""
     rows, tokens = len(step.counts), int(step.qo_indptr[-1])
+    every = row_of_token = np.arange(rows)
+    positions, longest = step.starts, 1
+    if tokens > rows:
+        row_of_token = np.repeat(every, step.counts)
+        positions = np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token]
+        longest = int(step.counts.max())
     ends = step.starts + step.counts
-    pages = -(-ends // page_size)
-    width = step.page_tables.shape[1]
+    full = (ends - 1) // page_size
     kv_indptr = np.zeros(rows + 1, dtype=np.int64)
-    np.cumsum(pages, out=kv_indptr[1:])
+    np.cumsum(full + 1, out=kv_indptr[1:])
     num_pages = int(kv_indptr[-1])
-    first = (np.arange(rows) if step.slots is None else step.slots) * width - kv_indptr[:-1]
-    listed = np.repeat(first, pages) + np.arange(num_pages)
-    row_of_token = np.arange(rows) if rows == tokens else np.repeat(np.arange(rows), step.counts)
-    parts = (
-        step.qo_indptr,
-        ends,
-        kv_indptr,
-        ends - (pages - 1) * page_size,
-        row_of_token,
-        np.arange(tokens) + (step.starts - step.qo_indptr[:-1])[row_of_token],
-        step.page_tables.reshape(-1)[listed],
-    )
+    first = (every if step.slots is None else step.slots) * step.page_tables.shape[1] - kv_indptr[:-1]
+    listed = step.page_tables.reshape(-1)[np.repeat(first, full + 1) + np.arange(num_pages)]
+    parts = (step.qo_indptr, ends, kv_indptr, ends - full * page_size, row_of_token, positions, listed)
     sizes = [len(part) for part in parts]
     begins = _begins(sizes[:-1])
     memory = allocate(begins[-1] + num_pages)
     numbers = memory.numpy()
     for begin, part in zip(begins, parts, strict=True):
         numbers[begin : begin + len(part)] = part
-    indptr, lens, kv, last = (memory[at : at + size] for at, size in zip(begins[:4], sizes, strict=False))
-    return HostArrays(memory[begins[2] :], indptr, lens, kv, last, tokens, num_pages, int(step.counts.max()))
+    return HostArrays(memory, sizes, begins, kv_indptr.tobytes(), longest)
 
 
 def in_chunks(step: StepView, chunk: int | None, page_size: int) -> StepView:

@@ -201,6 +201,10 @@ class DecodeGraphs:
         self._padding = np.array([[max_num_seqs, 0, 0, -1, 1, -1, max_num_seqs, FIRST, num_states, 0]]).T
         no_pages = np.zeros((max_num_seqs + 1, 1), dtype=np.int32)
         self._nothing = DecodeStep(np.zeros((NUMBERS, 0), dtype=np.int64), no_pages, ())
+        self._shapes = {
+            size: (np.ones(size, dtype=np.int64), np.arange(size + 1), self._fixed(KV_SLOT, size))
+            for size in self.sizes
+        }
         self._plain: dict[int, Graph] = {}
         self._adapted: dict[int, Graph] = {}
         self._version = -1
@@ -274,8 +278,7 @@ class DecodeGraphs:
         given = np.flatnonzero(numbers[GIVEN] >= 0)
         numbers[SOURCE] = numbers[SLOT]
         numbers[SOURCE, given] = self._front + GIVEN * size + given
-        ones, indptr = np.ones(size, dtype=np.int64), np.arange(size + 1)
-        kv_slots = self._fixed(KV_SLOT, size)
+        ones, indptr, kv_slots = self._shapes[size]
         view = StepView(numbers[POSITION], ones, indptr, step.tables, kv_slots, slots=numbers[SLOT])
         self._inputs.send(sent + self._backend.plan_graph(view, host[sent:]))
 

@@ -42,14 +42,11 @@ def test_a_step_by_hand() -> None:
     """Rows that end inside a page, at its end, and just behind it; entries behind a row's pages are not listed."""
     step = step_of([0, 7, 8], [3, 1, 1], [[5, 90, 91], [6, 7, 92], [8, 9, 4]])
     packed = pack_step(step, 4, host)
-    assert packed.qo_indptr.tolist() == [0, 3, 4, 5]
-    assert packed.seq_lens.tolist() == [3, 8, 9]
-    assert packed.kv_indptr.tolist() == [0, 1, 3, 6]
-    assert packed.last_page_len.tolist() == [3, 4, 1]
+    assert [part.tolist() for part in packed.for_plans()] == [[0, 3, 4, 5], [3, 8, 9], [0, 1, 3, 6], [3, 4, 1]]
     assert (packed.num_pages, packed.longest_query) == (6, 3)
     device = DeviceArrays.over(packed.uploaded.clone(), 3, 5)
-    assert device.kv_indptr.tolist() == packed.kv_indptr.tolist()
-    assert device.last_page_len.tolist() == packed.last_page_len.tolist()
+    assert device.kv_indptr.tolist() == [0, 1, 3, 6]
+    assert device.last_page_len.tolist() == [3, 4, 1]
     assert device.batch_indices.tolist() == [0, 0, 0, 1, 2]
     assert device.positions.tolist() == [0, 1, 2, 7, 8]
     assert device.kv_indices.tolist() == [5, 6, 7, 8, 9, 4]
@@ -68,8 +65,10 @@ def test_random_steps_by_loops(page_size: int) -> None:
         listed = [table[: -(-length // page_size)] for table, length in zip(tables, lengths, strict=True)]
         device = DeviceArrays.over(packed.uploaded, rows, sum(counts))
         assert device.kv_indices.tolist() == [page for pages in listed for page in pages]
-        assert packed.kv_indptr.diff().tolist() == [len(pages) for pages in listed]
-        assert packed.last_page_len.tolist() == [(length - 1) % page_size + 1 for length in lengths]
+        _, lens, kv_indptr, last_page_len = packed.for_plans()
+        assert lens.tolist() == lengths
+        assert kv_indptr.diff().tolist() == [len(pages) for pages in listed]
+        assert last_page_len.tolist() == [(length - 1) % page_size + 1 for length in lengths]
         assert device.positions.tolist() == [
             start + at for start, count in zip(starts, counts, strict=True) for at in range(count)
         ]
@@ -85,7 +84,7 @@ def test_places_do_not_depend_on_lengths() -> None:
     for step, pages in ((short, [1, 2]), (long, [*range(1, 19), 20])):
         packed = pack_step(step, 4, host)
         fixed[: packed.uploaded.numel()] = packed.uploaded
-        assert arrays.kv_indptr.tolist() == packed.kv_indptr.tolist()
+        assert arrays.kv_indptr.tolist() == packed.for_plans()[2].tolist()
         assert arrays.positions.tolist() == step.starts.tolist()
         assert arrays.kv_indices[: packed.num_pages].tolist() == pages
     for part in (arrays.kv_indptr, arrays.last_page_len, arrays.batch_indices, arrays.positions, arrays.kv_indices):

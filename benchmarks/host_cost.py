@@ -52,7 +52,10 @@ class Arriving(NamedTuple):
 
     result: StepResult
     due: float
-    ready: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return time.perf_counter() >= self.due
 
     def block(self) -> None:
         time.sleep(max(0.0, self.due - time.perf_counter()))

@@ -58,7 +58,8 @@ class Arriving(NamedTuple):
         return time.perf_counter() >= self.due
 
     def block(self) -> None:
-        time.sleep(max(0.0, self.due - time.perf_counter()))
+        if (left := self.due - time.perf_counter()) > 0:
+            time.sleep(left)
 
     def wait(self) -> StepResult:
         self.block()

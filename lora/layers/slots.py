@@ -201,19 +201,13 @@ class LoraLayers:
         return None, None
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
-        """Of a forward of one row for each of `slots`, int64 on the device, as `put_slots` fills it; in a CUDA
-        graph, whoever has put what there by the time it is replayed. Needs `masked`."""
+        """Of a forward of one row for each of `slots`, int64 on the device, counted from 0, -1 for none; in a CUDA
+        graph, whatever is there by the time it is replayed. Needs `masked`."""
         step = MaskedStep(self.max_loras, slots)
         return self._begun(step, step)
 
     def _begun(self, tokens: Step, logits: Step) -> StepAdapters:
         return _Adapters(self._stacks, tokens, self._table), _Adapters(self._stacks, logits, self._table)
-
-    def put_slots(self, into: torch.Tensor, slots: Sequence[int]) -> None:
-        """Set the first of `into` to each row's slot, and the rest to none."""
-        own = np.full(len(into), -1, dtype=np.int64)
-        own[: len(slots)] = np.array(slots, dtype=np.int64) - 1
-        into.copy_(upload(own, self._device))
 
     def check_slots(self, slots: Sequence[int]) -> None:
         """Raises `InvariantViolation` for a slot that is not 0 and empty."""

@@ -2,13 +2,13 @@
 
 The choice is that of `sampling.sampler`, number for number of noise: Gumbel-max over blocks of tokens, then over the
 tokens of the winning block. `scan` reads all logits once and is the end for greedy rows and for those that are drawn
-from whole. For the others, thresholds are found by comparing with several pivots at a time (no atomic additions of
-floats, no sorting of rows, so that the same row gives the same bits in any batch): `narrow` brackets a top-p set among
-all logits, `gather` collects what the bracket holds and finds the exact value there, and `total` draws. A program skips
-blocks whose largest logit is below the bracket, which of a peaked row leaves a few, and rows that need nothing of it.
+from whole. For the others, thresholds are found by comparing with several pivots at a time, without sorting: `narrow`
+brackets a top-p set among all logits, `gather` collects what the bracket holds, `settle` finds the exact value there,
+and `total` draws. Rows that need nothing are skipped, and chunks without a logit in the bracket: of a peaked row, most.
 Whichever program of a row is the last to arrive goes on for the row (NVIDIA's sample threadFenceReduction).
 
-Sums that decide are of float32 in an order that only the vocabulary decides, or of whole numbers.
+Sums that decide are of float32 in an order that only the vocabulary decides, or of whole numbers: the same row gives
+the same bits in any batch.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

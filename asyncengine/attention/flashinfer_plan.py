@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,7 +160,9 @@ def pack_step(step: StepView, page_size: int, allocate: Callable[[int], torch.Te
     num_pages = int(kv_indptr[-1])
     first = (every if step.slots is None else step.slots) * step.page_tables.shape[1] - kv_indptr[:-1]
     listed = step.page_tables.reshape(-1)[np.repeat(first, full + 1) + np.arange(num_pages)]
-    parts = (step.qo_indptr, ends, kv_indptr, ends - full * page_size, row_of_token, positions, listed)
+    parts: tuple[Any, ...] = (
+        step.qo_indptr, ends, kv_indptr, ends - full * page_size, row_of_token, positions, listed,
+    )  # fmt: skip
     sizes = [len(part) for part in parts]
     begins = _begins(sizes[:-1])
     memory = allocate(begins[-1] + num_pages)

@@ -276,18 +276,22 @@ def _capture_graphs(
     """
     sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
     prompts = prompt_graph_sizes(config.max_num_batched_tokens) if runner.may_cut else []
-    count = len(sizes) * (1 + adapted) + len(prompts)
+    count = len(sizes) * (1 + adapted)
     release_cached(device)  # else they would be served from there, and seem to take nothing
     before, began, kind = free_bytes(device), time.perf_counter(), "decode steps"
-    progress.stage("capturing CUDA graphs", count)
+    progress.stage("capturing CUDA graphs", count + len(prompts))
     try:
         capture = CudaCapture()
         runner.use_graphs(sizes, capture, progress.advance)
         if prompts:
             kind = "steps with prompts"
             runner.use_prompt_graphs(prompts, capture.in_pieces, progress.advance)
+            count += len(prompts)
     except Exception as error:
         logger.warning("%s run without CUDA graphs: %s", kind, error)
+        if kind == "decode steps":
+            release_cached(device)
+            return
     release_cached(device)
     taken, seconds = (before - free_bytes(device)) / 2**20, time.perf_counter() - began
-    logger.info("captured up to %d CUDA graphs in %.1f s; they take %.0f MiB", count, seconds, taken)
+    logger.info("captured %d CUDA graphs in %.1f s; they take %.0f MiB", count, seconds, taken)

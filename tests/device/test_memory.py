@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -178,8 +179,9 @@ from asyncengine.device.memory import free_bytes, in_words
 from asyncengine.errors import OutOfMemory
 cpu = torch.device("cpu")
 before = free_bytes(cpu)
-kind = getattr(resource, sys.argv[1])
-resource.setrlimit(kind, (int(sys.argv[2]), resource.getrlimit(kind)[1]))
+kind, field = getattr(resource, sys.argv[1]), sys.argv[2]
+used = next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field))
+resource.setrlimit(kind, (int(used) * 1024 + int(sys.argv[3]), resource.getrlimit(kind)[1]))
 print(min(before, 1 << 50), free_bytes(cpu))
 try:
     in_words(lambda: torch.ones(1 << 40), cpu, "the model", "Take less.")
@@ -189,13 +191,17 @@ except OutOfMemory as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems keep to these limits only in part")
-@pytest.mark.parametrize(("kind", "flag"), [("RLIMIT_AS", "-v"), ("RLIMIT_DATA", "-d")])
-def test_the_limits_of_a_process_limit_what_is_free(kind: str, flag: str) -> None:
-    """An address space that is nearly used up has no room for a model, however much memory the machine has."""
-    size = str(64 * 2**20)
-    run = subprocess.run([sys.executable, "-c", _LIMITED, kind, size], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize(("kind", "field", "flag"), [("RLIMIT_AS", "VmSize:", "-v"), ("RLIMIT_DATA", "VmData:", "-d")])
+def test_the_limits_of_a_process_limit_what_is_free(kind: str, field: str, flag: str) -> None:
+    """An address space that is nearly used up has no room for a model, however much memory the machine has; some is
+    left here, or Python itself might find none for what it does next."""
+    command = [sys.executable, "-c", _LIMITED, kind, field, str(16 * 2**20)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
     numbers, error = run.stdout.splitlines()
     before, free = map(int, numbers.split())
     assert before > 0
-    assert free == 0
-    assert error.startswith(f"the model does not fit on cpu, where 0 MiB are free now (ulimit {flag} leaves no more): ")
+    assert free <= 16 * 2**20
+    assert re.match(
+        rf"the model does not fit on cpu, where \d+ MiB are free now \(ulimit {flag} leaves no more\): ", error
+    )

@@ -44,8 +44,8 @@ async def test_states_of_sixty_four_requests_stay_within_the_budget(
     at_once: list[int] = []
     pools: list[StatePools] = []
 
-    def made(self: StatePools, *given: Any) -> None:
-        make(self, *given)
+    def made(self: StatePools, *given: Any, **more: Any) -> None:
+        make(self, *given, **more)
         pools.append(self)
 
     def launch(self: ModelRunner, batch: Batch) -> Any:

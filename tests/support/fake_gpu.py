@@ -74,7 +74,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, capture: Any = Again) -> Counter[s
 
     def build_runner(model: Any, config: Any, **options: Any) -> Any:
         runner = build(model, config, **options)
-        if config.cuda_graphs and runner.attention_backend == "flashinfer":
+        if config.cuda_graphs and runner.attention_backend == "flashinfer" and not model.states:
             runner.use_graphs(graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens)), capture)
         return runner
 

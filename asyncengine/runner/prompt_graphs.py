@@ -12,8 +12,6 @@ Padding tokens stand at position 0 of page 0, which belongs to nobody, and are n
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -26,8 +24,6 @@ from asyncengine.device.pinned import FixedInputs, Int64Array
 from asyncengine.models.decoder import Decoder
 from asyncengine.runner.step_buffers import FlatStep
 from asyncengine.step import Batch
-
-logger = logging.getLogger("asyncengine")
 
 Hidden = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids [T], positions [T]) -> hidden states after the final norm [T, width], of a planned backend."""
@@ -116,16 +112,12 @@ class PromptGraphs:
         self._query, self._attended = memory
         """Of one layer after the other, for no two attend at once."""
         self._out = torch.empty(0)
-        self.seconds = 0.0
-        """Spent capturing."""
 
     def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
         """Capture every size, largest first, so that smaller ones find their memory in the pool; `told` after each."""
-        began = time.perf_counter()
         for size in reversed(self.sizes):
             self._graphs[size] = self._captured(size)
             told()
-        self.seconds = time.perf_counter() - began
 
     def hold(self, batch: Batch) -> bool:
         """Whether `run` takes this step."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from asyncengine.async_engine import AsyncEngine
-from asyncengine.errors import OutOfMemory
+from asyncengine.errors import InvalidParameter, OutOfMemory
 from asyncengine.sampling_params import SamplingParams
 from tools.gpucheck import environment
 from tools.gpucheck.environment import BANDWIDTH
@@ -146,7 +146,7 @@ class Ladder:
         began = time.perf_counter()
         try:
             engine = await AsyncEngine.from_pretrained(folder, **options)
-        except OutOfMemory as error:
+        except (InvalidParameter, OutOfMemory) as error:  # settings that this device does not have, or cannot hold
             raise Skipped(str(error)) from None
         seconds = time.perf_counter() - began
         self._name, self._engine = name, engine

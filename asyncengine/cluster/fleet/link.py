@@ -131,9 +131,13 @@ class Link:
     def _close(self) -> None:
         """Close the sockets; from now on posts are dropped."""
         self.post = lambda commands: None
-        for socket in (self._states, self._socket):
-            if socket is not None:
-                socket.close(linger=0)
+        if self._states is not None and not self._states.closed:
+            # first: libzmq's thread waits for ever to tell a change of state that nobody is there to be told of, and
+            # with it all connections of the context
+            self._socket.disable_monitor()
+            self._states.close(linger=0)
+        if self._socket is not None:
+            self._socket.close(linger=0)
 
 
 class LinkEnd:

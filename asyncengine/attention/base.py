@@ -74,7 +74,6 @@ class StepView:
     None: all layers have one pool."""
     window_slots: torch.Tensor | None = None
     """As `kv_slots`, likewise."""
-
     slots: Int64Array | None = None
     """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
 

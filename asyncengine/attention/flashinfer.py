@@ -100,8 +100,8 @@ class _DecodeGraph:
     """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
 
     arrays: dict[int | None, tuple[int, DeviceArrays]]
-    """By chunk, and where they begin among the graph's inputs. Those of whole rows are last: only of them, what is not
-    used is not sent."""
+    """Where the arrays of each chunk begin among the graph's inputs, and these. Those of whole rows are last: only of
+    them, the unused end is not sent."""
     wrappers: dict[LayerGroup, _Planned]
 
 
@@ -255,7 +255,7 @@ class FlashInferBackend:
         return self.attend(layer, query).view(len(qkv), -1)
 
     def attend_into(self, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """As `attend`, into memory that is there, of the same shape as `query`."""
+        """Do what `attend` does, into memory that is there, of the same shape as `query`."""
         self._wrappers[self._group_of[layer]].run(query, self._pools[layer], out=out)
 
     @contextmanager

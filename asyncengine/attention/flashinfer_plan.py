@@ -83,9 +83,9 @@ class HostArrays:
 
     memory: torch.Tensor
     sizes: list[int]
-    """Of its parts: those of `for_plans`, then the rest of `DeviceArrays`. Behind the first two, all is uploaded."""
+    """Sizes of its parts: of `for_plans`, then the rest of `DeviceArrays`. Behind the first two, all is uploaded."""
     begins: list[int]
-    """Where they begin."""
+    """First elements of these parts."""
     divided: bytes
     """The row pointers (`for_plans`): as long as they are the same, pages are divided alike."""
     longest_query: int
@@ -93,7 +93,7 @@ class HostArrays:
 
     @property
     def uploaded(self) -> torch.Tensor:
-        """What the device needs, in the order of `DeviceArrays`."""
+        """The part that the device needs, in the order of `DeviceArrays`."""
         return self.memory[self.begins[2] :]
 
     @property
@@ -102,8 +102,8 @@ class HostArrays:
         return self.sizes[-1]
 
     def for_plans(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each row's tokens begin and end [R + 1]; its keys, this step's included [R]; where its pages begin and
-        end among all pages listed [R + 1]; tokens in its last page [R], 1 to page_size."""
+        """Bounds of each row's tokens [R + 1]; its keys, this step's included [R]; bounds of its pages among all pages
+        listed [R + 1]; tokens in its last page [R], 1 to page_size."""
         tokens, lens, pages, last = (
             self.memory[at : at + size] for at, size in zip(self.begins[:4], self.sizes, strict=False)
         )

@@ -63,7 +63,7 @@ class Readback:
         return self._host.copy_(tensor, non_blocking=True)
 
     def release(self) -> None:
-        """What `fetch_now` returned has been read."""
+        """Give back the memory that `fetch_now` returned, once it has been read."""
         if self._host is not None:
             self._used.append(self._host)
         self._host = None

@@ -284,7 +284,7 @@ def _tell(job: _Job | _Call, *callback: Any) -> bool:
 
 
 def _read(launched: _Launched, failure: BaseException | None) -> None:
-    """What a step has computed is on the host: make the result of it, where it is needed next."""
+    """Make the result of a step whose numbers are on the host, on the thread that needs it next."""
     result = launched.job.result
     if not result.done():
         _settle(result, _outcome(launched.handle.wait) if failure is None else failure)

@@ -114,7 +114,7 @@ class Attention:
         return Norm(options, config.head_norm, path, config.head_dim, heads if config.norm_scope == "each" else 0)
 
     def merged_heads(self, rotary: RotaryConfig | None) -> MergedHeads | None:
-        """How one kernel prepares the merged projection for attention; None: none can.
+        """Description of how one kernel prepares the merged projection for attention; None: none can.
 
         `rotary` is the layer's rotation. Compiled attention rotates halves, by cosines in the model's type.
         """

@@ -71,7 +71,7 @@ class MLP:
         return self.down(inner, adapters)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """What is between the two products, of all that the first gives."""
+        """Compute what is between the two products, of all that the first gives."""
         if self.config.scales[0] != 1.0:
             inner[:, : self.config.width] *= self.config.scales[0]
         if self.gated is not None:

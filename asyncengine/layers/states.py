@@ -103,7 +103,7 @@ class LoneTokens(NamedTuple):
     """Segments of one token, each the only one of its row, as a device takes them all at once. int64 [rows]."""
 
     tokens: slice | torch.Tensor
-    """Of the step's. All of them as a slice, which takes no kernel."""
+    """Places among the step's tokens; a slice where all of them are meant, which takes no kernel."""
     sources: torch.Tensor
     targets: torch.Tensor
 

@@ -111,7 +111,7 @@ class RowRange:
 
 
 def bytes_of(form: NumberForm, numbers: int, *, whole_bytes: bool = False) -> int:
-    """What so many numbers take with their scales and the like, about. `whole_bytes`: those of 6 bits take 8."""
+    """Bytes that so many numbers take with their scales and the like, about. `whole_bytes`: those of 6 bits take 8."""
     each = (8 if whole_bytes and form.bits == 6 else form.bits) / 8
     if form.group:
         scale = {"float16": 2, "bfloat16": 2, "float32": 4}[form.scale_dtype]

@@ -76,7 +76,8 @@ class TakesStored:
         return self._stored
 
     def load(self, first: int, weight: torch.Tensor | StoredMatrix) -> None:
-        """In panels, `first` is a multiple of 16; so is the number of rows, or they are the last ones.
+        """Put a matrix's rows from `first` on. In panels, that is a multiple of 16; so is their number, or they are
+        the last ones.
 
         Raises `ValueError` for a matrix that is stored otherwise than was said.
         """
@@ -104,7 +105,7 @@ class TakesStored:
 
 
 class GroupedWeight(TakesStored, PanelWeight):
-    """As it is stored: the same numbers and scales, in another order."""
+    """A weight as it is stored: the same numbers and scales, in another order."""
 
     def __init__(
         self, outputs: int, inputs: int, stored: StoredForm, dtype: torch.dtype, empty: Empty = ordinary
@@ -143,7 +144,7 @@ class GroupedWeight(TakesStored, PanelWeight):
 
 
 class ChunkedWeight(TakesStored):
-    """As it is stored, on an NVIDIA GPU, whose kernels dequantize what they read (`kernels.cuda.packed_matmul`)."""
+    """A weight as it is stored, on an NVIDIA GPU whose kernels dequantize what they read (`cuda.packed_matmul`)."""
 
     waiting = None
 

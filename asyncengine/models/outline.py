@@ -61,8 +61,8 @@ def weights_of(
     checkpoint: CheckpointSource, slots: Mapping[str, TensorSlot], ignored: Sequence[str], config: EngineConfig,
     dtype: torch.dtype, device: torch.device, bits: int | None, experts: Collection[str] = (),
 ) -> Weights:  # fmt: skip
-    """What `slots` are filled with; `ignored` as `assign` takes it, whose `ModelNotFound` it raises. `experts`: paths
-    of matrices that kernels of their own multiply."""
+    """The tensors that `slots` are filled with; `ignored` as `assign` takes it, whose `ModelNotFound` it raises.
+    `experts`: paths of matrices that kernels of their own multiply."""
     names = {} if config.load_format == "dummy" else assign(checkpoint, slots, ignored)
     forms = kept_forms(stored_forms(checkpoint, names), dtype, device, bits, experts)
     elements = {name.removesuffix(".weight"): math.prod(slot.shape) for name, slot in slots.items()}

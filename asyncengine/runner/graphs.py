@@ -62,7 +62,7 @@ class Graph(Protocol):
 
 
 Capture = Callable[[Callable[[], torch.Tensor]], Graph]
-"""What makes graphs of work: CUDA, or in tests a stand-in that calls the work again."""
+"""A maker of graphs of work: CUDA, or in tests a stand-in that calls the work again."""
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ class DecodeGraphs:
         return self._adapted[size]
 
     def _captured(self, size: int, lora: LoraLayers | None) -> Graph:
-        """Of padding rows only: it is run once before it is captured, and would overwrite the tokens of others."""
+        """Capture a step of padding rows only: it is run once before that, and would overwrite the tokens of others."""
         began = time.perf_counter()
         self._send(size, self._nothing)
         slots, positions, adapters, following, source, *moved = (

@@ -212,7 +212,7 @@ class ModelRunner:
         if step.sampling:
             pending.sampling = step.sampling
             every = len(step.sample_logits) == logits.shape[0]
-            chosen = logits if every else logits[upload(np.array(step.sample_logits), self._device)]
+            chosen = logits if every else logits[upload(step.sample_logits, self._device)]
             sampled = self._sample(pending, chosen, masks)
         for index, first, last in step.prompt_spans:
             self._score_prompt(pending, index, logits[first:last])

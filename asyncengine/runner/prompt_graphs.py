@@ -110,7 +110,7 @@ class PromptGraphs:
         with torch.inference_mode(False):
             memory = torch.zeros(2, self.sizes[-1] * widest, dtype=dtype, device=last_token.device)
         self._query, self._attended = memory
-        """Of one layer after the other, for no two attend at once."""
+        """Memory of one layer after the other, for no two attend at once."""
         self._out = torch.empty(0)
 
     def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
@@ -180,7 +180,7 @@ class PromptGraphs:
         kv_slots = self._number(size, _KV_SLOT)
 
         def cut(layer: int, query: torch.Tensor) -> torch.Tensor:
-            """In the place of attention: the queries go where it will read them, what it will write is returned."""
+            """Stand in for attention: put the queries where it will read them, and return what it will write."""
             queries, attended = self._views(*query.shape)
             queries.copy_(query)
             for capture in under:  # none while it is run once to warm up

@@ -12,6 +12,7 @@ copied.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import NamedTuple
@@ -81,8 +82,8 @@ class FlatStep(NamedTuple):
     wanted: list[int]
     """Tokens whose logits are wanted, ascending."""
     sampling: list[int]
-    """As in `Step`, and so on."""
-    sample_logits: list[int]
+    """The same as in `Step`, like what follows."""
+    sample_logits: Int64Array
     prompt_spans: list[tuple[int, int, int]]
     pool_spans: list[Span]
 
@@ -96,7 +97,7 @@ SLOT, POSITION, KV_SLOT, ADAPTER, NEXT, GIVEN, SOURCE, STATE_SOURCE, STATE_TARGE
 from 0 or -1, the position after, the token if it is known here or -1, one for whoever knows where tokens lie, and where
 its recurrent state lies and goes."""
 NUMBERS = 10
-"""Of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
+"""Count of these, with one to spare: what follows them in memory begins at a multiple of 16 bytes."""
 
 
 class DecodeStep(NamedTuple):
@@ -282,14 +283,13 @@ class StepBuffers:
         if near:
             slots, width = flat.slots, view.page_tables.shape[1]
             view = replace(view, window_tables=self._window_tables.rows[slots, :width], window_slots=near[0])
-        of_sampled = np.array(flat.sample_logits, dtype=np.int64)
-        segments = _segments(rows, flat.indptr.tolist())
         return Step(
-            view, input_ids, where, keep, flat.sampling, of_sampled, flat.prompt_spans, flat.pool_spans, segments
-        )
+            view, input_ids, where, keep, flat.sampling, flat.sample_logits, flat.prompt_spans, flat.pool_spans,
+            _segments(rows, flat.indptr),
+        )  # fmt: skip
 
     def flatten(self, rows: tuple[Row, ...]) -> FlatStep:
-        """What the host knows of a step. Raises `ValueError` as `build`."""
+        """Gather what the host knows of a step. Raises `ValueError` as `build`."""
         _, own, first, scheduled, _, in_flight, pages, *_ = zip(*rows, strict=True)
         slots, starts, counts = (np.array(column, dtype=np.int64) for column in (own, first, scheduled))
         needs = -(-(starts + counts) // self._page_size)
@@ -312,9 +312,11 @@ class StepBuffers:
         if rows[0].window is not None:
             near = self._window_tables.rows[places].astype(np.int64) * self._page_size + offsets
         flying = np.array(in_flight, dtype=np.bool_)
+        wanted, sampling, sample_logits, prompt_spans, pool_spans = _wanted_logits(rows, bounds)
         return FlatStep(
             starts, counts, slots, indptr, self._tables.rows[slots, : int(needs.max())], tokens, positions, kv_slots,
-            near, np.stack((indptr[1:][flying] - 1, slots[flying])), *_wanted_logits(rows, bounds),
+            near, np.stack((indptr[1:][flying] - 1, slots[flying])), wanted, sampling,
+            np.array(sample_logits, dtype=np.int64), prompt_spans, pool_spans,
         )  # fmt: skip
 
     def _input_tokens(self, row: Row) -> list[int]:
@@ -330,7 +332,7 @@ class StepBuffers:
         return tokens
 
 
-def _segments(rows: tuple[Row, ...], indptr: list[int]) -> StateSegments | None:
+def _segments(rows: tuple[Row, ...], indptr: Iterable[int]) -> StateSegments | None:
     """Each row from the state it starts from over the snapshots it takes to its own."""
     if not rows or rows[0].state is None:
         return None

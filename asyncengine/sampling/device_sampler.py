@@ -13,9 +13,9 @@ from asyncengine.kernels.cuda.sampling import BLOCK, PIVOTS, SETTINGS, STATE, ga
 from asyncengine.sampling.slot_params import SlotParams
 
 _SHAPES = {"scan": (8, 4), "narrow": (2, 1), "gather": (2, 1), "settle": (2, 4), "total": (2, 1)}
-"""Of each kernel's programs: blocks that one reads, and its warps."""
+"""Shape of each kernel's programs: blocks that one reads, and its warps."""
 _PROGRAMS = 2048
-"""Of a kernel that most rows need nothing of: about what a GPU runs at once."""
+"""Programs of a kernel that most rows need nothing of: about what a GPU runs at once."""
 _NARROWINGS = 2
 _ROOM = 16384
 """Candidates of a row for its threshold."""
@@ -48,7 +48,7 @@ class DeviceSampler:
     def choose(
         self, logits: torch.Tensor, slots: Int64Array, positions: Int64Array
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `sample` writes, in new memory. Launches what these slots need."""
+        """Sample into new memory, (tokens, best) as `sample` writes them. Launches only what these slots need."""
         self.refresh()
         where = upload(np.stack((slots, positions)), self._device)
         tokens, best = torch.empty_like(where[0]), torch.empty(len(slots), device=self._device)

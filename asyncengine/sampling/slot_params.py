@@ -69,8 +69,8 @@ class SlotParams:
         return floats, np.stack(whole, axis=1)
 
     def packed(self) -> NDArray[np.int32]:
-        """What a sampler on a device takes: int32 [slots, 8], bits of temperature, top-p and min-p, then top-k and the
-        halves of the seed."""
+        """Parameters as a sampler on a device takes them: int32 [slots, 8], bits of temperature, top-p and min-p, then
+        top-k and the halves of the seed."""
         packed = np.zeros((len(self.temperature), 8), dtype=np.int32)
         packed.view(np.float32)[:, :3] = np.stack((self.temperature, self.top_p, self.min_p), axis=1)
         packed.view(np.uint32)[:, 3:6] = np.stack((self.top_k, self.seed_low, self.seed_high), axis=1)

@@ -44,7 +44,7 @@ def _of_largest(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) ->
 
 
 def _by_sorting(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Of top-p alone. Looks at the result of a first try, for which a GPU without kernels has to wait."""
+    """Find the threshold of top-p alone. Looks at what a first try gave; a GPU without kernels has to wait for it."""
     totals = torch.logsumexp(logits, dim=-1)
     width = min(_FIRST_CANDIDATES, logits.shape[-1])
     least, reached = _top_p_threshold(logits.topk(width, dim=-1).values, totals, top_p)

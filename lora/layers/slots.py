@@ -201,7 +201,7 @@ class LoraLayers:
         return None, None
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:
-        """Of a forward of one row for each of `slots`, int64 on the device, counted from 0, -1 for none; in a CUDA
+        """Begin a forward of one row for each of `slots`, int64 on the device, counted from 0, -1 for none; in a CUDA
         graph, whatever is there by the time it is replayed. Needs `masked`."""
         step = MaskedStep(self.max_loras, slots)
         return self._begun(step, step)

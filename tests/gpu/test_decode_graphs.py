@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from support.gpu_models import runner_without_graphs, write_small_qwen3
 
-from asyncengine.config import EngineConfig
 from asyncengine.device.pinned import CudaMemory, FixedInputs
-from asyncengine.models.loading import load_model
 from asyncengine.request_spec import RequestSpec
-from asyncengine.runner.building import build_runner
 from asyncengine.runner.graphs import CudaCapture
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.sampling_params import SamplingParams
@@ -69,22 +66,11 @@ class Largest:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("graphs")
-    config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
-    config.architectures = ["Qwen3ForCausalLM"]
-    config.save_pretrained(made)
-    return made
+    return write_small_qwen3(tmp_path_factory.mktemp("graphs"))
 
 
 def make_runner(folder: Path, sampler: Any) -> ModelRunner:
-    config = EngineConfig(
-        device="cuda", dtype="bfloat16", load_format="dummy", max_num_seqs=16, kv_cache_memory="200MB",
-        cuda_graphs=False, max_model_len=512,
-    )  # fmt: skip
-    runner = build_runner(load_model(str(folder), config), config)
+    runner = runner_without_graphs(folder)
     if sampler is not None:
         runner._sampler.on_device = sampler if sampler != "none" else None
     runner.use_graphs([1, 2, 4, 8], CudaCapture())

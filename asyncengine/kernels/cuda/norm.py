@@ -41,7 +41,7 @@ _launcher = Launcher(_rms_norm)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
-    """As `LayerKernels.rms_norm`; the weight has the offset in it. Rows may lie apart; there may be none."""
+    """Compute `LayerKernels.rms_norm`; the weight has the offset in it. Rows may lie apart; there may be none."""
     assert offset == 0.0
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -54,8 +54,8 @@ def add_rms_norm(
     residual: torch.Tensor, branch: torch.Tensor, scale: float, weight: torch.Tensor, epsilon: float,
     offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `LayerKernels.add_rms_norm`, of [rows, width]; the weight has the offset in it. The norm is that of the sum as
-    it is rounded to the residual's type."""
+    """Do `LayerKernels.add_rms_norm` of [rows, width]; the weight has the offset in it. The norm is that of the sum
+    as it is rounded to the residual's type."""
     assert offset == 0.0
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
     if len(residual):

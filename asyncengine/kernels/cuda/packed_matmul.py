@@ -25,11 +25,11 @@ FEW, SOME = 4, 64
 _SLICE = 2**24
 """Numbers of a weight that are dequantized at once: 32 MiB, most of which stay in a second-level cache."""
 _NARROW, _TILE, _WARPS = 8, 4096, 4
-"""Of a program without tensor cores: half of its outputs, bytes that it takes of these at once, warps."""
+"""Shape of a program without tensor cores: half of its outputs, bytes that it takes of these at once, warps."""
 _MANY = 16384
 """Outputs of a matrix below which such a program makes half as many, so that there are enough of them."""
 _WIDE, _DEPTH = 64, 3
-"""Of a program with tensor cores: outputs, tiles that are read ahead."""
+"""Shape of a program with tensor cores: outputs, tiles that are read ahead."""
 _PROGRAMS = 528
 """Programs that fill a GPU: four for each of 132 multiprocessors."""
 _BIG = 0x4B000000
@@ -286,7 +286,7 @@ def multiply(
 
 
 def _many_rows(x: torch.Tensor, matrix: ChunkedMatrix, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """By torch, one slice of dequantized outputs after the other."""
+    """Multiply by torch, one slice of dequantized outputs after the other."""
     outputs = matrix.planes.numbers.shape[1]
     step = min(outputs, max(256, _SLICE // matrix.inputs // 256 * 256))
     memory = x.new_empty((step, matrix.inputs))

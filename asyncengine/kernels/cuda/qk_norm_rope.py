@@ -1,4 +1,4 @@
-"""What lies between the merged projection and attention, in one kernel: norms of heads, rotation, writing to pages.
+"""One kernel for what lies between the merged projection and attention: norms of heads, rotation, writing to pages.
 
 The idea of one kernel for all three is FlashInfer's (`fused_qk_rmsnorm_rope`), whose kernel
 writes no pages.

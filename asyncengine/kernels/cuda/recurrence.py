@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 
 _COLUMNS = 16
-"""Of a state, in one program."""
+"""Columns of a state in one program."""
 _TINY = 1e-6
-"""What is added to the square of a key's length before it is divided by that, as in `layers.gated_delta`."""
+"""Addend to the square of a key's length before it is divided by that, as in `layers.gated_delta`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,13 +37,13 @@ class Recurrence:
     key_dim: int
     value_dim: int
     firsts: tuple[int, int, int]
-    """Where a token's queries, keys and values begin in its row."""
+    """First places of a token's queries, keys and values in its row."""
     rate: torch.Tensor
     """float32 [heads]; its sign is not looked at."""
     bias: torch.Tensor
     """float32 [heads], or [heads * key dim]: each dimension of a key forgets by itself."""
     limits: tuple[float, float] = (0.0, float("inf"))
-    """Of the softplus."""
+    """Limits of the softplus."""
     skip: torch.Tensor | None = None
     """float32 [heads], of Mamba-2: what times the value is added to what is read. None: it is the delta rule."""
 

@@ -14,8 +14,8 @@ import triton.language as tl
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, by_expert: torch.Tensor | None, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `layers.routing.route`, of a softmax or a sigmoid and of experts in one group; `logits` may have more columns
-    than there are experts. `config`: a `layers.routing.RouterConfig`."""
+    """Do what `layers.routing.route` does, of a softmax or a sigmoid and of experts in one group; `logits` may have
+    more columns than there are experts. `config`: a `layers.routing.RouterConfig`."""
     rows, count = len(logits), config.chosen
     chosen = torch.empty((rows, count), dtype=torch.int64, device=logits.device)
     weights = torch.empty((rows, count), dtype=torch.float32, device=logits.device)

@@ -30,7 +30,7 @@ _FINER, _TILE = tl.constexpr(8), tl.constexpr(1024)
 _ONE = tl.constexpr(2.0**40)
 """The weight of the likeliest token in fixed point."""
 _TOTAL, _GATHER, _NARROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What a row still needs: this kernel and those before it in this list. 0: it has its token."""
+"""Needs of a row: this kernel and those before it in this list. 0: it has its token."""
 _LOW, _HIGH, _BASE, _TARGET, _LEAST, _TOP, _SCALE, _TOP_K, _TOP_P = (tl.constexpr(place) for place in range(9))
 """The threshold is in [LOW, HIGH): logits of HIGH and more weigh BASE together, and what is kept weighs TARGET. LEAST
 is what min-p keeps, then all of it. A logit weighs e^((logit - TOP) * SCALE), TOP being the largest; 1 if TOP_K > 0."""
@@ -68,7 +68,7 @@ def _gumbel(ids, low, high, position):
 
 @triton.jit
 def _items(needs, rows, chunks, need):
-    """How many chunks there are to look at: none if no row needs this kernel, else those of all rows."""
+    """Number of chunks to look at: none if no row needs this kernel, else those of all rows."""
     place = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.int32)
     for first in range(0, rows, BLOCK):

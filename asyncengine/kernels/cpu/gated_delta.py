@@ -17,7 +17,7 @@ from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import call, parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
 from asyncengine.kernels.cpu.delta_rule import delta_rule, delta_rule_by_channel
-from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -134,6 +134,8 @@ def _advance_part(
                 held, seen, first = to, then, first + tokens
                 if first >= end[index]:
                     break
+    keep(mixed)
+    keep(wide)
 
 
 @serial_in_order

@@ -26,6 +26,7 @@ from asyncengine.kernels.cpu.jit import (
     array,
     compiled_for,
     inline,
+    keep,
     kind_of,
     pointer,
     room,
@@ -287,6 +288,7 @@ def _make_part(form: PanelForm) -> Any:
                     results = array(pointer(out + ((row + place) * stride + begin) * size, kind), (width,))
                     for lane in range(width):
                         results[lane] = found[place * at_once * PANEL + lane]
+        keep(held)
 
     multiply_part.made_for = f"{form} {writer.__name__}"  # type: ignore[attr-defined]
     return serial_in_order(allocates(multiply_part))

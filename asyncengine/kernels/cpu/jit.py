@@ -138,6 +138,13 @@ def _room(_: Any, count: Any, kind: Any) -> Any:
     return numba.types.Array(item, 1, "C")(count, kind), generate
 
 
+def _keep(_: Any, held: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return numba.types.void(held), generate
+
+
 def _widen(_: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if value != numba.types.uint16:
@@ -174,6 +181,9 @@ compiled anew for every type of shape."""
 room: Any = intrinsic(prefer_literal=True)(_room)
 """room(count, kind), inside kernels: an array of so many, a constant, on the thread's stack. It ends with the function,
 and nothing in particular is in it at the beginning."""
+keep: Any = intrinsic(_keep)
+"""keep(array), inside kernels, after the last use of an array's address: numba frees an array of the kernel's own after
+the last line that names it, and whoever allocates next, on any thread, is given its memory."""
 widen: Any = intrinsic(_widen)
 """widen(value), inside kernels: the float32 that a value of some kind stands for."""
 narrow: Any = intrinsic(_narrow)

@@ -25,7 +25,7 @@ from asyncengine.kernels.cpu import vectors
 from asyncengine.kernels.cpu.activation import exponential
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -194,6 +194,8 @@ def run_mamba2(
             _norm_part, team, pieces_of(count * inner * _NORM_WORK, count, team),
             (record, projected, out, y.ctypes.data, first, last, kind),
         )  # fmt: skip
+    keep(mixed)
+    keep(y)
 
 
 @inline
@@ -277,6 +279,10 @@ def _scan_part(
                 shared.ctypes.data + most * states * 4, y + ((left - first) * heads + head) * dim * 4,
                 heads * dim * 4, right - left,
             )  # fmt: skip
+    keep(kept)
+    keep(steps)
+    keep(inputs)
+    keep(shared)
 
 
 @serial_in_order

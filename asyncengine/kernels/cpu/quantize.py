@@ -13,7 +13,7 @@ import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.gemm_quantized import QuantizedMatrix
-from asyncengine.kernels.cpu.jit import allocates, array, inline, kind_of, pointer, room, serial, widen
+from asyncengine.kernels.cpu.jit import allocates, array, inline, keep, kind_of, pointer, room, serial, widen
 from asyncengine.kernels.cpu.panel_form import GROUP, PANEL, int_form
 from asyncengine.kernels.cpu.quantized_panels import empty_panels, pack_units
 from asyncengine.kernels.cpu.rounding_tile import columns, round_group
@@ -102,6 +102,7 @@ def _panels_part(
                 pack_units(words, target + head, place * chunk, chunk, bits)
             else:
                 _chunk_to_int4(values[first : first + present], place * chunk, chunk, target + offset, target + head)
+    keep(own)
 
 
 @inline

@@ -15,6 +15,7 @@ from asyncengine.kernels.cpu.jit import (
     allocates,
     array,
     inline,
+    keep,
     kind_of,
     narrow,
     pointer,
@@ -136,6 +137,7 @@ def _pack_part(
         for place in range(chunks):
             target = panels + (panel * chunks + place) * chunk_bytes + head
             pack_units(words, target, place * chunk, chunk, bits)
+    keep(own)
 
 
 @inline

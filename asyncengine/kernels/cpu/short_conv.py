@@ -7,7 +7,7 @@ import torch
 
 from asyncengine.kernels.cpu.calls import parallel_for
 from asyncengine.kernels.cpu.causal_conv import CHANNELS, convolve_tokens
-from asyncengine.kernels.cpu.jit import allocates, array, kind_of, narrow, pointer, serial_in_order, widen
+from asyncengine.kernels.cpu.jit import allocates, array, keep, kind_of, narrow, pointer, serial_in_order, widen
 from asyncengine.kernels.cpu.state_segments import Segments, segment_places
 from asyncengine.kernels.cpu.team import use_team
 from asyncengine.kernels.cpu.team_loops import pieces_of
@@ -97,6 +97,7 @@ def _part(
                 known, first = after, first + tokens
                 if first >= end[index]:
                     break
+    keep(memory)
 
 
 @serial_in_order

@@ -1,0 +1,89 @@
+"""Memory that a kernel allocates for itself lasts for as long as its address is used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba")
+
+from asyncengine.kernels import cpu
+from asyncengine.kernels.cpu.jit import allocates, keep, serial
+
+KERNELS = sorted(Path(cpu.__file__).parent.glob("*.py"))
+
+
+@serial
+@allocates
+def _reuses_after_the_last_use() -> int:
+    own = np.empty(10_000, np.uint8)
+    address, reused = own.ctypes.data, 0
+    for index in range(3):
+        other = np.empty(10_000, np.uint8)
+        reused += other.ctypes.data == address
+        other[0] = index
+    return reused
+
+
+@serial
+@allocates
+def _reuses_of_a_kept_one() -> int:
+    own = np.empty(10_000, np.uint8)
+    address, reused = own.ctypes.data, 0
+    for index in range(3):
+        other = np.empty(10_000, np.uint8)
+        reused += other.ctypes.data == address
+        other[0] = index
+    keep(own)
+    return reused
+
+
+def test_an_array_lasts_until_it_is_last_named() -> None:
+    """An address alone does not keep it: a kernel of 6-bit weights once multiplied what another thread had written."""
+    assert _reuses_after_the_last_use() > 0
+    assert _reuses_of_a_kept_one() == 0
+
+
+def owned(function: ast.FunctionDef) -> set[str]:
+    """Names of arrays that a function allocates."""
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            for target, value in zip(targets, values, strict=False):
+                if isinstance(target, ast.Name) and ast.unparse(value).startswith(("np.empty(", "np.zeros(")):
+                    found.add(target.id)
+    return found
+
+
+def unkept(source: str) -> list[str]:
+    """ "function: array" for every array of a kernel's own whose address is taken and that is not kept to the end."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if "allocates" not in map(ast.unparse, function.decorator_list) and function.name != "multiply_part":
+            continue
+        text = ast.unparse(function)
+        last = [ast.unparse(line) for line in function.body]
+        found += [
+            f"{function.name}: {name}"
+            for name in sorted(owned(function))
+            if f"{name}.ctypes.data" in text and f"keep({name})" not in last
+        ]
+    return found
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_kernels_keep_what_they_take_the_address_of(path: Path) -> None:
+    assert not unkept(path.read_text(encoding="utf-8"))
+
+
+def test_what_is_not_kept_is_found() -> None:
+    kernel = "@serial\n@allocates\ndef part():\n    own, count = np.empty(4), 3\n    use(own.ctypes.data)\n"
+    assert unkept(kernel) == ["part: own"]
+    assert not unkept(kernel + "    keep(own)\n")

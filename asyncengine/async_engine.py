@@ -157,7 +157,7 @@ class AsyncEngine:
             host.join()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Of copy, deepcopy and pickle, which is how an engine would get into a spawned process."""
+        """Refuse copy, deepcopy and pickle, which is how an engine would get into a spawned process."""
         raise TypeError("an engine cannot be copied or pickled: share the one, or load one in each process")
 
     async def __aenter__(self) -> Self:
@@ -259,7 +259,7 @@ class AsyncEngine:
     async def classify(
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
-        """What the model's classification head says of each text, or pair of texts. Raises as `embed`."""
+        """Classify each text, or pair of texts, with the model's classification head. Raises as `embed`."""
         desk, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
         call = desk.classification(texts, truncate, wanted)
         await desk.work.run(call)

@@ -20,7 +20,7 @@ from asyncengine.stats import EngineStats
 from asyncengine.stream import TokenStream
 
 ModelSetup = str | os.PathLike[str] | Mapping[str, Any]
-"""What to load: a folder or hub id, or a mapping of "model" and settings of its engine."""
+"""A model to load: a folder or hub id, or a mapping of "model" and settings of its engine."""
 
 
 class EngineGroup(Mapping[str, AsyncEngine]):
@@ -37,7 +37,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
     """
 
     def __init__(self, engines: Mapping[str, AsyncEngine]) -> None:
-        """Of engines that are there already; the group closes them."""
+        """Group engines that exist already; the group closes them."""
         if not engines:
             raise InvalidParameter("models", "must name at least one model")
         self._engines = dict(engines)
@@ -190,7 +190,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
         return all(engine.alive for engine in self._engines.values())
 
     def stats(self) -> dict[str, EngineStats]:
-        """Of each engine, by name. From any thread."""
+        """Statistics of each engine, by name. May be called from any thread."""
         return {name: engine.stats() for name, engine in self._engines.items()}
 
     def abort(self, request_id: str) -> bool:

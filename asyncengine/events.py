@@ -1,4 +1,5 @@
-"""What an engine tells its observers while it works. Hooks run on the engine's loop and must return at once."""
+"""Events that an engine reports to its observers while it works. Hooks run on the engine's loop and must return at
+once."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Hooks:
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
         self._broken: list[Hook] = []
-        """Those that have raised."""
+        """Hooks that have raised."""
 
     def __bool__(self) -> bool:
         return bool(self._hooks)

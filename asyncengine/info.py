@@ -1,4 +1,4 @@
-"""What a caller may want to know about the loaded model."""
+"""Facts about the loaded model, for callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a caller may want to know about the loaded model."""
+    """Facts about the loaded model, for callers."""
 
     name: str
     vocab_size: int
@@ -24,26 +24,26 @@ class ModelInfo:
     task: str = "generate"
     """Or "embed", "rerank", "classify": which calls this model serves."""
     dimensions: int = 0
-    """Of the vectors of an embedder."""
+    """Numbers of an embedder's vectors."""
     pooling: str = ""
-    """How they are made, in words ("mean, normalized")."""
+    """Pooling of an embedder, in words ("mean, normalized")."""
     prompts: tuple[str, ...] = ()
     """Names of an embedder's prompts."""
     labels: tuple[str, ...] = ()
-    """Of a classifier."""
+    """Labels of a classifier."""
     has_tokenizer: bool = True
     has_chat_template: bool = False
     tool_format: str | None = None
-    """How the model writes tool calls ("hermes", "qwen3_coder", ...); None: chats with tools are refused."""
+    """The format of the model's tool calls ("hermes", "qwen3_coder", ...); None: chats with tools are refused."""
     reasons: bool = False
     """The chat template marks reasoning before the answer."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_cache_bytes: int = 0
     state_bytes: int = 0
-    """Of one recurrent state, that of all layers after one sequence; 0: the model keeps none."""
+    """Bytes of one recurrent state, that of all layers after one sequence; 0: the model keeps none."""
     num_states: int = 0
-    """How many there is memory for: those of running requests, and snapshots."""
+    """Recurrent states that there is memory for: those of running requests, and snapshots."""
     window: int | None = None
     """Every layer sees at most so many tokens, and pages behind them are given back while a request runs. None: some
     layer sees all of them, or there are no pages for more than that; then a request keeps all its pages (of layers that
@@ -54,7 +54,7 @@ class ModelInfo:
     one_pool: str | None = None
     """Why all layers share their pages; None: those with windows have their own."""
     stored: Mapping[str, str] = field(default_factory=dict)
-    """What the quantized matrices of the checkpoint are stored as, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
+    """Formats of the checkpoint's quantized matrices, by name ("model.layers.0.mlp.up_proj" -> "awq")."""
     fused: tuple[str, ...] = ()
     """Which parts of the model run in a fused form."""
     attention: str = ""

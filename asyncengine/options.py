@@ -1,4 +1,4 @@
-"""What a request may ask for besides its prompt and sampling parameters: keywords, as callers write them."""
+"""Options of a request besides its prompt and sampling parameters: keywords, as callers write them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class ChatKeywords(RequestKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What any request may carry. One more option is a field here, a keyword above and, if need be, a check below."""
+    """Options that any request may carry. One more option is a field here, a keyword above and, if need be, a check
+    below."""
 
     adapter: str | None = None
     """Name of the LoRA adapter that answers; None: the model itself."""
@@ -127,7 +128,7 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     """Whether one answer may hold several calls."""
     response_format: Any = None
-    """What the answer must be: {"type": "json_object"}, {"type": "json_schema", "json_schema": ...}, or anything
+    """The form of the answer: {"type": "json_object"}, {"type": "json_schema", "json_schema": ...}, or anything
     `Grammar.of` takes (a pydantic class, a JSON schema, a `Grammar`)."""
     template_kwargs: Mapping[str, Any] | None = None
     """Variables of the chat template."""
@@ -162,7 +163,7 @@ class ChatRequest:
 
 
 def _sampling_fields() -> dict[str, str]:
-    """What to say to those who pass them to a call, as other libraries have it."""
+    """Advice for those who pass sampling parameters to a call, as other libraries have it: by name."""
     names = [field.name for field in fields(SamplingParams)]
     return {name: f"is a field of SamplingParams: pass params=SamplingParams({name}=...)" for name in names}
 
@@ -194,7 +195,7 @@ def text_size(given: Any, most: int) -> int:
 
 
 def template_variables(given: object) -> dict[str, Any]:
-    """What `template_kwargs` sets. Raises `InvalidParameter` for what is no mapping of names, or names no variable."""
+    """Variables set by `template_kwargs`. Raises `InvalidParameter` for anything but a mapping of names of variables."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

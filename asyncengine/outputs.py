@@ -1,4 +1,4 @@
-"""What callers receive: stream chunks, completions, usage, timings. Plain frozen data, no behaviour."""
+"""Results that callers receive: stream chunks, completions, usage, timings. Plain frozen data, no behaviour."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Usage:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
     reasoning_tokens: int = 0
-    """Of `completion_tokens`, what a thinking model spent before its answer (chats only)."""
+    """The part of `completion_tokens` that a thinking model spent before its answer (chats only)."""
     accepted_prediction_tokens: int = 0
-    """Of `completion_tokens`, those of `prediction` that came true and were computed several at a time."""
+    """The part of `completion_tokens` that `prediction` foretold and that was computed several at a time."""
     rejected_prediction_tokens: int = 0
     """Tokens of `prediction` that were computed and did not come true. They are in no other count."""
 
@@ -129,7 +129,7 @@ class Sample:
     tool_calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
     schema_error: str | None = None
-    """What the text breaks of its schema, where `unsupported="validate"` leaves that to be checked at the end."""
+    """The violation of the schema that a check at the end found, with `unsupported="validate"`."""
     broken_calls: list[ToolCall] = field(default_factory=list)
     """Begun and never finished, with the arguments so far: a stop string, an abort or a deadline came first."""
 
@@ -189,18 +189,18 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """What a classifier says of one text."""
+    """A classifier's result for one text."""
 
     label: str
     """The likeliest."""
     score: float
     scores: dict[str, float]
-    """Of all labels, in the model's order."""
+    """Scores of all labels, in the model's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Classifications:
-    """What a classifier says of texts, in their order."""
+    """A classifier's results for texts, in their order."""
 
     results: list[Classification]
     usage: Usage

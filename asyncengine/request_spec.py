@@ -10,7 +10,7 @@ from asyncengine.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What a request says that is asked for a vector of its hidden states, and for no token."""
+    """The pooling of a request that is asked for a vector of its hidden states, and for no token."""
 
     whole: bool = False
     """Its tokens see those behind them, too: all are computed in one step, and no keys and values are kept."""
@@ -19,7 +19,7 @@ class Pooled:
     skip: int = 0
     """First positions that are no part of it (a prompt, where the model leaves it out)."""
     second: int = 0
-    """Where the second text of a pair begins, for models with token types; 0: there is none."""
+    """The index at which the second text of a pair begins, for models with token types; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -42,7 +42,7 @@ class RequestSpec:
     max_total: int
     """Prompt plus output tokens, at most; fits the model and the KV cache."""
     options: RequestOptions = field(default_factory=RequestOptions)
-    """As the caller gave them, checked. An adapter is named here; which content that is, `AdapterReady` says."""
+    """Options as the caller gave them, checked. An adapter is named here; its content is named by `AdapterReady`."""
     request_id: str = ""
     """The caller's label, or a fresh one."""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request's sampling. Plain, frozen, validated on construction.
+"""Sampling parameters of one request. Plain, frozen, validated on construction.
 
 Semantics follow the field (vLLM, SGLang, Hugging Face `generate`); where they differ the docstring says which.
 Limits that depend on the engine (context, vocabulary, number of stop strings) are checked at submit.
@@ -82,7 +82,7 @@ class SamplingParams:
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
-    """What a constrained output does when its budget runs out."""
+    """The way in which a constrained output ends when its budget runs out."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 

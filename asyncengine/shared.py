@@ -150,7 +150,7 @@ class _Registry:
         return bool(kept)
 
     def _forget(self, shared: _Shared) -> Future[AsyncEngine]:
-        """Nobody finds it any more. What loaded it, to be closed without the lock."""
+        """Take an engine out of the table. Returns its loading future, to be closed without the lock."""
         if self._engines.get(shared.spec) is shared:
             del self._engines[shared.spec]
         now = self._clock.now()

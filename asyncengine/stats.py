@@ -1,4 +1,4 @@
-"""What an engine reports about itself: `stats()` snapshots, and the meter that feeds them."""
+"""Statistics of an engine: `stats()` snapshots, and the meter that feeds them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ class ThreadStats:
     """The threads that compute an engine's steps on a CPU."""
 
     now: int = 1
-    """Of the last step. Fewer than `most` while the machine is busy with something else or another engine of the
+    """Threads of the last step. Fewer than `most` while the machine is busy with something else or another engine of
+    the
     process runs steps, and always for a model too small to share its loops."""
     most: int = 1
     """While nothing else wants the cores: `num_threads`."""
     efficiency: float = 1.0
-    """Of the last steps' loops: what one thread would have taken, over `now` times what they took. 1: all threads
+    """The efficiency of the last steps' loops: one thread's time for them, over `now` times what they took. 1: all
+    threads
     computed all the time."""
 
 
@@ -60,11 +62,11 @@ class SpeculationStats:
     drafted: int
     """Tokens guessed."""
     accepted: int
-    """Of these, those that came true: each saved a step."""
+    """Drafted tokens that came true: each saved a step."""
     by_position: tuple[int, ...]
     """Accepted as the first, second, ... of their row."""
     drafted_by_model: int = 0
-    """Of `drafted`, those that a draft model made."""
+    """Drafted tokens that a draft model made."""
     accepted_by_model: int = 0
 
 
@@ -81,7 +83,7 @@ class EngineStats:
     cached_tokens: int
     generated_tokens: int
     forced_tokens: int
-    """Of `generated_tokens`, not sampled but forced by a grammar: each saved a step."""
+    """Generated tokens that were not sampled but forced by a grammar: each saved a step."""
     computed_tokens: int
     passes: int
     """Steps of requests that gave tokens, each request counted by itself."""
@@ -93,21 +95,21 @@ class EngineStats:
     step: Summary
     """Launch to result."""
     loop_lag: Summary
-    """How late the engine's event loop ran a timer."""
+    """Seconds by which the engine's event loop ran a timer late."""
     uptime: float
     adapters: dict[str, int] = field(default_factory=dict)
     """Adapters with a name (loaded), of those in host memory (in_memory), and their bytes (nbytes)."""
     threads: ThreadStats = ThreadStats()
     window_pages: PageCounts = field(default_factory=PageCounts)
-    """Of layers with windows, where others see everything; all 0: all layers have the same pages."""
+    """Pages of layers with windows, where others see everything; all 0: all layers have the same pages."""
     states: StateCounts = field(default_factory=StateCounts)
-    """Of models that keep recurrent states."""
+    """Slots of recurrent states; all 0: the model keeps none."""
     speculation: SpeculationStats | None = None
     """None: nothing is guessed."""
 
     @property
     def tokens_per_pass(self) -> float:
-        """Of one request in one step; above 1 where guesses came true or a grammar left no choice."""
+        """Tokens of one request from one step; above 1 where guesses came true or a grammar left no choice."""
         return self.generated_tokens / self.passes if self.passes else 0.0
 
     @property

@@ -60,7 +60,7 @@ class GrammarMatcher(Protocol):
 
 
 class StateUse(NamedTuple):
-    """What one row does with the states of a model that keeps any (`layers.states`). Slots are numbered from 1."""
+    """One row's use of recurrent states (`layers.states`), where a model keeps any. Slots are numbered from 1."""
 
     slot: int
     """The request's own: the state after the row's last position is written there. Nobody else reads it."""
@@ -72,7 +72,7 @@ class StateUse(NamedTuple):
 
 
 class WindowPages(NamedTuple):
-    """Where a row's keys and values lie in layers with windows that have pages of their own."""
+    """A row's pages in layers with windows that have pages of their own."""
 
     first: int
     """No position from the row's `start` on sees a page before this one."""
@@ -145,7 +145,7 @@ class AdapterSwap(NamedTuple):
     slot: int
     digest: str
     weights: Any = None
-    """What the runner copies: opaque to everybody else, and kept alive by the batch."""
+    """Weights that the runner copies: opaque to everybody else, and kept alive by the batch."""
 
 
 class Batch(NamedTuple):
@@ -169,7 +169,7 @@ class TokenLogprob(NamedTuple):
 
 
 class ConstrainedToken(NamedTuple):
-    """What a row's grammar made of its last sampled token, as of that token: later rows move the matcher on."""
+    """The outcome of a row's last sampled token in its grammar, as of that token: later rows move the matcher on."""
 
     replaced: bool
     """Another token stands in its place."""
@@ -178,12 +178,12 @@ class ConstrainedToken(NamedTuple):
     steered: bool
     """Some token of the output, so far, was put in so that it is complete within its budget."""
     forced: int = 0
-    """Of the row's tokens, those that were not sampled: the grammar left no choice."""
+    """The number of the row's tokens that were not sampled: the grammar left no choice."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step computed, by row index of its batch."""
+    """The results of a step, by row index of its batch."""
 
     step: int
     tokens: list[int]

@@ -19,7 +19,7 @@ from asyncengine.outputs import Chunk, Completion
 
 
 class _StreamBase:
-    """What both kinds of stream share: chunks ready to be handed out, and the abort."""
+    """The common part of both kinds of stream: chunks ready to be handed out, and the abort."""
 
     def __init__(self, abort: Callable[[list[int]], None]) -> None:
         self._abort_tickets = abort
@@ -81,7 +81,7 @@ class _StreamBase:
         return self._assembler.completion()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Of copy, deepcopy and pickle."""
+        """Refuse copy, deepcopy and pickle."""
         raise TypeError(f"a {type(self).__name__} cannot be copied or pickled: one request has one reader")
 
     def __del__(self) -> None:

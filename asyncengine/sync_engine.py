@@ -68,7 +68,8 @@ class Engine:
         return cls(engine)
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
-        """As `AsyncEngine.aclose`. Raises `WrongLoop` for an owned engine: its own loop must close it."""
+        """Close the engine, as `AsyncEngine.aclose`. Raises `WrongLoop` for an owned engine: its own loop must close
+        it."""
         self.aengine.close_blocking(drain=drain, timeout=timeout)
 
     def __enter__(self) -> Self:
@@ -143,7 +144,7 @@ class Engine:
         show_progress: bool | None = None,
         **options: Unpack[VectorKeywords],
     ) -> Embeddings:
-        """As `AsyncEngine.embed`."""
+        """Embed texts, as `AsyncEngine.embed`."""
         self._check_thread()
         desk, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
         call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
@@ -160,7 +161,7 @@ class Engine:
         truncate: bool = True,
         **options: Unpack[VectorKeywords],
     ) -> Ranking:
-        """As `AsyncEngine.rerank`."""
+        """Order documents by relevance, as `AsyncEngine.rerank`."""
         self._check_thread()
         desk, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
         call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
@@ -170,7 +171,7 @@ class Engine:
     def classify(
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
-        """As `AsyncEngine.classify`."""
+        """Classify texts, as `AsyncEngine.classify`."""
         self._check_thread()
         desk, wanted = self.aengine.core.vectors("classify"), RequestOptions.of_vectors(options)
         call = desk.classification(texts, truncate, wanted)
@@ -197,26 +198,26 @@ class Engine:
     # ---------------------------------------------------------------- adapters
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> AdapterInfo:
-        """As `AsyncEngine.load_adapter`."""
+        """Load an adapter, as `AsyncEngine.load_adapter`."""
         return finished_blocking(self.aengine.core.load_adapter(name, path, pinned))
 
     def unload_adapter(self, name: str, *, wait: bool = False) -> None:
-        """As `AsyncEngine.unload_adapter`."""
+        """Unload an adapter, as `AsyncEngine.unload_adapter`."""
         if wait:
             self._check_thread()
         finished_blocking(self.aengine.core.unload_adapter(name, wait))
 
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """As `AsyncEngine.adapters`."""
+        """Loaded adapters, as `AsyncEngine.adapters`."""
         return self.aengine.adapters()
 
     def update_weights(self, weights: WeightSource, *, mode: UpdateMode = "wait", partial: bool = False) -> None:
-        """As `AsyncEngine.update_weights`."""
+        """Replace the model's weights, as `AsyncEngine.update_weights`."""
         self._check_thread()
         finished_blocking(self.aengine.core.update_weights(weights, mode, partial))
 
     def abort(self, request_id: str) -> bool:
-        """As `AsyncEngine.abort`."""
+        """Abort a request, as `AsyncEngine.abort`."""
         return self.aengine.abort(request_id)
 
     # ---------------------------------------------------------------- looking in
@@ -227,25 +228,25 @@ class Engine:
         return self.aengine.info
 
     def stats(self) -> EngineStats:
-        """As `AsyncEngine.stats`."""
+        """Statistics, as `AsyncEngine.stats`."""
         return self.aengine.stats()
 
     def count_tokens(self, text: str | ChatMessages, tools: ToolSpecs | None = None) -> int:
-        """As `AsyncEngine.count_tokens`."""
+        """Count tokens, as `AsyncEngine.count_tokens`."""
         return self.aengine.count_tokens(text, tools)
 
     def tokenize(self, text: str) -> list[int]:
-        """As `AsyncEngine.tokenize`."""
+        """Token ids of a text, as `AsyncEngine.tokenize`."""
         return self.aengine.tokenize(text)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        """As `AsyncEngine.detokenize`."""
+        """The text of token ids, as `AsyncEngine.detokenize`."""
         return self.aengine.detokenize(token_ids)
 
 
 @contextmanager
 def _named(prompt: str) -> Iterator[None]:
-    """What is wrong with the prompt is said of `prompt`, one of several."""
+    """Name `prompt`, one of several, in errors about a prompt."""
     try:
         yield
     except InvalidParameter as error:

@@ -1,4 +1,4 @@
-"""Where a model object gets its engine from: one that the caller owns, or the process-wide shared one."""
+"""Sources of a model object's engine: one that the caller owns, or the process-wide shared one."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class EngineSource:
             return "asyncengine"
 
     def info(self) -> ModelInfo:
-        """What the model is. Loads the shared engine's model if nothing has yet, blocking."""
+        """Facts about the model. Loads the shared engine's model if nothing has yet, blocking."""
         engine = self._engine
         return engine.get().info if isinstance(engine, EngineHandle) else engine.info
 
     def known(self) -> ModelInfo | None:
-        """What the model is, if it is loaded already."""
+        """Facts about the model, if it is loaded already."""
         engine = self._engine
         try:
             if isinstance(engine, EngineHandle):

@@ -30,7 +30,7 @@ EMPTY_MEANS_NONE = ("tools", "template_kwargs")
 
 
 OTHER_NAMES = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens"}
-"""What OpenAI's and Hugging Face's classes in the frameworks call a field."""
+"""Names of fields in OpenAI's and Hugging Face's classes of the frameworks."""
 
 
 def as_named_here(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,12 +53,13 @@ class Call:
 
     params: SamplingParams
     keywords: ChatKeywords
-    """Of the engine's `chat` and `stream_chat`, sync or async."""
+    """Keywords for the engine's `chat` and `stream_chat`, sync or async."""
     model_name: str
-    """What the answer reports: the adapter's name where one is used."""
+    """The name that the answer reports: the adapter's where one is used."""
 
     def for_text(self) -> RequestKeywords:
-        """Of `generate` and `stream`. Raises `InvalidParameter` for the first keyword that only a chat may have."""
+        """Keywords for `generate` and `stream`. Raises `InvalidParameter` for the first keyword that only a chat may
+        have."""
         for name, value in self.keywords.items():
             if name not in RequestKeywords.__annotations__:
                 raise InvalidParameter(name, "is for chats: text completion uses no chat template", value)
@@ -105,7 +106,7 @@ class EngineFields(EngineChoice):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     grammar: Any = None
-    """What every answer must match: a `Grammar` or anything `Grammar.of` takes (a pydantic class, a JSON schema)."""
+    """The grammar of every answer: a `Grammar` or anything `Grammar.of` takes (a pydantic class, a JSON schema)."""
     timeout: float | None = None
     """Seconds from submit to the end of the answer; then the call raises with the partial text."""
     priority: int | None = None
@@ -125,7 +126,7 @@ class EngineFields(EngineChoice):
         return self
 
     def _defaults(self) -> dict[str, Any]:
-        """What was set on this object, by the names of per-call keywords."""
+        """Settings of this object, by the names of per-call keywords."""
         mine = {name: value for name in CALL_FIELDS if (value := getattr(self, name)) is not None}
         return {**mine, **as_named_here(self.model_kwargs)}
 
@@ -141,7 +142,7 @@ class EngineFields(EngineChoice):
         return None if name == self._engines().name else name
 
     def _name(self, kwargs: Mapping[str, Any] = MappingProxyType({})) -> str:
-        """What the answer to a call with these keywords reports: the adapter's name, else the model's."""
+        """The name that the answer to a call with these keywords reports: the adapter's, else the model's."""
         return str(self._adapter(kwargs) or self._engines().name)
 
     def _call(self, stop: Sequence[str] | None, kwargs: Mapping[str, Any]) -> Call:

@@ -1,4 +1,4 @@
-"""What both adapters do with the engine's results: usage, logprobs, and deadlines that passed."""
+"""Conversions of the engine's results for both frameworks: usage, logprobs, and deadlines that passed."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from asyncengine.integrations.engine_choice import EngineChoice
 Kind = Literal["query", "document"]
 
 PROMPT_NAMES: dict[Kind, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage")}
-"""What models call the prompts of the two kinds of text that retrieval knows, the first one first."""
+"""Names that models have for the prompts of the two kinds of text that retrieval knows, the first one first."""
 MANY_NUMBERS = 1 << 16
 """From this many on, vectors become Python's lists on a thread: a large list would hold the event loop up."""
 
 
 class RequestFields(EngineChoice):
-    """What every request of an object carries."""
+    """Fields that every request of an object carries."""
 
     truncate: bool = True
     """Cut texts that are too long for the model; False: refuse them by name."""
@@ -69,7 +69,8 @@ class EmbeddingFields(RequestFields):
         return self
 
     def _keywords(self, kind: Kind, info: ModelInfo) -> dict[str, Any]:
-        """Of the engine's `embed`. What a model has no prompt for is embedded as its own default says."""
+        """Keywords for the engine's `embed`. A kind of text without a prompt in the model is embedded as its own
+        default says."""
         prompt = getattr(self, f"{kind}_prompt")
         name = getattr(self, f"{kind}_prompt_name")
         if prompt is None and name is None:
@@ -101,7 +102,7 @@ class RerankFields(RequestFields):
     model: str = Field(default_factory=lambda: os.environ.get(RerankFields.variable, ""))
     """Path or hub id. Defaults to the environment variable ASYNCENGINE_RERANK_MODEL."""
     instruction: str | None = None
-    """What the reranker is to look for, where the model takes an instruction; None: its own."""
+    """The instruction for the reranker, where the model takes one; None: its own."""
 
     def _rerank_keywords(self, top_n: int | None) -> dict[str, Any]:
         given = {"top_n": top_n, "instruction": self.instruction}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class BaseModule(NamedTuple):
-    """What an adapter must fit: one module of the base model."""
+    """One module of the base model, which an adapter must fit."""
 
     inputs: int
     """Features in; rows of the table for an embedding."""
@@ -18,12 +18,12 @@ class BaseModule(NamedTuple):
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
     """conv1d: GPT-2's linear, stored transposed. Its adapters look like any linear's."""
     scale: float = 1.0
-    """What the module multiplies its output by (Gemma 3's embedding); what an adapter adds is multiplied as well."""
+    """The module's own factor of its output (Gemma 3's embedding); what an adapter adds is multiplied as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraWeights:
-    """What one module of the base model gains: `y += (x @ a.T) @ b.T` (Hu et al. 2021).
+    """Low-rank weights for one module of the base model: `y += (x @ a.T) @ b.T` (Hu et al. 2021).
 
     Ready to be copied into a device slot: on the host, contiguous, finite, in the model's dtype, with everything the
     product is multiplied by folded into `b`: lora_alpha / r, or lora_alpha / sqrt(r) where rslora was used, and the
@@ -54,7 +54,7 @@ class Adapter:
     """One adapter as loaded. Never changed: changed content is another adapter with another digest."""
 
     name: str
-    """What it was first loaded as. For people only: requests, caches and slots go by `digest`."""
+    """The name under which it was first loaded. For people only: requests, caches and slots go by `digest`."""
     digest: str
     """sha256 hex over what the files say (scalings and tensors as stored); never over names, paths or the model."""
     rank: int

@@ -37,7 +37,7 @@ class AdapterSlots:
         self._idle: dict[str, None] = {}
         """Adapters in a slot that nothing uses, least recently used first."""
         self.copies = 0
-        """How often a slot got new content."""
+        """The number of times that a slot got new content."""
 
     # ---------------------------------------------------------------- protocol
 

@@ -1,4 +1,4 @@
-"""Who waits for which adapter in host memory, and who goes first. No threads, no files: the registry has those."""
+"""Claims of requests on adapters in host memory, and their order. No threads, no files: the registry has those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncengine.lora.interface import AdapterDone
 from asyncengine.lora.naming import Meaning
 
 Calls = list[Callable[[], object]]
-"""What to tell others once the registry's lock is free."""
+"""Calls to make once the registry's lock is free."""
 
 
 @dataclass(slots=True)

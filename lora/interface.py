@@ -1,4 +1,4 @@
-"""What the engine and its scheduler expect of whoever keeps adapters: by name in host memory, by slot on the device."""
+"""Interfaces of adapter storage for the engine and its scheduler: by name in host memory, by slot on the device."""
 
 from __future__ import annotations
 

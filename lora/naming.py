@@ -1,4 +1,4 @@
-"""What a name stands for, inside the registry and for those who ask."""
+"""Meanings of adapter names, inside the registry and for callers."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class AdapterRegistry:
             return tuple(self._info(name) for name in sorted(self._names))
 
     def find(self, name: str) -> Meaning:
-        """What `name` means now. Raises `AdapterNotFound`."""
+        """The present meaning of `name`. Raises `AdapterNotFound`."""
         with self._lock:
             return self._meaning(name)
 
@@ -124,7 +124,7 @@ class AdapterRegistry:
         return adapter
 
     def counts(self) -> dict[str, int]:
-        """How many names there are, how many contents are in memory, and their bytes."""
+        """Counts of names, of contents in memory, and their bytes."""
         with self._lock:
             return {"loaded": len(self._names), "in_memory": len(self._store.digests), "nbytes": self._store.nbytes}
 
@@ -182,7 +182,7 @@ class AdapterRegistry:
         return meaning.nbytes + sum(pinned.values()) > self._store.max_bytes
 
     def _unknown(self, digest: str) -> bool:
-        """Nobody can ask for `digest` any more."""
+        """Whether no name means `digest` any more."""
         return not self._claims.users(digest) and all(of.digest != digest for of in self._names.values())
 
     def _settle(self, digest: str | None, calls: Calls) -> None:

@@ -1,4 +1,4 @@
-"""What the runner asks of an attention backend, and what a backend knows about layers and steps.
+"""The interface of attention backends, and the facts about layers and steps that a backend is given.
 
 A backend owns the KV pool and its memory layout; nobody else reads or writes KV memory. Per step the runner calls
 `plan` once; then each layer of the model calls `write` and `attend` once, in layer order.
@@ -38,7 +38,7 @@ class LayerSpec:
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap) before masking (Gemma 2)."""
     both: bool = False
-    """Of an encoder: a position sees those after it as well, and a window reaches as far to either side."""
+    """True in an encoder: a position sees later ones as well, and a window reaches as far to either side."""
     sinks: torch.Tensor | None = None
     """[num_heads] logits that take part in the softmax and carry no value (gpt-oss)."""
 
@@ -49,7 +49,7 @@ class LayerSpec:
 
     @property
     def later(self) -> int:
-        """How many positions after its own one sees at most."""
+        """The number of later positions that one sees at most."""
         if not self.both:
             return 0
         return _FAR if self.window is None else self.window - 1
@@ -70,15 +70,16 @@ class StepView:
     kv_slots: torch.Tensor
     """Device, int64 [tokens]: page * page_size + offset where each token's key and value go."""
     window_tables: Int32Array | None = None
-    """As `page_tables`, in the pool of the layers with windows; what a row's tokens do not see there is arbitrary.
-    None: all layers have one pool."""
+    """Page tables in the pool of the layers with windows, like `page_tables`; entries that a row's tokens do not see
+    are
+    arbitrary. None: all layers have one pool."""
     window_slots: torch.Tensor | None = None
-    """As `kv_slots`, likewise."""
+    """Positions in the pool of the layers with windows, like `kv_slots`."""
     slots: Int64Array | None = None
     """[rows] which of `page_tables` each row has, where these are of more than the step's rows: in graphs."""
 
     def for_windows(self) -> StepView:
-        """What layers with windows are given."""
+        """The view that layers with windows are given."""
         if self.window_tables is None or self.window_slots is None:
             return self
         return replace(self, page_tables=self.window_tables, kv_slots=self.window_slots)
@@ -86,7 +87,8 @@ class StepView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedHeads:
-    """How a row of a merged projection of queries, keys and values is to be read, and what it goes through."""
+    """The layout of a row of a merged projection of queries, keys and values, with the norms and rotation it goes
+    through."""
 
     num_heads: int
     num_kv_heads: int
@@ -101,7 +103,7 @@ class MergedHeads:
 
 
 class StepAttention(Protocol):
-    """What a layer asks of whoever attends, in a step that was planned."""
+    """The operations that a layer calls in a step that was planned."""
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store this step's key [tokens, kv heads, key dim] and value [tokens, kv heads, value dim]."""

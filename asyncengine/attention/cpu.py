@@ -57,7 +57,7 @@ class _Plan:
 
     step: int
     joins: int
-    """How many results are to be joined."""
+    """The number of results that are to be joined."""
     arrays: tuple[Any, ...]
 
 
@@ -100,7 +100,7 @@ class CompiledBackend:
         self._plans: dict[_LayerGroup, _Plan | ShortPlan] = {}
         self._planned: list[_Plan | ShortPlan] = []
         self._told: list[tuple[int, int]] = []
-        """Of each group's plan, what `place` says of it."""
+        """Addresses and sizes of each group's plan."""
         self.placed = object()
         """Another one whenever `place` may say something else than before."""
         self._group_at = [_group_of(spec) for spec in layers]
@@ -230,7 +230,7 @@ class CompiledBackend:
                 self._partials = torch.empty(need, dtype=torch.float32)  # the default type is the whole process's
 
     def _items(self, spec: LayerSpec, step: StepView) -> tuple[Int64Array, Int64Array]:
-        """What is to be computed, [items, ITEM_FIELDS], and which results are to be joined, [joins, 3]."""
+        """Items to compute, [items, ITEM_FIELDS], and results to join, [joins, 3]."""
         decodes = np.flatnonzero(step.counts == 1)
         positions = step.starts[decodes]
         begins = first_seen(spec.window, spec.chunk, positions)
@@ -275,7 +275,7 @@ class _Memory:
 
 
 class _LayerPool:
-    """What the kernels know of one layer, and where its keys and values are."""
+    """One layer's keys and values, and its numbers for the kernels."""
 
     def __init__(self, spec: LayerSpec, num_pages: int, page_size: int, lanes: int, memory: _Memory) -> None:
         self._memory = memory
@@ -297,7 +297,7 @@ class _LayerPool:
 def prepare_merged(
     qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `attend_merged` does before attention: query [tokens, heads, key dim], key and value alike (a view)."""
+    """Do the part of `attend_merged` before attention: query [tokens, heads, key dim], key and value alike (a view)."""
     tokens, size = qkv.shape[0], qkv.element_size()
     query = qkv.new_empty((tokens, heads.num_heads, heads.key_dim))
     key = qkv.new_empty((tokens, heads.num_kv_heads, heads.key_dim))

@@ -34,7 +34,7 @@ _NUMBERS = _BOUNDS + _PIECES
 
 
 class ShortRows(NamedTuple):
-    """What a plan is made of: of each row its first position, its tokens, and its first token in the batch."""
+    """The rows that a plan is made of: of each its first position, its tokens, and its first token in the batch."""
 
     starts: list[int]
     counts: list[int]
@@ -60,10 +60,10 @@ class ShortPlan:
         self.step: int = self._numbers.ctypes.data
         """The address of what the kernels are told of a step."""
         self.joins = 0
-        """How many results are to be joined."""
+        """The number of results that are to be joined."""
         self._fixed = tuple(self.step + 8 * place for place in (_ITEMS, _BOUNDS, _JOINS))
         self._held: tuple[Any, ...] = ()
-        """What lies at addresses that were written down here."""
+        """Arrays whose addresses were written down here: kept alive."""
 
     def fill(
         self, work: ShortItems, bounds: list[int], table: np.ndarray[Any, Any], slots: Any, partials: Any, scratch: Any,
@@ -96,7 +96,7 @@ class ShortPlan:
 
 
 def short_items(spec: LayerSpec, rows: ShortRows, threads: int) -> ShortItems | None:
-    """What is to be computed for the layers of `spec`, by so many threads. None: more than `FEW` items."""
+    """Items to compute for the layers of `spec`, by so many threads. None: more than `FEW` items."""
     work = ShortItems([], [], [], 0)
     group = spec.num_heads // spec.num_kv_heads
     decodes = [row for row, count in enumerate(rows.counts) if count == 1]

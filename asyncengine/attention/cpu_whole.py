@@ -48,5 +48,5 @@ class CompiledSequences:
     def attend_merged(
         self, layer: int, qkv: torch.Tensor, heads: MergedHeads, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
-        """As `CompiledBackend` does it."""
+        """Attend to whole texts, with the arguments of `CompiledBackend.attend_merged`."""
         return self._paged.attend_merged(layer, qkv, heads, cos, sin)

@@ -21,7 +21,7 @@ logger = logging.getLogger("asyncengine")
 
 _CPU_SHARE, _CPU_CAP = 0.25, 4 * 2**30
 _CUDA_KEPT_BACK = (0.15, 4 * 2**30)
-"""What a GPU's pool leaves of the memory that the largest step leaves: this share or these bytes, whichever is less.
+"""The memory that a GPU's pool leaves of what the largest step leaves: this share or these bytes, whichever is less.
 For CUDA graphs, adapters that are loaded later, and gaps in torch's allocator."""
 _BARE_PAGES = 2**17
 """Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys

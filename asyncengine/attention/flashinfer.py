@@ -49,7 +49,7 @@ from asyncengine.device.pinned import CudaMemory, DeviceMemory
 from asyncengine.kernels.cuda import triton_missing
 
 _LARGEST_FP8 = 448.0
-"""Of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""
+"""The largest number of float8_e4m3fn. torch turns larger values into NaN instead of saturating."""
 
 
 def load_flashinfer() -> Any:
@@ -97,10 +97,10 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeGraph:
-    """What the CUDA graph of one number of decode rows reads: the same addresses at every replay."""
+    """The inputs of the CUDA graph of one number of decode rows: the same addresses at every replay."""
 
     arrays: dict[int | None, tuple[int, DeviceArrays]]
-    """Where the arrays of each chunk begin among the graph's inputs, and these. Those of whole rows are last: only of
+    """The first index of each chunk's arrays among the graph's inputs, and these. Those of whole rows are last: only of
     them, the unused end is not sent."""
     wrappers: dict[LayerGroup, _Planned]
 

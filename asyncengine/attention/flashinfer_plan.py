@@ -229,7 +229,7 @@ def graph_int_workspace_bytes(size: int, heads_per_kv_head: int, processors: int
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Where parts of these sizes begin, and where the next one would."""
+    """Offsets of parts of these sizes laid end to end, and the offset after the last."""
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + -(-size // _ALIGN) * _ALIGN)

@@ -118,7 +118,7 @@ class TorchPagedBackend:
         self._groups = {_group_of(spec): spec for spec in layers}
         self._plans: dict[_LayerGroup, _GroupPlan] = {}
         self._kv_slots: dict[bool, torch.Tensor] = {}
-        """By whether a layer has a window."""
+        """Positions in the pool, by whether a layer has a window."""
 
     def plan(self, step: StepView) -> None:
         views = {False: step, True: step.for_windows()}

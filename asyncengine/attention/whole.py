@@ -13,7 +13,7 @@ from asyncengine.errors import UnsupportedModel
 
 
 class SequenceAttention(StepAttention, Protocol):
-    """Who attends in an encoder. Not thread-safe: one step at a time."""
+    """The attention of an encoder. Not thread-safe: one step at a time."""
 
     name: str
 

@@ -15,7 +15,7 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(slots=True)
 class Parsed:
-    """What one push brought. Pieces put together are the whole."""
+    """The result of one push. The pieces put together are the whole."""
 
     text: str = ""
     reasoning: str = ""

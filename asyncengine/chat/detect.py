@@ -97,7 +97,7 @@ def _markers_in(template: str) -> Reasoning | None:
 
 
 def reasoning_state(prompt_tail: str, reasoning: Reasoning | None, specials: Sequence[str] = ()) -> ReasoningState:
-    """Where the end of a rendered prompt leaves the model.
+    """The state in which the end of a rendered prompt leaves the model.
 
     A marker counts if nothing but whitespace follows it, or nothing that begins or ends a turn: no name of a special
     token (`specials`). Without knowing any, only whitespace may follow.

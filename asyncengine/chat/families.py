@@ -1,4 +1,4 @@
-"""How families of models write tool calls: one record for each. A new format is a new record."""
+"""Formats in which families of models write tool calls: one record for each. A new format is a new record."""
 
 from __future__ import annotations
 

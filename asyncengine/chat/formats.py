@@ -1,4 +1,4 @@
-"""What is to be known of how families of models write tool calls and reasoning: plain data."""
+"""Facts about the ways in which families of models write tool calls and reasoning: plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 ReasoningState = Literal["none", "open", "closed", "undecided"]
-"""What the model begins with: no such part, inside it, after it, or it may begin one."""
+"""The part that the model begins with: none, inside reasoning, after it, or it may begin one."""
 
 NUMBER = "{#}"
 """In the texts of a format: where the model writes a number of its own, such as a call's index."""
@@ -65,9 +65,10 @@ class ToolFormat:
     list_for_several: bool = False
     """One call is written bare, several as a JSON list."""
     members: Members | None = None
-    """How arguments are written; None: as one JSON object."""
+    """The form of arguments; None: one JSON object."""
     signs: tuple[str, ...] = field(default=(), compare=False)
-    """Where a template renders no calls, these in its text, or as names of special tokens, tell the format."""
+    """Texts that tell the format where a template renders no calls: parts of the template, or names of special
+    tokens."""
     rendered: bool = True
     """The template writes calls. Else they have to be in the content that it gets."""
 
@@ -83,13 +84,14 @@ class ToolFormat:
 
     @property
     def end_marker(self) -> str:
-        """What closes a call after its arguments (or the JSON object around them), without whitespace; may be empty."""
+        """The text that closes a call after its arguments (or the JSON object around them), without whitespace; may
+        be empty."""
         end = self.call_close.strip()
         return end.removeprefix("}").strip() if self.is_object else end
 
     @property
     def list_end(self) -> str:
-        """What closes a list of calls, without whitespace around it."""
+        """The text that closes a list of calls, without whitespace around it."""
         return self.closing.strip() or "]"
 
     @property
@@ -131,4 +133,4 @@ REASONING_MARKERS = (
     Reasoning("<|channel>thought", "<channel|>"),
     Reasoning("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""Those in use; of several that fit a template, the first."""
+"""Markers in use; of several that fit a template, the first counts."""

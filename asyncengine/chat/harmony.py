@@ -145,7 +145,7 @@ class ChannelParser:
         return True
 
     def _is_header(self) -> bool:
-        """What is there may be the beginning of a header."""
+        """Whether the text so far may be the beginning of a header."""
         text = self._buffer.lstrip()
         begins = (CHANNEL, NEXT, "to=", "<|end|>", "<|call|>", "<|return|>")
         return len(text) < MAX_HEADER and any(text.startswith(mark) or mark.startswith(text) for mark in begins)

@@ -29,7 +29,7 @@ ANY = "/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What may follow the reasoning. At least one of the three."""
+    """The parts that may follow the reasoning. At least one of the three is there."""
 
     text: bool = False
     """Free text; calls may follow it where the format has them after text."""

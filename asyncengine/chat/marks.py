@@ -1,4 +1,4 @@
-"""How a tokenizer has the texts of a format: as special tokens or spelled out."""
+"""Tokenizations of a format's texts: as special tokens or spelled out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncengine.grammar.lark import literal
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """How a tokenizer has markers: `special` maps the names of its special tokens to their ids."""
+    """Markers of a tokenizer: `special` maps the names of its special tokens to their ids."""
 
     special: Mapping[str, int]
 

@@ -260,7 +260,7 @@ class OutputParser:
         return f"{prefix}{head.name}:{head.number}"
 
     def _read_text_head(self, form: ToolFormat, at: int) -> Head:
-        """Of a call that is no JSON object."""
+        """The head of a call that is no JSON object."""
         text = self._buffer
         if form.each or not self._later:
             begin = follow(text, at, form.opening)

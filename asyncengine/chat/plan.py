@@ -1,4 +1,4 @@
-"""What one chat request asks of its output: a grammar to hold it to and a parser to take it apart."""
+"""The plan of one chat request's output: a grammar to hold it to and a parser to take it apart."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ChatPlan:
     """For one request."""
 
     grammar: Grammar | None
-    """Of the whole output, reasoning included. None: nothing to constrain."""
+    """The grammar of the whole output, reasoning included. None: nothing to constrain."""
     make_parser: Callable[[], Parser] | None
     """One parser for each sample. None: the output is the content as it stands."""
     skip_special_tokens: bool
     """False where a marker is a special token, which the parser has to see."""
     final: Grammar | None = None
-    """Of the content alone, where the content is to match something."""
+    """The grammar of the content alone, where the content is to match something."""
 
     def applied(self, params: SamplingParams) -> SamplingParams:
         """`params` with the plan's grammar in place of their own."""
@@ -54,7 +54,7 @@ class ChatPlanner:
         table = tokenizer.table
         self._markers = Markers({table.token_text(i): i for i in sorted(table.special_ids)})
         self.tool_format = self._fitted(_chosen_format(tokenizer, tool_format))
-        """How calls are written; None if not at all."""
+        """The format of tool calls; None: the model writes none."""
         self._in_channels = self.tool_format is not None and self.tool_format.family == "harmony"
         self.reasoning = THOUGHTS if self._in_channels else _chosen_reasoning(tokenizer, reasoning)
         """The markers around reasoning; None if the model does none."""

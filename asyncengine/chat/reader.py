@@ -35,5 +35,5 @@ class ChatReader:
         return self._parsers[index].finished_calls()
 
     def broken_calls(self, index: int) -> list[ToolCall]:
-        """Those of sample `index` that went out in pieces and were never finished."""
+        """Calls of sample `index` that went out in pieces and were never finished."""
         return self._parsers[index].broken_calls()

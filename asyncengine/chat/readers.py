@@ -21,7 +21,7 @@ ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^ux])", re.DOTALL)
 
 
 class Read(NamedTuple):
-    """What one look at the text brought."""
+    """The result of one look at the text."""
 
     size: int
     """Characters that are done with."""
@@ -121,7 +121,7 @@ class RawReader:
         return Read(read.size + text.startswith("\n"), read.piece, read.state)
 
     def _first(self, text: str) -> Read:
-        """How to read a value is told by its types and, if several may be, by its beginning."""
+        """Read a value: its types say how and, if there may be several, its beginning."""
         self._held = ""
         if self._members.cdata and "string" in self._allowed:
             if text.startswith(CDATA[0]):
@@ -294,7 +294,7 @@ class NotationReader:
         return Read(end, word) if NUMBER.fullmatch(word) else Read(end, state="broken")
 
     def _inside(self, text: str, at: int) -> Read:
-        """Of a string."""
+        """Read on inside a string."""
         quote = self._quote
         stop = text.find(quote, at)
         escape = text.find("\\", at) if self._escapes else -1

@@ -15,7 +15,7 @@ JSON_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null
 
 
 def response_grammar(response_format: object) -> Grammar | None:
-    """What the answer must match; None for free text.
+    """The grammar that an answer must match; None for free text.
 
     OpenAI's {"type": "text" | "json_object" | "json_schema", ...}, a JSON schema as a dict, a `Grammar`, or a class or
     term that `Grammar.of` takes. Objects of a schema are closed unless its `strict` is False; then, too, what the

@@ -20,13 +20,13 @@ JSON_HEAD = (("{",), ('"name"',), (":",), ("",), (",",), ('"arguments"', '"param
 
 
 class Head(NamedTuple):
-    """What is known of a call's beginning. The same text always gives the same answer, however it arrived."""
+    """The beginning of a call as far as it is known. The same text always gives the same answer, however it arrived."""
 
     status: Literal["complete", "incomplete", "wrong"]
     name: str = ""
     """Known before the status is complete."""
     end: int = 0
-    """Where the arguments begin."""
+    """The index at which the arguments begin."""
     number: str = ""
     """Behind the name, where the format has one."""
 
@@ -108,7 +108,8 @@ def text_head(text: str, at: int, before: str, after: str, braced: bool) -> Head
 
 
 def follow(text: str, at: int, wanted: str) -> int | None:
-    """Where `wanted` ends that stands at `at`, blanks aside; None if the text is too short to tell, -1 if it is not
+    """The end of `wanted`, which is to stand at `at`, blanks aside; None if the text is too short to tell, -1 if it
+    is not
     there."""
     for token in TOKEN.findall(wanted):
         at = skip_blanks(text, at)

@@ -15,7 +15,7 @@ ALTERNATIVES = ("anyOf", "oneOf")
 LISTS = ("items", "prefixItems")
 SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems", "propertyNames")
 CONDITIONS = ("not", "if", "then", "else", "dependentSchemas", "unevaluatedProperties")
-"""What these say of a value goes together with what the schema around them says, or against it."""
+"""Keywords whose meaning for a value depends on the schema around them."""
 OWN_KEYS = ("properties", "patternProperties", "required", *CONDITIONS)
 """Beside these a `$ref`, `allOf` or `anyOf` is one of several statements about the same object."""
 

@@ -1,4 +1,4 @@
-"""What a tool's schema says of its arguments one by one, for formats that write them one by one."""
+"""Arguments of a tool one by one, for formats that write them one by one, as its schema has them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reader:
         return [self.shape(part) for part in options] or [Shape({}, frozenset(), {})]
 
     def shape(self, part: Schema) -> Shape:
-        """Of a schema of objects, one of `options`."""
+        """The shape of a schema of objects, one of `options`."""
         self.only(part, ("type", "properties", "required", "additionalProperties"))
         properties = {str(key): as_schema(value) for key, value in (part.get("properties") or {}).items()}
         required = [str(key) for key in part.get("required") or ()]
@@ -113,7 +113,7 @@ class Reader:
         yield own
 
     def _merged(self, one: Schema, other: Schema) -> Schema:
-        """What both say, where that is one schema."""
+        """The schema that says what both say, where one can."""
         out = dict(one)
         for key, value in other.items():
             if key not in out or key in ANNOTATIONS or out[key] == value:

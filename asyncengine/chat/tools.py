@@ -20,14 +20,14 @@ class Tool:
 
     name: str
     schema: Mapping[str, Any]
-    """Of its arguments, ready for a grammar."""
+    """The JSON schema of its arguments, ready for a grammar."""
     strict: bool = True
     """Every part of the schema must be enforced; else what the grammar library cannot enforce is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the request asks for. `name` with mode "named" only."""
+    """The tool choice of a request. `name` with mode "named" only."""
 
     mode: Literal["none", "auto", "required", "named"]
     name: str = ""

@@ -1,4 +1,4 @@
-"""How many threads the next step is computed with: all that the engine may use, unless they stand in each other's way.
+"""The number of threads that compute the next step: all that the engine may use, unless they stand in each other's way.
 
 Engines of one process share its cores: while two of them run steps, each uses half of its threads, and a long step
 over documents gives them up in its midst when a chat's short one comes. And a step may take far longer than its work,
@@ -28,7 +28,7 @@ _WINDOW = 0.05
 _POOR = 0.4
 """Share of the threads' work that is worth the name: below it, half of them would do as well."""
 _PREEMPTED = 100.0
-"""Of this process's threads, each second, and two in a step: OpenMP's wait for one another when that happens."""
+"""Preemptions of this process's threads per second, and two in a step: OpenMP's threads wait for one another then."""
 _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
@@ -52,7 +52,7 @@ class Sharing:
         self._running: list[Step] = []
 
     def enter(self, step: Step) -> int:
-        """How many threads a step that begins now should use. It and the others are limited to their shares."""
+        """Give the number of threads for a step that begins now. It and the others are limited to their shares."""
         with self._lock:
             self._running.append(step)
             self._limit()
@@ -73,11 +73,11 @@ class Sharing:
 
 _CPU = torch.device("cpu")
 _PROCESS = Sharing()
-"""Of this process: its engines know nothing of each other, and the cores are the same."""
+"""The cores of this process: its engines know nothing of each other, and share them."""
 
 
 def threads_for(threads: int | None, device: torch.device) -> int:
-    """How many threads an engine on this device may use; None: as many as torch does in this program."""
+    """The number of threads for an engine on this device; None: as many as torch uses in this program."""
     return (threads or torch.get_num_threads()) if device.type == "cpu" else 1
 
 
@@ -115,7 +115,8 @@ class Cores:
                 self._sharing.leave(self)
 
     def limit(self, threads: int) -> None:
-        """Of the step that is going on, for whoever shares the cores with it. Torch's own operators keep theirs."""
+        """Limit the threads of the running step, for another that shares the cores with it. Torch's own operators
+        keep theirs."""
         if self._team is not None:
             self._team.limit(min(threads, self._company.threads))
 
@@ -147,7 +148,7 @@ class Cores:
         self._company.note(threads, time.perf_counter() - began, loops, lost)
 
     def forget(self) -> None:
-        """What steps have taken so far says nothing of those to come: they were the first ones."""
+        """Forget the durations so far: those of the first steps say nothing of later ones."""
         self._company = Company(self.most)
 
     @property
@@ -206,7 +207,7 @@ class Company:
 
 
 def _preempted() -> int:
-    """How often threads of this process have lost their core to somebody else; 0 where nobody counts."""
+    """Involuntary context switches of this process so far; 0 where the system does not count them."""
     try:
         import resource
     except ImportError:

@@ -1,4 +1,4 @@
-"""What memory this machine has free for a model: its host's, and that of each accelerator."""
+"""The memory of this machine that is free for a model: its host's, and that of each accelerator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Machine:
 
     host_free: int
     devices_free: tuple[int, ...] = ()
-    """Of each CUDA device, by index."""
+    """Free bytes of each CUDA device, by index."""
 
 
 def this_machine() -> Machine:

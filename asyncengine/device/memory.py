@@ -1,4 +1,4 @@
-"""How much memory is free: the machine's, the container's or the accelerator's."""
+"""The amount of free memory: the machine's, the container's or the accelerator's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads torch's own operators use on one thread of the program: OpenMP's setting of that thread.
+"""The number of threads that torch's operators use on one thread of the program: OpenMP's setting of that thread.
 
 `torch.set_num_threads` is the program's: it also says how many threads operators use on threads to come. OpenMP keeps
 the number for each thread by itself, and torch asks it at every operator.

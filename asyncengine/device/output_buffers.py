@@ -12,7 +12,7 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 _ALIKE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""What numpy has, by bytes of a number: it knows no bfloat16."""
+"""numpy's types by bytes of a number: it has no bfloat16."""
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -48,7 +48,8 @@ class Event(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What a plan needs of the device. Copies are queued in the current stream; nothing here waits for them."""
+    """The operations on device memory that a plan needs. Copies are queued in the current stream; nothing here waits
+    for them."""
 
     device: torch.device
 

@@ -1,4 +1,4 @@
-"""What belongs to a whole process: whether it is a fork, whose turn it is to load a model, whether somebody watches.
+"""State of the whole process: whether it is a fork, which load of a model comes next, whether a terminal is attached.
 
 The first two are process-wide on purpose. Loading changes what all threads of a process share: transformers swaps
 functions of its own and of torch while it reads weights (tying, initialisation, the default dtype) and puts back what
@@ -29,7 +29,7 @@ class Process:
 
     def __init__(self) -> None:
         self.generation = 0
-        """How many forks lie between the process that imported this and the one it is in now."""
+        """The number of forks between the process that imported this and the present one."""
         self.make_room: Callable[[], bool] = lambda: False
         """Close engines that are kept without a user, and wait for their end. False: there were none. (`shared`)"""
         self._loaded_in: int | None = None
@@ -95,7 +95,7 @@ class LoadAttempt:
         self.given_up = False
 
     def give_up(self) -> None:
-        """Nobody wants the engine any more: leave the line, or end at the next stage of loading. Idempotent."""
+        """Give up the load: leave the line, or end at the next stage of loading. Idempotent."""
         if not self.given_up:
             self.given_up = True
             PROCESS.wake()
@@ -107,7 +107,7 @@ class LoadAttempt:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody watches a standard stream. Services and windowed programs have none, or one that is closed, and
+    """Whether a standard stream is a terminal. Services and windowed programs have none, or one that is closed, and
     a program may put there whatever can `write`."""
     with suppress(AttributeError, OSError, ValueError):
         return bool(stream.isatty())  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""How long one Python thread keeps the interpreter's lock from another, while an engine serves.
+"""The interpreter's switch interval, shortened while an engine serves.
 
 A step's kernels let go of the lock, and so does a thread that waits. Whoever wants it back from a thread that runs
 Python without pause gets it after the switch interval: 5 ms, several times a step, which is longer than many a step.

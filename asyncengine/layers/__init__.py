@@ -1,1 +1,1 @@
-"""What a forward is written with: linear layers, norms, rotary embedding, attention, feed-forward, embedding, head."""
+"""Building blocks of a forward: linear layers, norms, rotary embedding, attention, feed-forward, embedding, head."""

@@ -33,7 +33,7 @@ class AttentionConfig:
     chunk: int | None = None
     """Position p sees none before its own chunk of so many (Llama 4). None: it does."""
     both: bool = False
-    """Of an encoder: positions after it are seen as well, and a window reaches as far to either side."""
+    """True in an encoder: later positions are attended to as well, and a window reaches as far to either side."""
     softcap: float | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """One name: the checkpoint has them in one matrix. Two: values are keys before norm and rotation (Gemma 4)."""
@@ -44,13 +44,13 @@ class AttentionConfig:
     out_bias: bool = False
     transposed: bool = False
     head_norm: NormConfig | None = None
-    """Of queries and keys."""
+    """The norm of each head's queries and keys."""
     norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     """With "{}" where the checkpoint has one tensor for each head (StableLM)."""
     norm_scope: Literal["head", "each", "whole"] = "head"
     """Over a head's dimensions, with one weight for all heads or one for each; or over all heads at once (OLMo 2)."""
     value_norm: NormConfig | None = None
-    """Of values, over a head's dimensions (Gemma 4)."""
+    """The norm of each head's values (Gemma 4)."""
     norm_after_rotation: bool = False
     """Hunyuan."""
     sinks: str | None = None
@@ -213,7 +213,7 @@ class Attention:
         return [self.qkv, self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         parts: list[Linear | Norm] = [self.qkv, self.out, *(self.norms or ())]
         for part in parts:
             yield from part.slots()

@@ -78,14 +78,14 @@ class CausalConv:
         return total.to(x.dtype), inputs[:, tokens:]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
 
         yield f"{self.path}.weight", self.part(0, self.channels)
         if self.bias is not None:
             yield f"{self.path}.bias", TensorSlot.into(self.bias, initial=0.0)
 
     def part(self, first: int, channels: int) -> TensorSlot:
-        """Of the weight of some channels, where a checkpoint has them apart."""
+        """The door for the weight of some channels, where a checkpoint has them apart."""
 
         def load(tensor: Any) -> None:
             self.weight[:, first : first + channels].copy_(tensor[:, 0].T)

@@ -1,4 +1,4 @@
-"""What attention adds to a score for how far apart a query and a key are."""
+"""Biases that attention adds to a score for the distance between query and key."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class DistanceBias:
         return self._table.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         yield f"{self._path}.weight", TensorSlot.into(self._table)

@@ -70,7 +70,7 @@ class Embedding:
             raise IndexError(f"token ids must be in 0 .. {self.num_embeddings - 1}")
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         if self._head is None:
             takes = None if self.stored is None else self.stored.takes(0)
             yield f"{self.path}.weight", TensorSlot((self.num_embeddings, self.width), self._load, takes=takes)
@@ -118,7 +118,7 @@ class LMHead:
         return out
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         shape = (self.vocab_size, self.inputs)
         load, takes = partial(self.weight.load, 0), self.weight.takes(0)
         yield f"{self._weight_path}.weight", TensorSlot(shape, load, takes=takes)

@@ -47,16 +47,16 @@ class ExpertsConfig:
 
     experts: int
     width: int
-    """Of what is between the two products of one of them."""
+    """Numbers between the two products of one expert."""
     activation: str = "silu"
-    """Of the gate, a name in `ACTIVATIONS`; or "clamped", whose gate and up are neighbours (gpt-oss)."""
+    """The gate's activation, a name in `ACTIVATIONS`; or "clamped", whose gate and up are neighbours (gpt-oss)."""
     up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
     """Gate and up of each expert."""
     gated: bool = True
     """False: an expert is down(act(up(x))), and `up` has one name (Nemotron 3)."""
     down: str = "mlp.experts.{}.down_proj.weight"
     stacked: Stacked = _STACKED
-    """How a checkpoint may call them otherwise (transformers' `save_original_format=False`)."""
+    """Other names that a checkpoint may have for them (transformers' `save_original_format=False`)."""
     only_stacked: bool = False
     """No checkpoint has a tensor for each expert."""
     transposed: bool = False
@@ -67,7 +67,7 @@ class ExpertsConfig:
     """Stacked, of up and down (gpt-oss)."""
     alpha: float = 1.702
     limit: float = 7.0
-    """Of "clamped": g sigmoid(alpha g) (u + 1), with g at most `limit` and u within -limit .. limit."""
+    """The bound of "clamped": g sigmoid(alpha g) (u + 1), with g at most `limit` and u within -limit .. limit."""
 
     @property
     def inner(self) -> int:
@@ -95,7 +95,7 @@ class ExpertMatrices:
         return TensorSlot((outputs, self.inputs), load, takes=form.takes(begin), waits_with=form.waiting)
 
     def takes(self, first: int) -> StoredForm | None:
-        """What the first expert's rows from `first` on take, as `WeightForm.takes` says it."""
+        """The stored form that the first expert's rows from `first` on take, as in `WeightForm.takes`."""
         form, begin = self._place(0, first)
         return form.takes(begin)
 
@@ -192,7 +192,7 @@ class Experts:
         return self.up.nbytes + self.down.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name: a tensor for each expert, where checkpoints have them so."""
+        """Tensors of the checkpoint that it takes, by name: one for each expert, where checkpoints have them so."""
         config = self.config
         if config.only_stacked:
             yield from self.stacked_slots()
@@ -243,7 +243,7 @@ class Experts:
 def _forms(
     options: LayerOptions, config: ExpertsConfig, prefix: str, width: int, *, compiled: bool
 ) -> tuple[Sequence[WeightForm], Sequence[WeightForm]]:
-    """Those of (gate and up, down). THE place where it is decided how experts are kept.
+    """Weight forms of (gate and up, down). THE place where it is decided how experts are kept.
 
     `compiled`: there is a kernel for parts of a packed or quantized weight. Parts of a plain one are views.
     """
@@ -252,7 +252,7 @@ def _forms(
     paths = _paths(options, config, prefix)
 
     def make(shape: tuple[int, int], names: Sequence[Sequence[str]]) -> WeightForm:
-        """Of the experts whose matrices have these names."""
+        """Make the weight of the experts whose matrices have these names."""
         outputs, each = shape[0] * len(names), shape[0] // len(names[0])
         return options.weight(outputs, shape[1], range(each, outputs, each), [name for own in names for name in own])
 
@@ -272,7 +272,7 @@ def _forms(
 
 
 def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[list[list[str]]]:
-    """Of (gate and up, down), for each expert, the names of its matrices: as the checkpoint has them."""
+    """Checkpoint names of the matrices of (gate and up, down), a list for each expert."""
 
     def named(names: Sequence[str], expert: int) -> list[str]:
         return [(prefix + name.format(expert)).removesuffix(".weight") for name in names]
@@ -285,7 +285,7 @@ def _paths(options: LayerOptions, config: ExpertsConfig, prefix: str) -> list[li
 
 
 def _activation_number(options: LayerOptions, config: ExpertsConfig) -> int | None:
-    """What the compiled kernel calls the activation; None: it has none like it, or there is no such kernel here."""
+    """The compiled kernel's number of the activation; None: it has none like it, or there is no such kernel here."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
     from asyncengine.kernels.cpu.activation import activation_id
@@ -297,7 +297,7 @@ def _activation_number(options: LayerOptions, config: ExpertsConfig) -> int | No
 
 
 def _product(form: WeightForm, bias: torch.Tensor | None) -> Any:
-    """What there is to multiply by for the compiled kernel; None: it is nothing, or several matrices side by side."""
+    """The compiled kernel's record of a matrix; None: there is none, or several matrices side by side."""
     found = form.products(None if bias is None else bias.flatten()) or []
     return found[0] if len(found) == 1 else None
 
@@ -339,7 +339,7 @@ class LatentExpertsConfig:
     """Two products around the routed experts, of a checkpoint's names (Nemotron 3 Super)."""
 
     width: int
-    """Of what experts read and give."""
+    """Numbers of a row that experts read and give."""
     before: str
     behind: str
     bias: bool = False
@@ -354,7 +354,7 @@ class MoEConfig:
     shared: MLPConfig | None = None
     """Experts that every row goes to, as one feed-forward part."""
     shared_gate: str | None = None
-    """What they give is multiplied by the sigmoid of a product with this row (Qwen 2)."""
+    """The checkpoint's name of a row: shared experts' output is multiplied by the sigmoid of its product (Qwen 2)."""
     scales_inputs: bool = False
     """A weight multiplies what its expert reads, not what it gives (Llama 4)."""
     aliases: tuple[tuple[str, str], ...] = field(default=())
@@ -370,7 +370,7 @@ class SparseMLP:
         self.config, self._prefix = config, prefix
         self.router = Router(options, config.router, prefix, width, config.shared_gate)
         self.latent: list[Linear] = []
-        """What is before the experts, and behind them."""
+        """Projections before the experts and behind them."""
         if (latent := config.latent) is not None:
             before, behind = Part(prefix + latent.before, latent.width), Part(prefix + latent.behind, width)
             self.latent = [
@@ -423,16 +423,16 @@ class SparseMLP:
         return self._add_gated is not None and self.config.shared_gate is not None
 
     def linears(self) -> list[Linear]:
-        """Where adapters may act: not on experts."""
+        """Linears that adapters may change: none of the experts' own."""
         return self.latent if self.shared is None else [*self.latent, *self.shared.linears()]
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear."""
+        """Bytes of everything outside its linears."""
         return self.router.nbytes + self.experts.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         yield from self.router.slots()
         yield from self.experts.slots()
         for product in self.latent:

@@ -34,7 +34,7 @@ MOST_TOKENS = 64
 
 
 class LayerParts(Protocol):
-    """What is looked at in a decoder layer."""
+    """The parts of a decoder layer that fused layers look at."""
 
     config: Any
     attention: Any
@@ -61,7 +61,7 @@ class FusedLayers:
         self._known: _Known | None = None
         self._keeps_states = any(own.state is not None for own in mixers)
         self.forms = chain.forms
-        """As `kernels.cpu.fused_layer.run_fused_layer` takes them."""
+        """Forms of the chain's weights, as `kernels.cpu.fused_layer.run_fused_layer` takes them."""
         self._scratch = scratch
         self._paths = paths
 
@@ -89,7 +89,7 @@ class FusedLayers:
         return out
 
     def _places(self, backend: Any, step: StepContext, angles: Sequence[Angles]) -> NDArray[np.int64]:
-        """Where each layer's keys, values, angles and states lie: mostly where they did in the step before."""
+        """Addresses of each layer's keys, values, angles and states: mostly those of the step before."""
         turned = [(own.cos.data_ptr(), own.sin.data_ptr(), own.cos.shape[-1]) for own in angles]
         pools = None if step.states is None else step.states.pools
         known = self._known
@@ -102,26 +102,26 @@ class FusedLayers:
 
 
 class _Known(NamedTuple):
-    """What a step's layers were told, and what that follows from."""
+    """The cached table of addresses of a step, with the key that it was built from."""
 
     placed: object
-    """Of the attention backend."""
+    """The attention backend's own key: it changes when its memory moves."""
     turned: list[tuple[int, int, int]]
     """Addresses of cosines and sines, and how many dimensions they turn."""
     pools: Callable[[], StatePools | None]
-    """Of states; nothing here keeps them in memory."""
+    """The pools of states, behind a weak reference: nothing here keeps them in memory."""
     places: NDArray[np.int64]
 
 
 class Mixers(NamedTuple):
-    """What a layer mixes tokens by."""
+    """The parts of a layer that mix tokens: attention, a state layer, or both."""
 
     attention: Attention | None
     state: FusedMix | None
 
     @property
     def inputs(self) -> list[Linear]:
-        """What reads the layer's input."""
+        """Linears that read the layer's input."""
         found = [] if self.attention is None else [self.attention.qkv]
         return found if self.state is None else [*found, self.state.inputs]
 
@@ -132,7 +132,7 @@ class Mixers(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What one `FusedLayerKernel` computes: a layer, or a mixer alone and the feed-forward part that follows it."""
+    """The work of one `FusedLayerKernel`: a layer, or a mixer alone and the feed-forward part that follows it."""
 
     mixing: LayerParts
     feeding: LayerParts | None
@@ -147,7 +147,7 @@ class Span(NamedTuple):
 
 
 def _attended_at(attention: Attention | None, backend: Any, turned: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
-    """Where the layer's keys, values and angles lie."""
+    """Addresses of the layer's keys, values and angles."""
     if attention is None:
         return (0,) * 6
     rotary = attention.config.rotary
@@ -155,7 +155,7 @@ def _attended_at(attention: Attention | None, backend: Any, turned: Sequence[tup
 
 
 def _pools_of(mixer: FusedMix | None, step: StepContext) -> tuple[int, ...]:
-    """Where the layer's states and windows lie."""
+    """Addresses of the layer's states and convolution windows."""
     if mixer is None:
         return 0, 0
     assert step.states is not None
@@ -233,12 +233,12 @@ def _linears(span: Span, mixers: Mixers) -> dict[int, Any]:
 
 
 def _dense_part(mlp: MLP | SparseMLP | None) -> MLP | None:
-    """What all rows go through: the feed-forward part, or what a mixture has beside its experts."""
+    """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
     return mlp.shared if isinstance(mlp, SparseMLP) else mlp
 
 
 def _factors(span: Span) -> Any:
-    """What numbers are multiplied by on the way."""
+    """Factors of the layer: of its embeddings, residuals and results."""
     from asyncengine.kernels.cpu.fused_layer import Factors
 
     mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
@@ -247,7 +247,7 @@ def _factors(span: Span) -> Any:
 
 
 def _mix(layer: LayerParts, mixers: Mixers, dtype: torch.dtype) -> Any:
-    """What a layer mixes tokens by, as the kernel takes it."""
+    """The mixer of a layer, as the kernel takes it."""
     from asyncengine.kernels.cpu.fused_layers import Heads, Mix, StateMix
 
     heads = state = None
@@ -264,7 +264,7 @@ def _mix(layer: LayerParts, mixers: Mixers, dtype: torch.dtype) -> Any:
 
 
 def _paths(span: Span, mixers: Mixers) -> list[str]:
-    """Of a layer's products, as adapters name them; "" for what there is not."""
+    """Paths of a layer's products, as adapters name them; "" for a missing one."""
     mlp = _dense_part(None if span.feeding is None else span.feeding.mlp)
     pairs = [mixers.inputs, mixers.outs, [] if mlp is None else mlp.linears()]
     return [path for pair in pairs for path in ([linear.path for linear in pair] + ["", ""])[:2]]

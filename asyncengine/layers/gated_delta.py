@@ -27,11 +27,11 @@ from asyncengine.layers.states import FusedMix, StateSpec, StateStep, by_kernel,
 from asyncengine.layers.step import StepContext
 
 _TINY = 1e-6
-"""What is added to the square of a key's length before it is divided by that."""
+"""A term that keeps the division by a key's length finite: it is added to the square of the length."""
 
 
 class Columns(NamedTuple):
-    """Where a projection has the numbers of one kind: those of key head h begin at first + h * step."""
+    """The place of one kind of numbers in a projection: those of key head h begin at first + h * step."""
 
     first: int
     step: int
@@ -49,7 +49,7 @@ class GatedDeltaConfig:
     taps: int
     """Inputs that the convolution sees."""
     epsilon: float
-    """Of the norm of what is read."""
+    """Epsilon of the output norm."""
     interleaved: bool = False
     """The projections go key head by key head (Qwen3-Next), not kind by kind (Qwen3.5)."""
     prefix: str = "linear_attn."
@@ -65,7 +65,7 @@ class GatedDeltaConfig:
 
     @property
     def columns(self) -> dict[str, Columns]:
-        """Of "q", "k", "v", "z", "b", "a" in the projections side by side."""
+        """Columns of "q", "k", "v", "z", "b", "a" in the projections side by side."""
         group = self.value_heads // self.key_heads
         widths = {"q": self.key_dim, "k": self.key_dim, "v": group * self.value_dim, "z": group * self.value_dim}
         found, first = {}, 0
@@ -148,7 +148,7 @@ class GatedDelta:
         return (wide * self.norm.weight.float() * each_token(functional.silu, z.float())).to(z.dtype)
 
     def fused(self) -> FusedMix | None:
-        """As fused layers take it."""
+        """The record that fused layers take; None: there is no kernel for it here."""
         return None if self.kernel is None else FusedMix(self.inputs, self.kernel, self.out, self.index)
 
     def linears(self) -> list[Linear]:
@@ -158,7 +158,7 @@ class GatedDelta:
         return [self.norm]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
 
         def load(tensor: Any) -> None:
             self.rate.copy_(tensor.float().exp())
@@ -170,7 +170,7 @@ class GatedDelta:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear and no norm."""
+        """Bytes of everything outside its linears and norms."""
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes
 
 

@@ -30,15 +30,15 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
-"""By the names that `DecoderConfig` knows."""
+"""Activations, by the names that `DecoderConfig` knows."""
 
 
 class LayerKernels(Protocol):
-    """What a device offers. Rows are independent: the result of one does not depend on those beside it."""
+    """The operations that a device offers. Rows are independent: no result depends on the rows beside it."""
 
     name: str
     norm_dtype: torch.dtype | None
-    """Of the weight of a norm; None: the model's."""
+    """The dtype of a norm's weight; None: the model's."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
         """x / rms(x) * (offset + weight) over the last dimension, the sum in float32 (Zhang and Sennrich 2019).
@@ -125,7 +125,7 @@ class TorchKernels:
 
 
 class CompiledKernels(TorchKernels):
-    """Those of `asyncengine.kernels.cpu`."""
+    """The compiled operations of `asyncengine.kernels.cpu`."""
 
     name = "compiled"
     norm_dtype: torch.dtype | None = torch.float32

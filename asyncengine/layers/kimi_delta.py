@@ -36,12 +36,12 @@ class KimiDeltaConfig:
     taps: int
     """Inputs that the convolutions see."""
     epsilon: float
-    """Of the norm of what is read."""
+    """Epsilon of the output norm."""
     prefix: str = "self_attn."
 
     @property
     def size(self) -> int:
-        """Of all heads' queries."""
+        """Numbers of all heads' queries."""
         return self.heads * self.head_dim
 
     @property
@@ -52,7 +52,8 @@ class KimiDeltaConfig:
 
     @property
     def columns(self) -> dict[str, Columns]:
-        """Of "q", "k", "v", "z", "b", "a" in all projections side by side; "z" is what "g_b" gives, "a" what "f_b"."""
+        """Columns of "q", "k", "v", "z", "b", "a" in all projections side by side; "z" comes from "g_b", "a" from
+        "f_b"."""
         dim, behind = self.head_dim, sum(self.projections.values())
         firsts = {"q": 0, "k": self.size, "v": 2 * self.size, "z": behind, "b": 3 * self.size, "a": behind + self.size}
         return {kind: Columns(first, 1 if kind == "b" else dim) for kind, first in firsts.items()}
@@ -139,7 +140,7 @@ class KimiDelta:
         return [self.norm]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
 
         def load(tensor: Any) -> None:
             self.rate.copy_(tensor.float().exp().view(-1))
@@ -154,5 +155,5 @@ class KimiDelta:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear and no norm."""
+        """Bytes of everything outside its linears and norms."""
         return self.conv.nbytes + self.rate.nbytes + self.dt_bias.nbytes

@@ -29,13 +29,13 @@ class LatentAttentionConfig:
     rank: int
     """Numbers of the latent vector."""
     own_dim: int
-    """Of a head's key, what is its own ..."""
+    """Numbers of a head's key that are its own ..."""
     shared_dim: int
     """... and what all heads share."""
     value_dim: int
     scale: float
     norm: NormConfig
-    """Of the latent vector."""
+    """The norm of the latent vector."""
     prefix: str = "self_attn."
     rotary: int | None = None
     """It rotates nothing."""
@@ -91,7 +91,7 @@ class LatentAttention:
         return [self.qkv, self.expand, self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         parts: list[Linear | Norm] = [*self.linears(), self.norm]
         for part in parts:
             yield from part.slots()

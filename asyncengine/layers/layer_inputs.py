@@ -18,12 +18,12 @@ from asyncengine.layers.step import RowAdapters
 
 @dataclass(frozen=True, slots=True)
 class LayerInputConfig:
-    """What the checkpoint calls its parts, and their sizes."""
+    """The checkpoint's names of the parts of layer inputs, and their sizes."""
 
     vocab_size: int
     """Rows of the table: token ids are below it."""
     width: int
-    """Of a token's vector at one layer."""
+    """Numbers of a token's vector at one layer."""
     activation: str
     """A name in `ACTIVATIONS`."""
     table: str = "model.embed_tokens_per_layer"
@@ -47,14 +47,14 @@ class LayerInputs:
         self._scale = width**-0.5
 
     def __call__(self, ids: torch.Tensor, h: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
-        """Of int64 ids [T] and their embeddings h [T, width]."""
+        """Vectors [T, layers, numbers of one] of int64 ids [T] and their embeddings h [T, width]."""
         shape = (len(ids), *self._shape)
         projected = self.norm((self.projection(h, adapters) * self._scale).view(shape))
         both: torch.Tensor = (projected + self.table(ids).view(shape)) * 2.0**-0.5
         return both
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.table, self.projection, self.norm):
             yield from part.slots()
 
@@ -64,7 +64,7 @@ class LayerInputs:
 
 
 class LayerInput:
-    """What a layer makes of its vectors: norm(out(act(gate(h)) * vector)), to be added to the stream h."""
+    """A layer's use of its vectors: norm(out(act(gate(h)) * vector)), to be added to the stream h."""
 
     def __init__(
         self, options: LayerOptions, config: LayerInputConfig, norm: NormConfig, prefix: str, width: int
@@ -83,6 +83,6 @@ class LayerInput:
         return [self.gate, self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.gate, self.out, self.norm):
             yield from part.slots()

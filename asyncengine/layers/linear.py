@@ -63,7 +63,7 @@ class Linear:
         return y
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part, first in zip(self.parts, self._firsts, strict=False):
             shape = (self.inputs, part.outputs) if self.transposed else (part.outputs, self.inputs)
             takes, waiting = self.weight.takes(first), self.weight.waiting

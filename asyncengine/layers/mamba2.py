@@ -37,21 +37,22 @@ class Mamba2Config:
     """Equal parts of the heads, which share B and C."""
     taps: int
     epsilon: float
-    """Of the norm."""
+    """Epsilon of the norm."""
     norm: Literal["gated", "before gate"] | None = "gated"
-    """Of y times silu(z), or of y, which then is multiplied by silu(z). None: there is the gate alone."""
+    """The norm's operand: y times silu(z), or y, which then is multiplied by silu(z). None: there is the gate alone."""
     norm_groups: int = 1
     """Equal parts of a row that are normalised each by itself."""
     bias: bool = False
-    """Of the projection."""
+    """Whether the projections have biases."""
     out_bias: bool = False
     conv_bias: bool = True
     limits: tuple[float, float] = (0.0, float("inf"))
-    """Of dt, of every token. (transformers bounds those of a prompt, and not those that it generates one by one.)"""
+    """Bounds of every token's dt. (transformers bounds those of a prompt, and not those that it generates one by
+    one.)"""
     scales: tuple[float, float, float, float, float] | None = None
-    """What the projection's z, x, B, C and dt are multiplied by (Falcon-H1)."""
+    """Factors of the projection's z, x, B, C and dt (Falcon-H1)."""
     out_scale: float = 1.0
-    """What the result is multiplied by (Falcon-H1)."""
+    """A factor of the result (Falcon-H1)."""
     name: str = "mamba."
 
     def build(self, options: LayerOptions, norm: NormConfig, prefix: str, width: int, index: int) -> Mamba2:
@@ -81,7 +82,7 @@ class Mamba2:
         """[heads] each: A, which is negative; D; what is added to dt."""
         self.decay.fill_(-1.0)
         self.weight = options.zeros(self.inner, dtype=torch.float32).fill_(1.0)
-        """Of the norm."""
+        """The norm's weight."""
         self.scales: torch.Tensor | None = None
         if config.scales is not None:
             sizes = torch.tensor([self.inner, self.inner, self.shared, self.shared, config.heads])
@@ -143,7 +144,7 @@ class Mamba2:
         return self.kernel is not None
 
     def fused(self) -> FusedMix | None:
-        """As fused layers take it."""
+        """The record that fused layers take; None: there is no kernel for it here."""
         if self.kernel is None:
             return None
         return FusedMix(self.projection, self.kernel, self.out, self.index, self.scales)
@@ -156,12 +157,12 @@ class Mamba2:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear."""
+        """Bytes of everything outside its linears."""
         parts = (self.conv, self.decay, self.skip, self.step_bias, self.weight)
         return sum(part.nbytes for part in parts)
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.projection, self.conv, self.out):
             yield from part.slots()
         yield f"{self._path}A_log", TensorSlot(tuple(self.decay.shape), self._load_decay, 0.0)
@@ -178,8 +179,9 @@ class Mamba2:
 def _kernel(
     options: LayerOptions, config: Mamba2Config, width: int, conv: CausalConv, parameters: tuple[torch.Tensor, ...]
 ) -> Any:
-    """What is between the projections in one compiled call, if there is such a kernel for this layer here. `width`:
-    numbers of a row of the first."""
+    """The compiled call for everything between the projections; None: there is none for this layer here.
+
+    `width`: numbers of a row of the first projection."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
     from asyncengine.kernels.cpu import mamba2 as kernels

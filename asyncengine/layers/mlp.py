@@ -20,7 +20,7 @@ class MLPConfig:
     """A layer's feed-forward part, with the checkpoint's names for its matrices."""
 
     width: int
-    """Of what is between the two products."""
+    """Numbers between the two products."""
     activation: str
     """A name in `ACTIVATIONS`, or "xielu", which has weights of its own."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -29,10 +29,10 @@ class MLPConfig:
     gated: bool = True
     bias: bool = False
     down_bias: bool | None = None
-    """Of the second product; None: as the first (GTE has one there only)."""
+    """Whether the second product has a bias; None: as the first (GTE has one there only)."""
     transposed: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
-    """What the gate is multiplied by before its activation, and the result (Falcon-H1)."""
+    """Factors of the gate before its activation, and of the result (Falcon-H1)."""
     aliases: tuple[tuple[str, str], ...] = ()
     """(a matrix's name, another one) that checkpoints may have instead (Kimi Linear, as transformers saves it)."""
 
@@ -57,7 +57,7 @@ class MLP:
         silu = config.gated and config.activation == "silu" and config.scales[0] == 1.0 and not config.bias
         self._multiply_gated = getattr(self.up.weight, "multiply_gated", None) if silu else None
         self.between: Activation | None = self.gated if config.gated else self._activation
-        """What is between the two products, of all that the first gives; None: there is no such function."""
+        """The function between the two products, of all that the first gives; None: there is no such function."""
 
     def __call__(self, x: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
         """[rows, width] -> [rows, width]."""
@@ -85,7 +85,7 @@ class MLP:
         return [self.up, self.down]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for linear in self.linears():
             yield from linear.slots()
         if self.xielu is not None:

@@ -20,7 +20,7 @@ class NormConfig:
     kind: Literal["rms", "layer"] = "rms"
     epsilon: float = 1e-6
     offset: float = 0.0
-    """What is added to the checkpoint's weight: 1 in Gemma's, and in float32."""
+    """A number added to the checkpoint's weight: 1 in Gemma's, in float32."""
     weight: bool = True
     """False: normalisation only (OLMo 1)."""
     bias: bool = False
@@ -47,7 +47,7 @@ class Norm:
         """A layer norm with one weight for all."""
         self._shift = torch.zeros_like(self.weight) if self._plain and self.bias is None else self.bias
         self._folded = 0.0 if by_kernel and options.norm_dtype != torch.float32 else config.offset
-        """Of the offset, what is added to the weight: it would be rounded in a narrower type."""
+        """The part of the offset that is added to the stored weight: in a narrower type it would be rounded."""
         self._offset = config.offset - self._folded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Norm:
         return self._plain
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         if "{}" in self.path:
             for head, row in enumerate(self.weight):
                 yield f"{self.path.format(head)}.weight", TensorSlot.into(row, self._folded, 1.0 - self.config.offset)

@@ -1,8 +1,7 @@
-"""Where layers live and how they keep their weights: the one place where kernels are chosen.
+"""The device, dtype and weight forms of a model's layers: the one place where kernels are chosen.
 
-What is chosen follows from dtype, device, sizes and settings, never from comparing numbers. That each form gives what
-the others give is what tests are for.
-"""
+The choice follows from dtype, device, sizes and settings, never from comparing numbers. That each form gives what
+the others give is what tests are for."""
 
 from __future__ import annotations
 
@@ -30,24 +29,26 @@ from asyncengine.layers.weight_forms import (
 _PANEL = 32
 """Outputs of a packed weight come in so many."""
 HEAD_BITS = 8
-"""Of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the answer."""
+"""Bits of a quantized output layer, with either setting: it is one matrix, and its errors go straight into the
+answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerOptions:
-    """What all layers of one model share."""
+    """Settings that all layers of one model share."""
 
     dtype: torch.dtype
     device: torch.device
     kernels: LayerKernels
     bits: int | None = None
-    """Of the weights of linear layers: 8 or 4; None: those of `dtype`."""
+    """Bits of the weights of linear layers: 8 or 4; None: those of `dtype`."""
     release: Callable[[torch.Tensor], object] = keep_all
     """Told of each part of a mapped file that has been read and is not needed again."""
     memory: Arena = field(default_factory=Arena)
-    """Where weights on a CPU lie."""
+    """The memory for weights on a CPU."""
     forms: Mapping[str, StoredForm] = field(default_factory=dict)
-    """Of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others, and all
+    """Forms of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others,
+    and all
     of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
 
     @property
@@ -57,7 +58,7 @@ class LayerOptions:
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """Of the weights of norms: float32 wherever a kernel or plain torch takes it."""
+        """The dtype of norms' weights: float32 wherever a kernel or plain torch takes it."""
         return self.kernels.norm_dtype or self.dtype
 
     def weight(self, outputs: int, inputs: int, bounds: Sequence[int] = (), paths: Sequence[str] = ()) -> WeightForm:

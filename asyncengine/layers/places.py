@@ -1,4 +1,4 @@
-"""Where low-rank adapters act in a model: the products they change and the paths by which they name them."""
+"""Products of a model that low-rank adapters change, and the paths by which adapters name them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ModuleDims(NamedTuple):
     kind: Literal["linear", "conv1d", "embedding"] = "linear"
     """conv1d: GPT-2's linear, stored transposed."""
     scale: float = 1.0
-    """What the module multiplies its output by (Gemma 3's embedding): what adapters add must be multiplied as well."""
+    """The module's own factor of its output (Gemma 3's embedding): what adapters add must be multiplied as well."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

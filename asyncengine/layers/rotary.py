@@ -33,7 +33,7 @@ class RotaryConfig:
     frequencies: tuple[float, ...]
     """Radians by which each pair of dimensions turns from one position to the next; float32 values."""
     scaling: float = 1.0
-    """What cosines and sines are multiplied by (YaRN)."""
+    """A factor of cosines and sines (YaRN)."""
     style: Literal["halves", "interleaved"] = "halves"
     """A pair is (i, i + dim / 2), or (2 i, 2 i + 1) (GPT-J, Cohere, GLM)."""
     exact: bool = False
@@ -42,7 +42,7 @@ class RotaryConfig:
     """(beta, period): queries are multiplied by 1 + beta * log(1 + position // period) (Llama 4, Ministral 3); not
     together with norms of heads."""
     growth_begins: int = 0
-    """What positions count from in that (Llama 4: 1)."""
+    """The position that this growth counts from (Llama 4: 1)."""
 
     @property
     def dim(self) -> int:
@@ -51,13 +51,13 @@ class RotaryConfig:
 
 
 class Angles(NamedTuple):
-    """What a step's queries and keys are rotated by."""
+    """Cosines and sines that rotate a step's queries and keys."""
 
     cos: torch.Tensor
     """[T, rotary dim]."""
     sin: torch.Tensor
     style: str
-    """As in `RotaryConfig`."""
+    """The pairs of dimensions that are rotated together, as in `RotaryConfig`."""
     query_scale: torch.Tensor | None = None
     """[T], what queries are multiplied by; None: nothing."""
 

@@ -30,10 +30,10 @@ class RouterConfig:
     chosen: int
     """Experts of a row."""
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    """Of all logits. "sparsemixer": each expert's softmax is over those near it (Phi-MoE, Liu et al. 2024)."""
+    """Scores of all logits. "sparsemixer": each expert's softmax is over those near it (Phi-MoE, Liu et al. 2024)."""
     name: str = "mlp.gate.weight"
     bias: str | None = None
-    """Of the logits (gpt-oss)."""
+    """The checkpoint's name of the logits' bias (gpt-oss)."""
     exact: bool = False
     """Weights are float32 in a model of any type (GLM 4, ERNIE 4.5)."""
     correction: str | None = None
@@ -46,13 +46,13 @@ class RouterConfig:
     normalised: bool = True
     """Weights of a row are divided by their sum. With softmax: as if it were over the chosen alone."""
     least_sum: float = 0.0
-    """What they are divided by at least."""
+    """The least sum that they are divided by."""
     scale: float = 1.0
-    """What weights are multiplied by."""
+    """A factor of the weights."""
     by_expert: str | None = None
     """A factor of each expert's weight (Gemma 4)."""
     spread: float = 0.0
-    """Of sparsemixer: a logit is left out if it is farther from the largest than twice this share of it."""
+    """The spread of sparsemixer: a logit is left out if it is farther from the largest than twice this share of it."""
 
 
 class Router:
@@ -80,7 +80,7 @@ class Router:
         self._memory = OutputBufferPool()
         self._route: Any = None
         self.settings: Any = None
-        """Of the compiled choice, if there is one."""
+        """Settings of the compiled choice, if there is one."""
         if options.compiled and config.scores != "sparsemixer":
             from asyncengine.kernels.cpu.routing import RouteSettings, route
 
@@ -102,12 +102,12 @@ class Router:
         return *route(logits[:, : self.config.experts], self.correction, self.by_expert, self.config), gate
 
     def product(self) -> Any:
-        """As fused layers take it; None: it is of another form than theirs, or the choice is torch's."""
+        """The record that fused layers take; None: its form is another than theirs, or the choice is torch's."""
         found = self.weight.products(self.bias) if self.settings is not None else None
         return None if found is None else found[0]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         config, prefix = self.config, self._prefix
         shape = (config.experts, self._width)
         yield prefix + config.name, TensorSlot(shape, lambda tensor: self.weight.load(0, tensor))

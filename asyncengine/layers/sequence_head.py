@@ -1,4 +1,4 @@
-"""What a classifier has behind its layers: from the hidden states of a sequence to a logit for each label."""
+"""The head of a classifier: from the hidden states of a sequence to a logit for each label."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SequenceHead:
         return [self.out] if self.dense is None else [self.dense, self.out]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.dense, self.norm, self.out):
             yield from () if part is None else part.slots()
 

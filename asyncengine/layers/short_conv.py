@@ -23,7 +23,7 @@ class ShortConvConfig:
 
     taps: int
     bias: bool = False
-    """Of the convolution and of both projections."""
+    """Whether the convolution and both projections have biases."""
     projection: str = "conv.in_proj"
     conv: str = "conv.conv"
     out: str = "conv.out_proj"
@@ -58,7 +58,7 @@ class ShortConv:
         return self.out(made.mul_(after), step.adapters)
 
     def fused(self) -> FusedMix | None:
-        """As fused layers take it."""
+        """The record that fused layers take; None: there is no kernel for it here."""
         return None if self.kernel is None else FusedMix(self.projection, self.kernel, self.out, self.index)
 
     def linears(self) -> list[Linear]:
@@ -68,18 +68,18 @@ class ShortConv:
         return []
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         for part in (self.projection, self.conv, self.out):
             yield from part.slots()
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear."""
+        """Bytes of everything outside its linears."""
         return self.conv.nbytes
 
 
 def _kernel(options: LayerOptions, conv: CausalConv) -> Any:
-    """What is between the projections in one compiled call, if there is such a kernel here."""
+    """The compiled call for everything between the projections; None: there is none here."""
     if not options.compiled or options.kernels.name != "compiled":
         return None
     from asyncengine.kernels.cpu.short_conv import ShortConvKernel

@@ -22,7 +22,7 @@ class SideExpertsConfig:
     router: RouterConfig
     experts: ExpertsConfig
     scale: str
-    """What a row is multiplied by once it is normalised for the router, and then by width^-0.5."""
+    """The checkpoint's name of a scale: of a row, once it is normalised for the router; it is then times width^-0.5."""
     before: str
     """Norm of what experts take: the stream."""
     after: str
@@ -51,16 +51,16 @@ class SideExperts:
 
     @property
     def norms(self) -> list[Norm]:
-        """Those that have a weight of a norm's name."""
+        """Norms that have a weight of a norm's name."""
         return [self.before, self.after, self.after_mlp]
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear and no norm."""
+        """Bytes of everything outside its linears and norms."""
         return self.router.nbytes + self.experts.nbytes + self._scaled.nbytes
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name; norms apart."""
+        """Tensors of the checkpoint that it takes, by name; norms apart."""
         weight = self._scaled.weight
 
         def load(tensor: torch.Tensor | StoredMatrix) -> None:

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go: the one door by which weights enter a model, when loading and when updating."""
+"""Slots for a checkpoint's tensors: the one door by which weights enter a model, when loading and when updating."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class TensorSlot:
     """The place of one named tensor."""
 
     shape: tuple[int, ...]
-    """As the checkpoint has it."""
+    """The tensor's shape in a checkpoint."""
     load: Callable[[torch.Tensor | StoredMatrix], None]
     """Takes a tensor of that shape and any float dtype, or quantized, perhaps mapped from a file; keeps nothing of it.
     """
     initial: float | None = None
-    """What a model without a checkpoint has here; None: random numbers."""
+    """The value in a model without a checkpoint; None: random numbers."""
     other_shape: tuple[int, ...] | None = None
-    """What the tensor may be shaped like instead: `load` tells by the shape what it is given."""
+    """Another shape that the tensor may have: `load` tells by the shape what it is given."""
     replaces: tuple[str, ...] = ()
-    """Of a tensor that checkpoints may have instead of others: the names of these."""
+    """Names of tensors in whose stead checkpoints may have this one."""
     waits_with: object = None
     """Key that it shares with the slots that are packed together with it, once all of them are filled."""
     takes: StoredForm | None = None

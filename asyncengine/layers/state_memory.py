@@ -1,4 +1,4 @@
-"""How many recurrent states there is memory for."""
+"""The number of recurrent states that there is memory for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARE, _CPU_CAP = 0.25, 4 * 2**30
 
 
 def state_bytes(specs: Sequence[StateSpec], dtype: torch.dtype) -> int:
-    """Of one sequence's states of all layers."""
+    """Bytes of one sequence's states of all layers."""
     return sum(spec.nbytes(dtype) for spec in specs)
 
 

@@ -39,7 +39,7 @@ FIRST = 0
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What one state layer remembers of one sequence. Shapes without the leading one of slots; () for nothing."""
+    """The state that one layer remembers of one sequence. Shapes without the leading one of slots; () for nothing."""
 
     recurrent: tuple[int, ...] = ()
     """float32."""
@@ -48,7 +48,7 @@ class StateSpec:
     layer's own; the model's dtype."""
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        """Of one state."""
+        """Bytes of one state."""
         return _count(self.recurrent) * 4 + _count(self.window) * dtype.itemsize
 
 
@@ -110,7 +110,7 @@ class LoneTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateStep:
-    """What a step's context says of states."""
+    """The states that a step's context names."""
 
     pools: StatePools
     segments: StateSegments
@@ -172,7 +172,7 @@ def advance_segments(step: StateStep, index: int, advance: Advance, *, by_slot: 
 
 
 def by_kernel(kernel: Any, projected: torch.Tensor, step: StateStep, index: int) -> torch.Tensor:
-    """What the compiled `kernel` of state layer `index` makes of its projections [T, all], its states moved on."""
+    """Run the compiled `kernel` of state layer `index` on its projections [T, all], and move its states on."""
     assert step.alone is None, "a compiled kernel takes segments"
     made: torch.Tensor = kernel(projected, step.pools.recurrent[index], step.pools.windows[index], step.segments)
     return made
@@ -243,26 +243,27 @@ class StateLayer(Protocol):
     def norms(self) -> list[Norm]: ...
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name; linears and norms included."""
+        """Tensors of the checkpoint that it takes, by name; linears and norms included."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in no linear and no norm."""
+        """Bytes of everything outside its linears and norms."""
         ...
 
 
 class StateMixKernel(Protocol):
-    """What happens between a state layer's projections, compiled, as fused layers call it."""
+    """The compiled code between a state layer's projections, as fused layers call it."""
 
     address: int
-    """Of the record that its code is called with."""
+    """The address of the record that its code is called with."""
     outputs: int
     """Numbers of a row of what it gives."""
 
     def code(self, dtype: torch.dtype) -> str:
-        """As `kernels.cpu.calls.address_of` takes it: (record, the layer's states and windows, projections, out, the
-        six numbers of `kernels.cpu.state_segments.segment_places`, tokens, kind, team)."""
+        """The name of its code, as `kernels.cpu.calls.address_of` takes it: (record, the layer's states and windows,
+        projections,
+        out, the six numbers of `kernels.cpu.state_segments.segment_places`, tokens, kind, team)."""
         ...
 
 
@@ -273,9 +274,9 @@ class FusedMix(NamedTuple):
     kernel: StateMixKernel
     out: Linear
     place: int
-    """Of its states among the pools."""
+    """The index of its states among the pools."""
     factors: torch.Tensor | None = None
-    """What the first numbers of a row of `inputs` are multiplied by, float32."""
+    """Factors of the first numbers of a row of `inputs`, float32."""
 
 
 @runtime_checkable
@@ -288,7 +289,7 @@ class FusableState(Protocol):
 
 
 class StateConfig(Protocol):
-    """What a family says of such a layer; knows how to build it."""
+    """A family's settings of such a layer; it knows how to build it."""
 
     def build(self, options: LayerOptions, norm: Any, prefix: str, width: int, index: int) -> StateLayer:
         """The layer, whose states have place `index` among the pools; `prefix` of its tensors' names."""

@@ -1,4 +1,4 @@
-"""What one forward is given beside its tokens: where they stand, whose adapters they use, and who attends."""
+"""The arguments of one forward beside its tokens: their positions, the adapters they use, and who attends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncengine.layers.states import StateSpec, StateStep
 
 
 class AdapterRecords(NamedTuple):
-    """What a compiled kernel of several layers is told of adapters, by address."""
+    """Addresses of a step's adapters for a compiled kernel of several layers."""
 
     products: int
     """int64 for each product: the address of its factors (`kernels.cpu.lora.Factors`), 0 where it has none."""
@@ -48,9 +48,9 @@ class StepContext:
     backend: StepAttention
     """Planned for this step."""
     adapters: RowAdapters | None = None
-    """Of the step's T tokens; None: no row has one."""
+    """Adapters of the step's T tokens; None: no row has one."""
     row_adapters: RowAdapters | None = None
-    """Of the rows whose logits are wanted."""
+    """Adapters of the rows whose logits are wanted."""
     states: StateStep | None = None
     """None: the model keeps none."""
 
@@ -90,7 +90,7 @@ class CausalLM(Protocol):
         ...
 
     def places(self) -> list[Place]:
-        """Where adapters may act, in the model's order."""
+        """Products that adapters may change, in the model's order."""
         ...
 
     def unbind(self) -> None:

@@ -20,16 +20,16 @@ import torch
 from numpy.typing import NDArray
 
 Below = Literal["middle", "zeros", "minima", "table"]
-"""What a number stands for: number - 2^(bits - 1); number - its group's zero; number, and then the group's minimum is
-taken off; or an entry of a table."""
+"""The meaning of a number: number - 2^(bits - 1); number - its group's zero; number, from which the group's minimum is
+taken; or an entry of a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberForm:
-    """How the numbers of a matrix are stored."""
+    """The form in which the numbers of a matrix are stored."""
 
     bits: int
-    """Of a number: 4, 6 or 8. Numbers of 2, 3 and 5 bits are kept in the next of them."""
+    """Bits of a number: 4, 6 or 8. Numbers of 2, 3 and 5 bits are kept in the next of them."""
     group: int
     """Inputs that share a scale: 16, 32, 64, 128 or more (a power of two); 0: there is only the row's scale."""
     below: Below = "middle"
@@ -42,7 +42,7 @@ class NumberForm:
 
 
 class StoredForm(NamedTuple):
-    """What is known of a `StoredMatrix` before it is read: layers make memory for it by this."""
+    """Facts about a `StoredMatrix` that are known before it is read: layers make memory for it by these."""
 
     name: str
     numbers: NumberForm
@@ -77,7 +77,7 @@ class StoredMatrix(Protocol):
     """A quantized matrix in mapped files."""
 
     name: str
-    """Of its type, for `info`: "Q4_K", "awq", ..."""
+    """The name of its type, for `info`: "Q4_K", "awq", ..."""
     shape: tuple[int, int]
     """(outputs, inputs)"""
     form: NumberForm
@@ -106,7 +106,7 @@ class RowRange:
         return self._matrix.rows(self._first + first, self._first + last)
 
     def release(self, first: int, last: int) -> None:
-        """As the whole matrix does."""
+        """Give back the memory of these rows, as the whole matrix does."""
         self._matrix.release(self._first + first, self._first + last)
 
 

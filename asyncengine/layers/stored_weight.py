@@ -127,7 +127,7 @@ class GroupedWeight(TakesStored, PanelWeight):
             self.row_scales[first : first + len(rows.numbers)].copy_(torch.from_numpy(rows.row_scales))
 
     def _planes(self, rows: GroupedRows) -> Mapping[str, Any]:
-        """What groups have, of the kernel's groups; a missing scale is 1."""
+        """Scales, zeros and minima for groups of the kernel's size; a missing scale is 1."""
         found = {}
         for name, (_, _, count) in self._form.planes.items():
             part = getattr(rows, name)

@@ -1,4 +1,4 @@
-"""How the matrix of a linear layer is kept in memory, one class for each form.
+"""Forms in which the matrix of a linear layer is kept in memory, one class for each.
 
 A form is made empty, at its final address, and filled row block by row block: by loading, and by later updates, which
 then reach whatever has captured the address. `load` takes rows [first, first + n) of the matrix [outputs, inputs].
@@ -70,7 +70,7 @@ class WeightForm(Protocol):
     outputs: int
     inputs: int
     bias_dtype: torch.dtype
-    """Of the bias that `multiply` takes."""
+    """The dtype of the bias that `multiply` takes."""
 
     @property
     def waiting(self) -> WaitingRows | None:
@@ -106,12 +106,12 @@ class WeightForm(Protocol):
         ...
 
     def products(self, bias: torch.Tensor | None) -> list[Any] | None:
-        """What fused layers take (`kernels.cpu.linears.LinearWeights`); None: they do not take this form."""
+        """Records that fused layers take (`kernels.cpu.linears.LinearWeights`); None: they do not take this form."""
         ...
 
 
 class DenseWeight:
-    """As torch has it: for GPUs, and for dtypes that nothing else takes."""
+    """A weight as torch has it: for GPUs, and for dtypes that nothing else takes."""
 
     name = "dense"
     waiting = None
@@ -340,7 +340,8 @@ class PanelWeight:
             out[:, self.order] = found
 
     def kernels(self, out: str) -> list[str]:
-        """What multiplies this form, as `calls.compile_named` takes it. `out`: "uint16" or "float32" for a result."""
+        """Names of the kernels that multiply this form, as `calls.compile_named` takes them. `out`: "uint16" or
+        "float32" for a result."""
         return [self._products.name_of_code(self._form, out)]
 
     def products(self, bias: torch.Tensor | None) -> list[Any]:

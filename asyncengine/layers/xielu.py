@@ -31,7 +31,7 @@ class XIELU:
         return out.to(x.dtype)
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         yield f"{self._path}.alpha_p", TensorSlot.into(self._slopes[:1], initial=0.2)
         yield f"{self._path}.alpha_n", TensorSlot.into(self._slopes[1:], initial=-1.0)
         yield f"{self._path}.beta", TensorSlot.into(self._constants[0], initial=0.5)

@@ -40,11 +40,11 @@ class WeightedFair(Policy):
         self.terms = (by, {name: as_number("weights", each, 0, 1e9, exclusive_low=True) for name, each in given})
         self._requests: Counter[str] = Counter()
         self._accounts: dict[str, float] = {}
-        """Of flows that have requests."""
+        """Accounts of flows that have requests."""
         self._idle: dict[str, float] = {}
-        """Of those that have none now, the longest idle first."""
+        """Accounts of flows that have none now, the longest idle first."""
         self._tags: dict[int, float] = {}
-        """By ticket of a waiting request: its flow's account with the prompts of those before it."""
+        """Tags by ticket of a waiting request: its flow's account with the prompts of those before it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightedFair) and self.terms == other.terms

@@ -43,8 +43,8 @@ _SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, top_k=0, repetition_penalty=1.1, min_tokens=1, logprobs=True, top_logprobs=20,
     prompt_logprobs=True,
 )  # fmt: skip
-"""What takes the most memory beside the model's own: logits of all tokens, the sampler's copies of those it samples
-from, counts for penalties. Masks of grammars come in small parts."""
+"""Parameters that take the most memory beside the model's own: logits of all tokens, the sampler's copies of those it
+samples from, counts for penalties. Masks of grammars come in small parts."""
 
 _HELPS = "Lower max_num_batched_tokens, max_num_seqs or kv_cache_memory, or take a smaller model."
 
@@ -150,7 +150,7 @@ def _compile_kernels(
 
 
 def wanted_of(pooler: Pooler | None) -> Pooled | None:
-    """What requests of a model with a pooler ask for."""
+    """The result that requests of a model with a pooler ask for; None: tokens."""
     return None if pooler is None else Pooled(every=pooler.every)
 
 

@@ -131,7 +131,7 @@ class EncoderRunner:
         return self.cores.step(torch_alone=self._compiled, small=self._small)
 
     def threads(self) -> ThreadStats:
-        """What computes steps, from any thread."""
+        """The threads that compute steps. May be called from any thread."""
         return self.cores.stats
 
     def warm_up(self, most: int) -> None:

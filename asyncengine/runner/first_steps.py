@@ -11,7 +11,7 @@ from asyncengine.sampling_params import SamplingParams
 logger = logging.getLogger("asyncengine")
 
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
-"""How they sample, where they do."""
+"""Sampling parameters of the first steps, where they sample."""
 _NARROW, _LONG = 2**26, 513
 """Bytes of a model that may be narrow, and the tokens of a text that is long for the narrowest."""
 

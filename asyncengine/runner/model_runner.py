@@ -59,7 +59,7 @@ _HELD = (
     "_awaited",
     "_states",
 )
-"""What refers to weights, adapters or device memory; gone once the runner is closed."""
+"""Attributes that refer to weights, adapters or device memory; deleted when the runner is closed."""
 
 
 class ModelRunner:
@@ -103,9 +103,9 @@ class ModelRunner:
         """Seconds of steps of some sizes, measured when the runner was built (`speculation.costs`)."""
         self.pooler = pooler
         self.draft_costs: tuple[float, ...] | None = None
-        """Those of its draft model."""
+        """Measured costs of the draft model's passes."""
         self.draft_model: DraftModel | None = None
-        """Who makes guesses that are left open."""
+        """The model that makes guesses that are left open."""
         self._model: CausalLM | None = model.model
         self._has_other_parts = bool(model.left_out)
         self._backend, self._device = backend, model.device
@@ -162,7 +162,7 @@ class ModelRunner:
         return batch.num_tokens <= MOST_TOKENS and pairs <= _BRIEF
 
     def prepare_update(self, weights: WeightSource, config: EngineConfig, partial: bool) -> Callable[[], None]:
-        """What gives the model other weights, while no step runs, once they have been looked at. From any thread.
+        """Check other weights, and return the call that writes them while no step runs. May be called from any thread.
 
         Raises as `models.updates.prepare_update`, and `UnsupportedModel` for one that runs through transformers.
         """
@@ -180,7 +180,7 @@ class ModelRunner:
         return run
 
     def threads(self) -> ThreadStats:
-        """What computes steps, from any thread."""
+        """The threads that compute steps. May be called from any thread."""
         return self.cores.stats
 
     def profile_run(self, batch: Batch) -> StepResult:
@@ -395,8 +395,9 @@ class ModelRunner:
                 pending.steerable[place] = pending.readback.fetch(logits[place].clone())
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
-        """What later steps build on, when all memory for this one is taken: launched again, a step must find what was
-        there before it."""
+        """Store the state that later steps build on, once all memory for this one is taken: a step that is launched
+        again must
+        find what was there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
         # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
         if self._device.type == "cpu":

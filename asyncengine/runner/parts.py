@@ -15,7 +15,7 @@ logger = logging.getLogger("asyncengine")
 
 OUT_OF_MEMORY = "the device has not enough memory for this request's step"
 _BY_ROW = ("further", "accepted", "drafted", "constrained", "logprobs", "prompt_logprobs", "vectors", "errors")
-"""Of a result, what is kept by row."""
+"""Fields of a result that are kept by row."""
 
 
 def launch_in_parts(batch: Batch, launch: Callable[[Batch], StepHandle], device: torch.device) -> StepHandle:
@@ -79,7 +79,7 @@ class PartialStep:
 
     batch: Batch
     rows: tuple[int, ...]
-    """Those of `batch` that `part` computes."""
+    """Rows of `batch` that `part` computes."""
     part: StepHandle
 
     @property

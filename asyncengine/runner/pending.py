@@ -32,14 +32,14 @@ class PendingStep:
     sampled: Sampled | None = None
     filled: FilledMasks = field(default_factory=FilledMasks.none)
     logprobs: tuple[list[int], LogprobTensors] | None = None
-    """Of these places among the sampled tokens."""
+    """Indices of sampled tokens whose log-probabilities are wanted, and these."""
     steerable: dict[int, torch.Tensor] = field(default_factory=dict)
     """Logits [vocab] at places of constrained rows that want log-probabilities: their matchers may put in other tokens.
     """
     prompts: list[tuple[int, torch.Tensor, LogprobTensors]] = field(default_factory=list)
     """(batch index, whether all its logits are finite, log-probabilities) of scored prompt chunks."""
     pooling: tuple[Pooler, list[Span], torch.Tensor] | None = None
-    """Of requests for vectors: who pools which hidden states."""
+    """The pooler of requests for vectors, with the spans of hidden states that it pools."""
     awaited: dict[int, AwaitedToken] = field(default_factory=dict)
     """Place among the sampled tokens -> what later rows of the same request wait for."""
     began: float = field(default_factory=time.perf_counter)
@@ -146,7 +146,7 @@ class PendingStep:
         return entry._replace(top=entry.top[: self.places[place].spec.params.top_logprobs])
 
     def _score(self, place: int, token: int, num_top: int) -> TokenLogprob:
-        """Of a token that was put in the place of the sampled one."""
+        """The log-probabilities of a token that was put in the place of the sampled one."""
         return token_logprobs(self.steerable[place][None], torch.tensor([token]), num_top).entries()[0]
 
     def _constrained(
@@ -186,7 +186,7 @@ def _accepted(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
 
 
 def _agreed(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of `drafts` are the first of `tokens`."""
+    """The number of `drafts` that are the first of `tokens`."""
     most = min(len(drafts), len(tokens))
     for count in range(most):
         if drafts[count] != tokens[count]:

@@ -53,7 +53,7 @@ class Step:
     pool_spans: list[Span]
     """Rows of the logits, which are hidden states then, that are pooled."""
     segments: StateSegments | None = None
-    """What is done with the rows' states; None: they have none."""
+    """The rows' recurrent states: read from and written to which slots; None: they have none."""
 
 
 class FlatStep(NamedTuple):
@@ -145,7 +145,7 @@ class _SlotTables:
 
 
 class _Shape(NamedTuple):
-    """What decides how large the arrays of a step are."""
+    """The numbers that decide how large the arrays of a step are."""
 
     tokens: int
     rows: int

@@ -15,7 +15,7 @@ _BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Of some tokens: their own log-probability, and the likeliest alternatives in descending order."""
+    """Log-probabilities of some tokens, and their likeliest alternatives in descending order."""
 
     tokens: torch.Tensor
     """int64 [rows]."""

@@ -56,7 +56,7 @@ class FilledMasks:
     @staticmethod
     @functools.cache
     def none() -> FilledMasks:
-        """Of steps without masks; nobody changes it."""
+        """The masks of steps without any; shared, never changed."""
         return FilledMasks([], torch.empty(0, 0, dtype=torch.int32), {}, [])
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 512
 _KERNEL_TYPES = (torch.bfloat16, torch.float32)
-"""Of logits that the compiled choice takes."""
+"""Dtypes of logits that the compiled choice takes."""
 _FEW = 64
 """Logits up to which each is looked at by itself."""
 NON_FINITE = "the model produced non-finite logits"
@@ -164,7 +164,7 @@ class Sampler:
         return torch.where(torch.isfinite(best), tokens, 0), best
 
     def forget(self, slot: int) -> None:
-        """What was counted for the slot's request is wrong: its next row counts anew."""
+        """Forget the counts of the slot's request, which are wrong: its next row counts anew."""
         self._penalties.forget(slot)
 
     def _draw(

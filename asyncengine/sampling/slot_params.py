@@ -40,7 +40,7 @@ class SlotParams:
         self.scored = [False] * max_num_seqs
         """Whether log-probabilities are asked for."""
         self._few = [((1.0, 1.0, 0.0), (0, 0, 0))] * max_num_seqs
-        """Of each slot, what `columns` says of it, but for the position."""
+        """Columns of each slot, but for the position."""
 
     def update(self, rows: Sequence[Row]) -> list[int]:
         """Bring the slots of `rows` up to date; returns the slots."""
@@ -51,7 +51,7 @@ class SlotParams:
         return [row.slot for row in rows]
 
     def few_columns(self, rows: Sequence[Row]) -> tuple[list[float], list[int]]:
-        """What `columns` says of `rows`, which are up to date, one behind the other."""
+        """Columns of `rows`, which are up to date, one behind the other, as Python numbers."""
         floats: list[float] = []
         whole: list[int] = []
         for row in rows:
@@ -62,7 +62,7 @@ class SlotParams:
         return floats, whole
 
     def columns(self, slots: Int64Array, positions: Int64Array) -> tuple[NDArray[np.float32], Int64Array]:
-        """What a compiled sampler takes: float32 [rows, 3] temperature, top-p, min-p; int64 [rows, 4] top-k, the
+        """Arguments of a compiled sampler: float32 [rows, 3] temperature, top-p, min-p; int64 [rows, 4] top-k, the
         halves of the seed, position."""
         floats = np.stack((self.temperature[slots], self.top_p[slots], self.min_p[slots]), axis=1)
         whole = (self.top_k[slots], self.seed_low[slots], self.seed_high[slots], positions)

@@ -35,7 +35,7 @@ def kept_threshold(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor)
 
 
 def _of_largest(logits: torch.Tensor, top_k: Int64Array, top_p: torch.Tensor) -> torch.Tensor:
-    """Of top-p over what top-k left."""
+    """Thresholds of top-p over the tokens that top-k left."""
     width = min(int(top_k.max()), logits.shape[-1])
     values = logits.topk(width, dim=-1).values
     limits = upload(top_k, logits.device)

@@ -29,9 +29,9 @@ class _Guessing:
     """One row's share of the work."""
 
     row: Row
-    """As it was asked for."""
+    """The row as it was asked for."""
     tokens: list[int]
-    """Those that are known, and the guesses."""
+    """Known tokens, and the guesses behind them."""
     known: int
     begin: int
     """The first position that is to be computed now."""
@@ -87,7 +87,8 @@ class DraftModel:
         return _Guessing(row, row.tokens[:known], known, begin, wanted, self._plain(row))
 
     def _plain(self, row: Row) -> RequestSpec:
-        """What matters for a draw; of scores only the drawn token's, where it says when to stop."""
+        """The specification with everything that matters for a draw; of scores only the drawn token's, where it says
+        when to stop."""
         spec, params, scored = row.spec, row.spec.params, self._least > 0
         if params.logprobs == scored and not params.top_logprobs and not params.prompt_logprobs:
             return spec

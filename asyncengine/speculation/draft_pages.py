@@ -13,7 +13,7 @@ from asyncengine.step import Row
 
 
 class DraftPages:
-    """Of each page, how many of its first positions are there."""
+    """The number of first positions of each page for which the draft model has keys and values."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._size = page_size

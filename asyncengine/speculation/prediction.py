@@ -30,7 +30,7 @@ class Prediction:
         self._agreed = _SURE
         """Tokens in a row that were as predicted; it is believed from the beginning."""
         self._left = 0
-        """Where the output left it last."""
+        """The index at which the output left it last."""
         self._since = 0
         """Tokens since."""
 

@@ -108,7 +108,7 @@ class FakeExecutor:
         self.lose: Callable[[Row], bool] = lambda row: False
         """Which rows lose their states in a step that has not enough memory: those that move it where it lies."""
         self.draft_model: DraftModel | None = None
-        """Who makes guesses that are left open."""
+        """The model that makes guesses that are left open."""
         self.closed = False
 
     def update(self, weights: int) -> None:

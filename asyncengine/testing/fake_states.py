@@ -53,7 +53,7 @@ class FakeStates:
                 self.slots[slot] = after(before, tokens[row.start : position])
 
     def forget(self) -> None:
-        """As if nobody had written any."""
+        """Forget all states, as if none had been written."""
         self.slots[1:] = [None] * (len(self.slots) - 1)
 
     def difference(self, row: Row, tokens: Sequence[int]) -> int:

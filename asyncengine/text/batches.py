@@ -18,11 +18,11 @@ special tokens at once, and not a second time."""
 
 
 class EncodedText(NamedTuple):
-    """What a model is given of a text or a pair of texts."""
+    """The model's input for a text or a pair of texts."""
 
     ids: list[int]
     second: int = 0
-    """Where token type 1 begins; 0: there is none."""
+    """The index at which token type 1 begins; 0: there is none."""
     cut: bool = False
     """It was longer than the limit."""
 
@@ -92,7 +92,7 @@ class BatchTokenizer:
         return encoded
 
     def _cut(self, text: TextOrPair) -> EncodedText:
-        """Of a text that may be too long."""
+        """The encoding of a text that may be too long."""
         backend: Any = self._backend
         pair = not isinstance(text, str)
         first, *others = backend.encode_batch_fast(
@@ -124,7 +124,7 @@ class BatchTokenizer:
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of each text stay: the longer one is cut first, both if they are equally long."""
+    """The number of tokens of each text that stay: the longer one is cut first, both if they are equally long."""
     if len(lengths) == 1:
         return [room]
     short, long = sorted(lengths)

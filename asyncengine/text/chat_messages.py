@@ -19,7 +19,7 @@ MAX_INTEGER_BITS = 4096
 """Python refuses to write integers that are much longer."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What an answer's reasoning may be called; the first is what most templates read, gpt-oss' the second."""
+"""Names of an answer's reasoning; the first is what most templates read, gpt-oss' the second."""
 
 _PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video", "videos"))
 """Keys under which others take what is no text (Ollama's `images`): a template would not look at them."""
@@ -27,7 +27,7 @@ _PICTURES = frozenset(("image", "images", "image_url", "audio", "audios", "video
 
 @dataclass(frozen=True, slots=True)
 class TemplateForm:
-    """What a template can read."""
+    """The parts of a message that a template can read."""
 
     blocks: bool = False
     """It reads content given as a list of {"type": "text", "text": ...}."""

@@ -22,7 +22,7 @@ RESERVED = frozenset(
 )  # fmt: skip
 """Arguments of transformers' `apply_chat_template`: no variables of a template, whoever renders it."""
 TOOLS = ("tools", "xml_tools")
-"""What templates call them; the second is SmolLM3's name, for functions without a wrapper."""
+"""Names of the tools in templates; the second is SmolLM3's, for functions without a wrapper."""
 PROBE = "Xprobe7"
 PROBE_CALL = {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": {"probe_key": 1}}}
 
@@ -46,7 +46,7 @@ class ChatTemplate:
         reserved = RESERVED | self._special.keys() | environment.globals.keys()
         self._tools = next((name for name in TOOLS if name in self.variables), None)
         self.settable = sorted(self.variables - reserved)
-        """Those a caller may set by keyword."""
+        """Variables that a caller may set by keyword."""
         self.form = self._probe_form()
 
     def render(

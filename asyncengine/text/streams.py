@@ -66,7 +66,7 @@ class ByteStream:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What each token contributes where a token's text depends only on whether it is the first."""
+    """The text of each token where it depends only on whether the token is the first."""
 
     head: list[str]
     """Text of the token as the first one."""

@@ -58,7 +58,7 @@ _METHODS: Mapping[type, frozenset[str]] = MappingProxyType(
         list: frozenset(("count", "index")), tuple: frozenset(("count", "index", "grouper", "list")),
     }
 )  # fmt: skip
-"""What a template may call of the values it has."""
+"""Methods that a template may call of the values it has."""
 _SIGNS: Mapping[Any, str] = MappingProxyType(
     {
         operator.eq: "eq", operator.ne: "ne", operator.gt: "gt", operator.ge: "gteq", operator.lt: "lt",
@@ -273,7 +273,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of texts, lists and dicts, what `_METHODS` names, and of the sandbox's own objects what is public."""
+        """Whether `_METHODS` names an attribute of a text, list or dict, or it is a public one of the sandbox's own
+        objects."""
         kind = next((kind for kind in _METHODS if isinstance(obj, kind)), None)
         if kind is not None:
             return attr in _METHODS[kind]
@@ -297,7 +298,7 @@ _LEADS: Mapping[str, Callable[[MeteredContext], tuple[Any, ...]]] = MappingProxy
         "eval_context": lambda context: (context.eval_ctx,), "environment": lambda context: (context.environment,),
     }
 )  # fmt: skip
-"""What a filter of jinja2's wants before the value."""
+"""Arguments that a filter of jinja2's takes before the value."""
 
 
 def _metered(name: str) -> Callable[..., Any]:
@@ -352,7 +353,7 @@ def _to_json(
     context: MeteredContext, value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """As Python writes it: jinja2's own filter writes for HTML."""
+    """JSON as Python writes it: jinja2's own filter writes for HTML."""
     context.weigh(value, sum(map(len, separators or ())), indent_length(indent))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -25,7 +25,7 @@ STEPS, STEPS_PER_CHAR = 500_000, 32
 """Steps of a rendering, and how many more for each character of its chat. A step is about an expression's work. The
 largest templates there are take some thousand for a message."""
 CHARS_OF_MESSAGE = 512
-"""What each message counts for, besides its own characters."""
+"""Characters that each message counts for, besides its own."""
 BYTES, BYTES_PER_CHAR = 33_554_432, 64
 """Bytes of texts and lists that a rendering may make in all, whether it keeps them or not."""
 MAX_CALLS = 100
@@ -66,7 +66,7 @@ class Format:
 
 
 def indent_length(width: str | int | None) -> int:
-    """Of an indention, given as such or as a number of blanks."""
+    """The length of an indention, given as such or as a number of blanks."""
     return len(width) if isinstance(width, str) else max(int(width or 0), 0)
 
 
@@ -95,7 +95,7 @@ GROWTH: Mapping[str, Callable[..., int]] = MappingProxyType(
         "slice": lambda items, slices, *_: slices * _ITEM,
     }
 )  # fmt: skip
-"""What methods of texts, and filters, make beyond copies of what they are given: characters by their arguments."""
+"""Characters that methods of texts, and filters, make beyond copies of what they are given, by their arguments."""
 _COPIES: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("count", "endswith", "find", "index", "rfind", "rindex", "startswith"), 0),

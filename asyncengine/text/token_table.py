@@ -1,4 +1,4 @@
-"""What is known about a tokenizer's tokens, computed once and shared by all requests."""
+"""Facts about a tokenizer's tokens, computed once and shared by all requests."""
 
 from __future__ import annotations
 

@@ -288,8 +288,8 @@ def _panicked(error: BaseException) -> bool:
 
 
 def _template_beside(folder: Path) -> str | None:
-    """Of chat_template.json, where older models that read images keep it: transformers reads it for their processor,
-    not for their tokenizer."""
+    """The template of chat_template.json, where older models that read images keep it: transformers reads it for their
+    processor, not for their tokenizer."""
     try:
         content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What the chat model and the text model have in common beyond the fields both frameworks share."""
+"""Fields and methods that the chat model and the text model have in common beyond those of both frameworks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LangChainFields(EngineFields):
         return ["langchain_asyncengine"]
 
     def to_json(self) -> Any:
-        """What `dumps` writes and `loads` makes the same model of: the fields that are not at their defaults.
+        """The record that `dumps` writes and `loads` makes the same model of: fields that are not at their defaults.
 
         A model with an engine of its caller's own cannot be made again from text, and says so when it is loaded.
         """

@@ -27,7 +27,7 @@ from asyncengine.integrations.openai_shape import (
 
 _TEXT = {"text", "input_text", "output_text", "text-plain"}
 _THOUGHT = {"thinking", "redacted_thinking", "reasoning"}
-"""What `_reasoning` reads; what is redacted, only its maker can read."""
+"""Types of content blocks that `_reasoning` reads; what is redacted, only its maker can read."""
 _CALL = {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 _RESULT = {"tool_result", "function_call_output"}
 

@@ -53,7 +53,7 @@ def _answer(model_name: str) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Where LangChain's content blocks look for it."""
+    """Keywords of a message with reasoning where LangChain's content blocks look for it."""
     return {"reasoning_content": text} if text else {}
 
 

@@ -1,4 +1,4 @@
-"""What a model can do, as far as it is known without loading it."""
+"""Abilities of a model, as far as they are known without loading it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class AsyncEngineReranker(RerankFields, BaseDocumentCompressor):
     model_config = ConfigDict(extra="forbid")
 
     top_n: int | None = Field(default=3, ge=1)
-    """How many to keep; None: all of them."""
+    """The number of documents to keep; None: all of them."""
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None

@@ -59,7 +59,7 @@ class CallTypeParser(JsonOutputKeyToolsParser):
 
 
 def value_of(kind: Any, text: str) -> Any:
-    """What JSON text is as a value of `kind`. Raises `OutputParserException`."""
+    """The value of JSON text as a value of `kind`. Raises `OutputParserException`."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
@@ -108,7 +108,8 @@ def response_format(schema: Any, strict: bool | None) -> dict[str, Any]:
 
 
 def json_schema(schema: Any) -> JSONSchema:
-    """As its author wrote it: LangChain's own conversion cuts recursive schemas short and knows objects only. It is
+    """A schema as its author wrote it: LangChain's own conversion cuts recursive schemas short and knows objects
+    only. It is
     needed for TypedDicts with LangChain's defaults in annotations, and for tools."""
     if is_model(schema):
         return model_schema(schema)
@@ -118,7 +119,8 @@ def json_schema(schema: Any) -> JSONSchema:
 
 
 def converted(schema: Any) -> JSONSchema:
-    """What LangChain makes of it, always with a title. LangChain may convert the result again without changing it."""
+    """LangChain's conversion of a schema, always with a title. LangChain may convert the result again without
+    changing it."""
     if is_type(schema):
         return {"title": getattr(schema, "__name__", NAMELESS), **type_schema(schema)}
     try:
@@ -154,7 +156,8 @@ def _is_json_schema(schema: Any) -> bool:
 
 
 def traced_format(schema: Any, method: Method) -> dict[str, Any]:
-    """What tracers are told. The base class takes it out of the call's keywords before the model sees them."""
+    """The format that tracers are told. The base class takes it out of the call's keywords before the model sees
+    them."""
     return {"kwargs": {"method": method}, "schema": converted({} if schema is None else schema)}
 
 

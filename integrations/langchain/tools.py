@@ -62,7 +62,7 @@ def model_schema(kind: Any) -> dict[str, Any]:
 
 
 def _own_schema(tool: AnyTool) -> dict[str, Any]:
-    """Of the arguments of a LangChain tool or a pydantic class, before LangChain resolves the references in it."""
+    """The schema of the arguments of a LangChain tool or a pydantic class, before LangChain resolves its references."""
     kind: Any = tool.tool_call_schema if isinstance(tool, BaseTool) else tool
     if is_model(kind):
         return model_schema(kind)
@@ -88,7 +88,7 @@ def _reached(names: Sequence[str], inside: Mapping[str, Sequence[str]]) -> list[
 
 
 def openai_choice(tool_choice: object, tools: Sequence[OpenAITool]) -> str | dict[str, Any] | None:
-    """What the engine takes for any form that LangChain's users know; None: the default, which is "auto".
+    """The engine's form of any tool choice that LangChain's users know; None: the default, which is "auto".
 
     The forms: a tool's name; "auto"; "none"; "any", "required" or True; OpenAI's and Anthropic's dicts; None or False.
     Raises `InvalidParameter` naming the tools there are.

@@ -10,7 +10,8 @@ from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from asyncengine.integrations.vectors import EmbeddingFields
 
 LARGEST_BATCH = 2048
-"""What LlamaIndex allows `embed_batch_size` to be. Its default of ten would send ten texts, wait, and send ten more."""
+"""The largest `embed_batch_size` that LlamaIndex allows. Its default of ten would send ten texts, wait, and send ten
+more."""
 
 
 class AsyncEngineEmbedding(EmbeddingFields, BaseEmbedding):

@@ -104,7 +104,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """What observers are told. Each call sends it from the caller's loop, so it must not load the model."""
+        """The payload for observers. Each call sends it from the caller's loop, so it must not load the model."""
         return {"class_name": self.class_name(), "model_name": self._name(), **self._defaults()}
 
     def tokenize(self, text: str) -> list[int]:
@@ -286,7 +286,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     def _structured_stream_call(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> Generator[Any, None, None]:
-        """What `stream_structured_predict` reads."""
+        """Objects for `stream_structured_predict`."""
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
@@ -295,7 +295,7 @@ class AsyncEngineLLM(EngineFields, FunctionCallingLLM):
     async def _structured_astream_call(
         self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords | None = None, **prompt_args: Any
     ) -> AsyncGenerator[Any, None]:
-        """What `astream_structured_predict` reads."""
+        """Objects for `astream_structured_predict`."""
         keywords = structured.checked(output_cls, llm_kwargs)
         if self.pydantic_program_mode is not PydanticProgramMode.DEFAULT:
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)

@@ -145,7 +145,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def partial_object(text: str) -> dict[str, Any]:
-    """What is there of a JSON object whose text is cut off anywhere, strings also in their middle; else nothing.
+    """The present part of a JSON object whose text is cut off anywhere, strings also in their middle; else nothing.
 
     LlamaIndex's own `parse_partial_json` shows a string only when it is finished, and unwritten values as None.
     """

@@ -31,7 +31,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
     model_config = ConfigDict(extra="forbid")
 
     top_n: int = Field(default=2, ge=1)
-    """How many to keep."""
+    """The number of nodes to keep."""
     keep_retrieval_score: bool = False
     """Whether the score that a node came with goes into its metadata, as `retrieval_score`."""
 

@@ -42,7 +42,7 @@ def predict(
 async def apredict(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
 ) -> Model:
-    """As `predict`."""
+    """An object of the class, as `predict`, awaited."""
     dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=args))
     await llm._engines().aio()  # a prompt may ask for the model's metadata: load it off the loop
     response = await llm.achat(_messages(llm, output_cls, prompt, args), **_keywords(output_cls, llm_kwargs))
@@ -80,7 +80,7 @@ def stream(
 async def astream(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: Keywords, args: Keywords
 ) -> AsyncGenerator[Model | FlexibleModel, None]:
-    """As `stream`."""
+    """Objects of the class, as `stream`, awaited."""
     await llm._engines().aio()
     growing, text = Growing(output_cls), ""
     messages, keywords = _messages(llm, output_cls, prompt, args), _keywords(output_cls, llm_kwargs)

@@ -35,7 +35,8 @@ def chat_keywords(
     tool_required: bool,
     tool_choice: str | Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What `chat` is called with. `tool_choice` says more than `tool_required`; without tools neither asks for one,
+    """Keywords for the engine's `chat`. `tool_choice` says more than `tool_required`; without tools neither asks for
+    one,
     unless a call is required, which the engine then refuses."""
     given: object = tools
     if isinstance(given, str) or not isinstance(given, Sequence | None):

@@ -59,7 +59,7 @@ class PeftConfig:
     layers_pattern: list[str]
     fan_in_fan_out: bool
     base_name: str
-    """What the adapter was trained on. For messages only."""
+    """The model that the adapter was trained on. For messages only."""
     patterns: Patterns
 
     @property
@@ -90,7 +90,7 @@ class PeftConfig:
         return (self.r, "r") if key is None else (self.rank_pattern[key], "rank_pattern")
 
     def scaling_of(self, module: str) -> float:
-        """What the product of B and A is multiplied by (rslora: Kalajdzievski 2023)."""
+        """The factor of the product of B and A (rslora: Kalajdzievski 2023)."""
         rank, _ = self.rank_of(module)
         key = self.patterns.first_key(self.alpha_pattern, module, "alpha_pattern")
         alpha = self.lora_alpha if key is None else self.alpha_pattern[key]

@@ -32,7 +32,7 @@ def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class Extent(NamedTuple):
-    """Where one tensor lies, counted from the end of the header."""
+    """The extent of one tensor, counted from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -28,7 +28,7 @@ class CompiledStack(LoraStack):
 
         self._kernel = kernel
         self._ranks = np.zeros((slots, len(place.parts)), dtype=np.int64)
-        """Of what has been written into each slot; there is nothing to be read beyond."""
+        """Ranks of the weights in each slot; nothing is read beyond them."""
         super().__init__(place, slots, rank, dtype, device, memory)
 
     def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -56,12 +56,13 @@ class CompiledStack(LoraStack):
 
 
 class FactorTable:
-    """Where the factors of a model's products lie, for kernels of several layers: made anew only when memory moves."""
+    """Addresses of the factors of a model's products, for kernels of several layers: made anew only when memory
+    moves."""
 
     def __init__(self, stacks: Mapping[str, LoraStack]) -> None:
         self._stacks = stacks
         self._known: dict[tuple[str, ...], tuple[Int64Array, int]] = {}
-        """By the products' paths: addresses, and the most numbers of x A^T for a row."""
+        """Addresses by the products' paths, with the most numbers of x A^T for a row."""
         self._down = np.empty(0, dtype=np.float32)
 
     def forget(self) -> None:
@@ -69,7 +70,7 @@ class FactorTable:
         self._known.clear()
 
     def records(self, paths: tuple[str, ...], step: RowStep) -> AdapterRecords:
-        """As `RowAdapters.records`. What is returned stays valid until the next call."""
+        """Addresses for a step, as `RowAdapters.records`. They stay valid until the next call."""
         if paths not in self._known:
             stacks = [self._stacks.get(path) for path in paths]
             found = [stack.factors if isinstance(stack, CompiledStack) else None for stack in stacks]

@@ -82,7 +82,7 @@ class RowStep:
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        """What is between long runs of one adapter, or of none, in order."""
+        """Stretches between long runs of one adapter, or of none, in order."""
         return self._runs[1]
 
     @cached_property

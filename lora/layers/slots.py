@@ -26,13 +26,13 @@ from asyncengine.lora.layers.stack import LoraStack, Segment, padded_rank
 
 Step = RowStep | MaskedStep
 StepAdapters = tuple[RowAdapters | None, RowAdapters | None]
-"""Of all tokens of a step, and of the rows whose logits are wanted."""
+"""Adapters of all tokens of a step, and of the rows whose logits are wanted."""
 _KEPT_STEPS = 8
 """Maps of a step's rows that are kept for the next one."""
 
 
 class LoraFactors(Protocol):
-    """What one module gains: y += (x @ a.T) @ b.T, everything that multiplies it folded in.
+    """The factors of one module: y += (x @ a.T) @ b.T, everything that multiplies it folded in.
 
     `a` [r, in] and `b` [out, r] are on the host, contiguous, finite and in the model's dtype.
     """
@@ -116,13 +116,13 @@ class LoraLayers:
         self.version = 0
         """Grows whenever memory of adapters is taken or moves: what a CUDA graph has captured is stale then."""
         self._stacks: dict[str, LoraStack] = {}
-        """By the first path of its place."""
+        """Stacks by the first path of their place."""
         self._written: dict[int, list[LoraStack]] = {}
         self._ranks = np.zeros(max_loras, dtype=np.int64)
         """The largest padded rank in each slot."""
         self._table = FactorTable(self._stacks) if self._compiled else None
         self._known: dict[bytes, RowStep] = {}
-        """By the rows' slots: the next decoding step is often like the last one."""
+        """The last step's rows by their slots: the next decoding step is often like the last one."""
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +137,7 @@ class LoraLayers:
         self.modules = {path: dims for path, dims in self.modules.items() if path in targets}
 
     def layer_linears(self) -> list[str]:
-        """What an adapter made for "all-linear" changes: every linear but the head; no embedding."""
+        """Linears that an adapter made for "all-linear" changes: every one but the head; no embedding."""
         return [path for path in self.modules if not (self._places[path][0].embedding or self._places[path][0].head)]
 
     def allocate(self, paths: Iterable[str], rank: int | None = None) -> None:
@@ -183,7 +183,8 @@ class LoraLayers:
             stack.clear(slot - 1)
 
     def begin(self, slots: Sequence[int], counts: Int64Array, logit_rows: torch.Tensor) -> StepAdapters:
-        """What each forward is given: request r has counts[r] tokens and the adapter in slots[r], or none if that is 0.
+        """Prepare the adapters of a forward: request r has counts[r] tokens and the adapter in slots[r], or none if
+        that is 0.
 
         `logit_rows` [N] on the device are the tokens whose logits are wanted. Raises `InvariantViolation` for an empty
         slot: it would answer as the base model does.
@@ -197,7 +198,7 @@ class LoraLayers:
         return self._begun(self._row_step(own), self._row_step(own[logit_rows.numpy()]))
 
     def begin_none(self) -> StepAdapters:
-        """Of forwards without adapters."""
+        """The adapters of forwards without any."""
         return None, None
 
     def begin_fixed(self, slots: torch.Tensor) -> StepAdapters:

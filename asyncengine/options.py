@@ -195,7 +195,7 @@ def text_size(given: Any, most: int) -> int:
 
 
 def template_variables(given: object) -> dict[str, Any]:
-    """Variables set by `template_kwargs`. Raises `InvalidParameter` for anything but a mapping of names of variables."""
+    """Variables set by `template_kwargs`. Raises `InvalidParameter` for anything but a mapping of their names."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):

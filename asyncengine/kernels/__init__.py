@@ -1,1 +1,1 @@
-"""What a device computes fast: compiled kernels, by device. `kernels.cpu` for CPUs."""
+"""Compiled kernels, by device. `kernels.cpu` for CPUs, `kernels.cuda` for NVIDIA GPUs."""

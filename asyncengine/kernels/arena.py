@@ -61,7 +61,7 @@ class Arena:
         self._block: torch.Tensor | None = None
         self._used = 0
         self._given: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
-        """Of each block: what holds it, where it begins, and how much of it was given out."""
+        """Blocks: the mapping that holds each, its first byte, and the bytes of it that were given out."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An `Empty`, aligned to a cache line. Raises `RuntimeError` or `OSError` where memory is not to be had."""

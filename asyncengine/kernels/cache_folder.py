@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept. Imports neither torch nor numba, so that it can be asked before they are there."""
+"""The folder of compiled kernels. Imports neither torch nor numba, so that it can be asked before they are there."""
 
 from __future__ import annotations
 

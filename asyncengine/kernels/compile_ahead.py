@@ -53,7 +53,7 @@ _BY_ALL = (
     named("team_loops:change", 4),
     named("team_loops:make", 2),
 )
-"""What every model's kernels call, whatever its layers, and what makes a team of threads."""
+"""Kernels that every model calls, whatever its layers, and those of a team of threads."""
 _BY_MOST = (
     called("attention_write:_prepare_units", 7, "float32", 5, "uint16"),
     named("sampling:_choose_at_once", 10),
@@ -61,7 +61,7 @@ _BY_MOST = (
     named("attention_fields:scratch_places", 3),
     named("gather:_copy_few_rows", 5),
 )
-"""What most models call, in bfloat16: compiled while nobody knows more, which is until torch is imported."""
+"""Kernels that most models call, in bfloat16: compiled until the model is known, which is after torch is imported."""
 
 Told = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
@@ -75,11 +75,11 @@ class CompileAhead:
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
         self._later: deque[str] = deque()
-        """What a first answer does without: compiled last, and no load waits for it."""
+        """Kernels that a first answer does without: compiled last, and no load waits for them."""
         self._known: dict[str, bool] = {}
         """Each name, and whether somebody is done with it."""
         self._guesses: list[str] = []
-        """What was added before anybody knew the model."""
+        """Kernels that were added before the model was known."""
         self._needed = 0
         self._done: deque[str] = deque()
         self._working = self._working_later = self._failed = self._alive = 0
@@ -119,7 +119,7 @@ class CompileAhead:
             self._open(max(1, self._most - 1) if first_time else self._most)
 
     def limit(self, most: int) -> None:
-        """As many processes at most, or none, once that is known."""
+        """Limit the number of processes, to none with 0, once it is known."""
         self._most = min(most, MOST_PROCESSES)
         if self._most < 2:
             self.close()
@@ -247,7 +247,8 @@ class CompileAhead:
                 self._changed.notify_all()
 
     def _drop_guesses(self, names: Sequence[str]) -> None:
-        """Those that nobody has begun and that are none of these. Kernels that call one by address will say so."""
+        """Drop guessed kernels that nobody has begun and that are not among `names`. A kernel that calls one of them
+        will name it."""
         with self._changed:
             for name in set(self._guesses).difference(names).intersection(self._waiting):
                 self._waiting.remove(name)
@@ -271,7 +272,7 @@ class CompileAhead:
             return None
 
     def _next_done(self) -> str | None:
-        """What has been compiled since; None: all of it, or nobody is left."""
+        """The name of the next kernel that has been compiled; None: all are, or no process is left."""
         with self._changed:
             while not self._done and self._alive and (self._waiting or self._working):
                 if not self._changed.wait(self.patience):
@@ -339,7 +340,8 @@ class CompileAhead:
 
 
 def first_time_names(*, float32: bool) -> list[str]:
-    """What is compiled before anybody knows the model: what takes longest first, as the others can be shared out."""
+    """Names of kernels that are compiled before the model is known: the longest first, as the others can be shared
+    out."""
     most = [name.replace("uint16", "float32") if float32 else name for name in _BY_MOST]
     return [_BY_ALL[0], most[0], *_BY_ALL[1:], *most[1:]]
 

@@ -34,11 +34,11 @@ class CompilerProcess:
     """One of them. Names go in by line and answers come out (`compile_worker` says which)."""
 
     def __init__(self, names: int, answers: int, program: subprocess.Popen[bytes] | None = None) -> None:
-        """Of descriptors to write and read, which it closes. `program`: None of a fork, which tells its own number."""
+        """Descriptors to write and read, which it closes. `program`: None of a fork, which tells its own number."""
         self._names, self._program, self._pid = names, program, 0
         self._answers = os.fdopen(answers, encoding="utf-8")
         self._writing = threading.Lock()
-        """Nobody may write to a number that was closed: it may be another file's by then."""
+        """Held while writing: a number that was closed may be another file's by then."""
         self.ended = False
 
     @property
@@ -101,7 +101,7 @@ class CompilerProcess:
 
 
 class CompilerProcesses:
-    """Those of one `CompileAhead`, in the order in which they were opened. Not safe for threads."""
+    """The compiler processes of one `CompileAhead`, in the order in which they were opened. Not safe for threads."""
 
     def __init__(self) -> None:
         self.all: list[CompilerProcess] = []
@@ -154,7 +154,7 @@ class CompilerProcesses:
             return CompilerProcess(os.dup(stdin.fileno()), os.dup(stdout.fileno()), program)
 
     def close_spare(self) -> None:
-        """Nobody wants another fork."""
+        """Close the spare descriptors: no further fork is wanted."""
         for pair in self._spare:
             for each in pair:
                 os.close(each)

@@ -66,7 +66,7 @@ class _Program:
         self._answers.flush()
 
     def left_to_another(self) -> None:
-        """What a fork does not share with the process that it is a fork of, whose thread that reads it has not."""
+        """Close everything that a fork does not share with its parent, whose reading thread it does not have."""
         self._answers.close()
 
 
@@ -128,7 +128,8 @@ def serve(program: _Program, spare: list[tuple[int, int]]) -> NoReturn:
 
 
 def _fork(program: _Program, spare: list[tuple[int, int]]) -> _Program:
-    """What each of the two serves from now on. Nothing is being compiled, so that no lock of a compiler is held."""
+    """Fork: the program that each of the two serves from now on. Nothing is being compiled, so no lock of a compiler
+    is held."""
     names, answers = spare.pop(0)
     faulthandler.cancel_dump_traceback_later()  # a fork has not the thread that watches, and would wait for it
     with warnings.catch_warnings():  # of the thread that reads names: it holds nothing that a fork needs

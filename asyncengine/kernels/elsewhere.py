@@ -1,4 +1,4 @@
-"""Who has kernels compiled by other processes, for whoever is about to call one of them, or to leave.
+"""The running background compiler of this process, for callers that are about to call a kernel, or to leave.
 
 Imports neither torch nor numba.
 """
@@ -18,4 +18,4 @@ class Elsewhere(Protocol):
 
 
 elsewhere: list[Elsewhere] = []
-"""Of this process; empty as a rule."""
+"""Background compilers of this process; empty as a rule."""

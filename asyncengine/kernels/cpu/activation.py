@@ -32,7 +32,7 @@ _WORK = 16
 _SILU, _GELU_TANH, _GELU, _RELU, _RELU2 = range(5)
 _NUMBERS = {"silu": _SILU, "gelu_tanh": _GELU_TANH, "gelu": _GELU, "relu": _RELU, "relu2": _RELU2}
 UNGATED = 16
-"""What the number of an activation is raised by where it is that of every number and not of one half."""
+"""An offset of the number of an activation that applies to every number and not to one half."""
 
 
 def _gated(activation: int, both: torch.Tensor) -> torch.Tensor:
@@ -206,9 +206,11 @@ def activate(x: int, rows: int, width: int, activation: int, kind: np.generic, t
 
 @serial_in_order
 def apply(both: int, rows: int, width: int, activation: int, kind: np.generic, team: int) -> int:
-    """What is between a feed-forward part's products, of what the first gives: where the result [rows, width] lies,
-    behind the halves [rows, 2 * width] of a gated one, or in the place of numbers that are not gated. A model has one
-    of the two, and the other is not compiled for it (`models.first_kernels`)."""
+    """Apply the activation between a feed-forward part's products. Returns the address of the result [rows, width].
+
+    It is behind the halves [rows, 2 * width] of a gated one, or in place of numbers that are not gated. A model has one
+    of the two, and the other is not compiled for it (`models.first_kernels`).
+    """
     if activation >= UNGATED:
         call_rare(activate, (both, rows, width, activation - UNGATED, kind, team))
         return both

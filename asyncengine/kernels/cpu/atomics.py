@@ -1,4 +1,5 @@
-"""What threads of compiled code agree with: words of shared memory, a clock, and a lock with a condition to sleep on.
+"""Synchronization of threads of compiled code: words of shared memory, a clock, and a lock with a condition to sleep
+on.
 
 Every access to a word is sequentially consistent. The protocol of `team` rests on that: of two threads that each write
 one word and then read the other's, at least one sees what the other wrote.
@@ -99,18 +100,18 @@ if _WINDOWS:  # slim locks begin as zeros; the counter goes ten million times a 
 
     @serial
     def nanoseconds(space: int) -> int:
-        """Of a clock that only goes forward. `space`: two words that are this thread's own."""
+        """Nanoseconds of a clock that only goes forward. `space`: two words that are this thread's own."""
         _counter(space)
         ticks: int = array(pointer(space, np.int64(0)), (1,))[0]
         return ticks * 100
 
     @serial
     def make_mutex(mutex: int) -> None:
-        """Of zeros."""
+        """Make a mutex of zeros."""
 
     @serial
     def make_condition(condition: int) -> None:
-        """Of zeros."""
+        """Make a condition of zeros."""
 
     @serial
     def wait(condition: int, mutex: int) -> None:
@@ -163,6 +164,7 @@ def unlock(mutex: int) -> None:
 
 @serial
 def wake(condition: int) -> None:
-    """Whoever sleeps on the condition. Who looks with the mutex held before it sleeps must not miss what has changed:
-    take and leave the mutex between changing it and this."""
+    """Wake all threads that sleep on the condition. A thread that checks with the mutex held before it sleeps must
+    not miss
+    the change: take and leave the mutex between the change and this."""
     _wake_all(condition)

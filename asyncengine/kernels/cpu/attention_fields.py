@@ -1,4 +1,4 @@
-"""How a step and a layer are described to the attention kernels: plain numbers at fixed places."""
+"""Descriptions of a step and of a layer for the attention kernels: plain numbers at fixed places."""
 
 from __future__ import annotations
 

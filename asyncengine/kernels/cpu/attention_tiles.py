@@ -32,7 +32,7 @@ from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LONG, WORD, load, sto
 BLOCK = 128
 """Keys between two corrections of the softmax; a multiple of any tile."""
 LANES = {1: np.int8(0), 2: np.int16(0), 4: np.int32(0), 8: np.uint8(0), 16: np.uint16(0)}
-"""By the number of keys in a tile: the zero by whose type a kernel knows it."""
+"""Zeros by whose type a kernel knows the number of keys in a tile."""
 AHEAD = 8
 """Memory is asked for this many tiles before it is read: `tiles` must list as many more than are to be computed."""
 FLOOR = -1e30

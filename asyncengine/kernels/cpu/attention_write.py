@@ -1,4 +1,4 @@
-"""What happens to queries, keys and values before attention: norms per head, rotation, and their places in the pool."""
+"""Preparation of queries, keys and values for attention: norms per head, rotation, and writing into the pool."""
 
 from __future__ import annotations
 

@@ -47,13 +47,15 @@ logger = logging.getLogger("asyncengine")
 _UNUSED_SECONDS = 90 * 86400.0
 """After which a folder of another key goes: of an older release, a virtual environment or a machine that is no more."""
 _MOST_BYTES = 256 << 20
-"""Of all other keys, the lately used first. About 5 MB each, so that some fifty machines may share a disk."""
+"""Bytes kept for all other keys, the lately used first. One has about 5 MB, so that some fifty machines may share a
+disk."""
 _DIGEST = hashlib.sha256
 _KERNEL = re.compile(r"^ *@serial\w*$|^\w+ = with_gil\(\w+\)$", re.MULTILINE)
 
 
 def stamp_of(folder: Path) -> str:
-    """Of all source in it: a compiled function holds the code of the functions it calls, whatever file they are in."""
+    """A hash of all source in a folder: a compiled function holds the code of those it calls, whatever file they are
+    in."""
     digest = _DIGEST()
     for file in sorted(folder.glob("*.py")):
         digest.update(file.read_bytes())
@@ -86,7 +88,7 @@ class KernelFolder:
         return self._is_ours(self.folder) and os.access(self.folder, os.W_OK)
 
     def find(self, name: str) -> bytes | None:
-        """What was kept under this name, whole; None: nothing."""
+        """The bytes kept under this name, whole; None: there are none."""
         if self.folder is None or not self._is_ours(self.folder):
             return None
         try:
@@ -116,7 +118,7 @@ class KernelFolder:
             self._give_up(str(error))
 
     def _is_ours(self, folder: Path) -> bool:
-        """Nobody but this user and root may have put files there. False also where there is no folder."""
+        """Whether only this user and root may have put files there. False also where there is no folder."""
         if self._open:
             return True
         try:
@@ -181,7 +183,7 @@ def kernel_folder(machine: tuple[str, ...]) -> KernelFolder:
 
 
 class KernelCache:
-    """What numba asks for a function's code before it compiles, and gives it to afterwards.
+    """The cache that numba asks for a function's code before compiling it, and gives it to afterwards.
 
     Takes the place of `numba.core.caching.FunctionCache`; what is kept of a compilation is what that one keeps. A
     function that others are made with (tiles, say) has an attribute `made_for`, a text that says for what: such parts
@@ -258,7 +260,7 @@ def _was_awaited(module: str, signature: Any) -> bool:
 
 
 def _tell(function: Callable[..., Any]) -> None:
-    """Whoever watches: this function is compiled next."""
+    """Tell the watcher that this function is compiled next."""
     watching = watcher.get()
     if watching is not None:
         watching(function.__name__.strip("_").replace("_", " "), kernel_count())

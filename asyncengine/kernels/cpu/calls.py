@@ -62,13 +62,13 @@ def _name_of(function: Any, types: tuple[Any, ...], *, rare: bool = False) -> st
 
 
 def name_of(function: Any, types: tuple[Any, ...]) -> str:
-    """As what kernels call a compiled function by address, for these types."""
+    """The name by which kernels call a compiled function by address, for these types."""
     python = function.py_func
     return f"{python.__module__}:{python.__name__}:void({', '.join(map(str, types))})"
 
 
 def address_of(name: str) -> int:
-    """Where the code of "module:function:void(types)" lies, which is compiled if need be. It stays there."""
+    """The address of "module:function:void(types)", which is compiled if need be. It never moves."""
     address: int = _code_of(name).address
     return address
 
@@ -155,7 +155,8 @@ def _parallel_for(_: Any, function: Any, team: Any, pieces: Any, arguments: Any)
 
 
 def _emit_part(module: Any, name: str, record: Any) -> Any:
-    """What a thread calls: (piece, pieces, worker, record) -> the function in the record, with what else it holds."""
+    """Emit the function that a thread calls: (piece, pieces, worker, record) -> the function in the record, with the
+    rest of it."""
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [LONG] * 4), module.get_unique_name(f".part.{name}"))
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())

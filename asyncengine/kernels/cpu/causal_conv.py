@@ -19,7 +19,7 @@ from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import size_of
 
 CHANNELS = 256
-"""Of a block."""
+"""Channels of a block."""
 _WORK = 16
 """Bytes that could be read while a result is computed."""
 _WHOLE, _SINGLE = np.int64(0), np.float32(0)

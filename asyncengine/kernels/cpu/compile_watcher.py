@@ -1,4 +1,4 @@
-"""Who hears that a kernel is being compiled on this thread: whoever waits for it, or has others compile its parts."""
+"""The watcher of compilations on this thread: one that waits for a kernel, or has other processes compile its parts."""
 
 from __future__ import annotations
 

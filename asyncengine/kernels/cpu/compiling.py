@@ -1,4 +1,4 @@
-"""How numba compiles kernels here: without what nobody calls.
+"""The compilation of kernels by numba, without the parts that nothing calls.
 
 numba makes machine code, and a function that Python can call, of everything it compiles, and links its own memory
 management into each. Most compiled functions are only parts of others, whose code LLVM takes over into theirs, and
@@ -24,7 +24,7 @@ from numba.core.runtime import rtsys
 from asyncengine.kernels.cpu.cache import KernelCache, PartCache
 
 _ENVIRONMENT = "_ZN08NumbaEnv"
-"""What the names of numba's places for a function's Python objects begin with."""
+"""The prefix of numba's names of places for a function's Python objects."""
 _HANDED_ON = ("nrt", "fastmath", "error_model", "forceinline", "boundscheck", "debuginfo")
 
 
@@ -44,7 +44,8 @@ class _Library(JITCodeLibrary):  # type: ignore[misc]
             super().add_linking_library(library)
 
     def _optimize_functions(self, module: Any) -> None:
-        """As there, without passes for each function that is only called here, and the same passes for all."""
+        """Optimize as the base class does, without passes for each function that is only called here: the same passes
+        for all."""
         module.data_layout = self._codegen._data_layout
         manager, builder = self._codegen._function_pass_manager()
         for function in module.functions:

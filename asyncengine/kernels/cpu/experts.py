@@ -57,7 +57,7 @@ _ROUNDING = 16
 _COLUMNS = 256
 """Numbers of a row that are summed at once."""
 CLAMPED = -1
-"""As `activation`: that of neighbours, with bounds (`activation.gate_clamped`)."""
+"""The `activation` of neighbours with bounds (`activation.gate_clamped`)."""
 
 
 class ExpertsForm(NamedTuple):
@@ -65,10 +65,10 @@ class ExpertsForm(NamedTuple):
 
     experts: int
     activation: int
-    """As `activation.activation_id` says, or `CLAMPED`. An expert that is not gated has one half only."""
+    """A number of `activation.activation_id`, or `CLAMPED`. An expert that is not gated has one half only."""
     alpha: float = 0.0
     limit: float = 0.0
-    """Of `CLAMPED`."""
+    """The bound of `CLAMPED`."""
 
 
 class ExpertsKernel:
@@ -142,7 +142,7 @@ def run_experts(
 def _parts_of(
     scratch: int, pairs: int, width: int, both: int, inner: int, experts: int, size: int
 ) -> NDArray[np.int64]:
-    """Where the parts of a call's memory begin; the last one goes to its end."""
+    """Offsets of the parts of a call's memory; the last part goes to its end."""
     parts = np.empty(_PARTS, np.int64)
     parts[_ORDER] = parts[_PLACE] = 8 * pairs
     parts[_BEGINS], parts[_ACTIVE] = 8 * (experts + 1), 8 * experts
@@ -281,7 +281,7 @@ def _packed_part(
 
 @inline
 def _tiles_for(rows: int) -> tuple[int, int]:
-    """As `packed.tiles_for`."""
+    """Tiles for so many rows, as `packed.tiles_for`."""
     tiles = (rows + _MOST - 1) // _MOST
     while True:
         for size in SIZES:

@@ -45,14 +45,14 @@ _OTHERS = 4
 
 
 class Factors(NamedTuple):
-    """What numbers are multiplied by on the way (Falcon-H1), float32 by place."""
+    """Factors of a layer's numbers (Falcon-H1), float32 by place."""
 
     gate: float = 1.0
     """The gate, before its activation."""
     inner: float = 1.0
-    """What the second product reads."""
+    """The factor of the second product's inputs."""
     beside: float = 1.0
-    """What attention gives, where a state is beside it."""
+    """The factor of attention's results, where a state is beside it."""
 
 
 _GATE, _INNER, _BESIDE = range(3)
@@ -96,7 +96,7 @@ class FusedLayerKernel:
         self._row = 2 * width + max(between, width if OUT_BESIDE in by_place else 0)
         self.outputs = self.outputs or width
         self.attending = by_place[NEXT].outputs if projects else width
-        """Of `outputs`, those that attention reads."""
+        """The part of `outputs` that attention reads."""
         self._inputs = max(linear.inputs for linear in by_place.values())
         self._record = np.zeros(LINEARS * LINEAR_FIELDS + _OTHERS, dtype=np.int64)
         for place, linear in by_place.items():
@@ -107,7 +107,7 @@ class FusedLayerKernel:
         self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, rows: int, size: int) -> int:
-        """What a call needs of `scratch`, for numbers of `size` bytes."""
+        """Bytes of `scratch` that a call needs, for numbers of `size` bytes."""
         rounded = 0 if forms_of(self.parts)[0] is None else gemm_quantized.scratch_bytes(rows, self._inputs)
         mixed = 0 if self.mixture is None else self.mixture.scratch_bytes(rows, size)
         return rows * self._row * size + max(rounded, mixed)

@@ -42,7 +42,7 @@ VALUES, FACTORS, SCALED, WIDE = range(11, 15)
 # ... and of a step: addresses of the layer's pool and plan, results to be joined, cosines, sines, dimensions rotated.
 POOL, STEP, JOINS, COS, SIN, ROTARY = range(15, 21)
 STATES, WINDOWS = 21, 22
-"""Of a layer that keeps a state: addresses of its pools."""
+"""Fields of a layer that keeps a state: addresses of its pools."""
 FIELDS = 23
 FACTOR, FIRST_EPSILON, SECOND_EPSILON, HEAD_EPSILON = range(4)
 NUMBERS = 4
@@ -63,23 +63,23 @@ class Heads(NamedTuple):
 
 
 class StateMix(NamedTuple):
-    """What a layer that keeps a state has in the place of heads."""
+    """The mixer of a layer that keeps a state, in the place of heads."""
 
     record: int
     """The address of what its code is called with first."""
     code: str
-    """As `calls.address_of` takes it: (record, the layer's states and windows, projections, out, six numbers of the
-    step's segments (`segment_places`), tokens, kind, team)."""
+    """The name of its code for `calls.address_of`: (record, the layer's states and windows, projections, out, six
+    numbers of
+    the step's segments (`segment_places`), tokens, kind, team)."""
     outputs: int
     width: int
     """Numbers of a row of its projection."""
     factors: torch.Tensor | None = None
-    """What the first of them are multiplied by, float32."""
+    """Factors of the first of them, float32."""
 
 
 class Mix(NamedTuple):
-    """What a layer mixes tokens by: attention, a state, or both of the same x, whose projections stand one behind the
-    other."""
+    """The mixer of a layer: attention, a state, or both of the same x, with their projections one behind the other."""
 
     heads: Heads | None
     state: StateMix | None
@@ -109,13 +109,13 @@ class FusedLayersKernel:
         heads = [own.heads for own in mixes if own.heads is not None]
         gated = np.uint8(0) if any(own.gated for own in heads) else None
         self.forms = (*forms_of(parts), mixed, gated)
-        """As `fused_layer.run_fused_layer` takes them; and the same of gates."""
+        """Forms for `fused_layer.run_fused_layer`, and those of gates."""
         self._first = (first[0].data_ptr(), np.float32(first[1]))
         self._projections = np.zeros((2, LINEAR_FIELDS), dtype=np.int64)
         self._projections[: len(records)] = [record.fields for record in records]
         self._table = np.zeros((len(layers), FIELDS), dtype=np.int64)
         self._places: NDArray[np.int64] | None = None
-        """Those that the table has now."""
+        """Addresses that the table has now."""
         self._numbers = np.zeros((len(layers), NUMBERS), dtype=np.float32)
         attending = [records[0].outputs, *(layer.attending for layer in layers)]
         """Columns of what each layer's attention reads, which is the last part of the layer before."""
@@ -128,7 +128,7 @@ class FusedLayersKernel:
         self._table_at, self._numbers_at = self._table.ctypes.data, self._numbers.ctypes.data
         self._projections_at = self._projections.ctypes.data
         self._codes = {place: own.state.code for place, own in enumerate(mixes) if own.state is not None}
-        """Of layers whose code has not been asked for."""
+        """Names of layers' code that has not been asked for."""
         self._width = records[0].inputs
         self._outputs = max(sum(record.outputs for record in records), *(layer.outputs for layer in layers))
         self._query = max((own.number * own.key_dim for own in heads), default=0)
@@ -148,7 +148,7 @@ class FusedLayersKernel:
             self._numbers[place, HEAD_EPSILON] = heads.epsilon
 
     def scratch_bytes(self, rows: int) -> int:
-        """What a call needs of `scratch` for itself, before that of the fused layers."""
+        """Bytes of `scratch` that a call needs for itself, before those of the fused layers."""
         own = self._width + self._outputs + self._query + self._attended + self._split
         return -(-rows * own * self._size // 64) * 64
 

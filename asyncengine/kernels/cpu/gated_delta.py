@@ -60,7 +60,7 @@ class GatedDeltaKernel:
         self.address: int = self.record.ctypes.data
 
     def code(self, dtype: torch.dtype) -> str:
-        """What fused layers call with the record, as `calls.address_of` takes it."""
+        """The name of the code that fused layers call with the record, for `calls.address_of`."""
         kind = "uint16" if dtype == torch.bfloat16 else "float32"
         return f"{__name__}:advance_states:void({', '.join(['int64'] * 12)}, {kind}, int64)"
 
@@ -140,13 +140,13 @@ def _advance_part(
 
 @serial_in_order
 def _channels(spec: Spec) -> int:
-    """Of the convolution."""
+    """Channels of the convolution."""
     return int(spec[HEADS] * (2 * spec[KEY_DIM] + spec[GROUP] * spec[VALUE_DIM]))
 
 
 @serial_in_order
 def _state_bytes(spec: Spec) -> int:
-    """Of one key head's share of a state."""
+    """Bytes of one key head's share of a state."""
     return int(spec[GROUP] * spec[KEY_DIM] * spec[VALUE_DIM] * 4)
 
 
@@ -275,7 +275,7 @@ def _fade(
 
 @serial_in_order
 def _norm_and_gate(read: int, z: int, out: int, spec: Spec, kind: np.generic) -> None:
-    """What one head read, normalised, weighted and multiplied by silu(z), rounded once."""
+    """Normalise the numbers that one head read, weight them, multiply by silu(z), and round once."""
     dim = spec[VALUE_DIM]
     values, weights = array(pointer(read, _SINGLE), (dim,)), array(pointer(spec[NORM], _SINGLE), (dim,))
     gates, results = array(pointer(z, kind), (dim,)), array(pointer(out, kind), (dim,))

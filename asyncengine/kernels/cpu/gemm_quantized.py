@@ -88,7 +88,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def scratch_bytes(rows: int, inputs: int) -> int:
-    """What a product needs beside its arguments, whatever its form."""
+    """Bytes that a product needs beside its arguments, whatever its form."""
     groups = -(-inputs // GROUP) + 3  # a chunk may be of four groups
     return rows * groups * (GROUP + 4 + 4 * GROUP // _SMALLEST)
 
@@ -234,7 +234,8 @@ def _round_group(values: Any, numbers: Any, count: int) -> tuple[np.float32, np.
 
 
 def _make_part(form: PanelForm) -> Any:
-    """What computes the outputs of the pairs of panels of one of `pieces`, for all rows, compiled for one form."""
+    """Make the function that computes the outputs of the pairs of panels of one of `pieces`, for all rows, for one
+    form."""
     narrow = NARROW and narrow_fits(form)
     writer, streamed = (NarrowWriter, 0) if narrow else (WideWriter, streamed_rows(form))
     smallest = min((rows for rows in range(1, MOST + 1) if writer.panels_of(rows) == 1), default=0)

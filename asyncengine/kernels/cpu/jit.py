@@ -1,4 +1,4 @@
-"""What every compiled kernel is made of: memory by address, bfloat16 as bits, and a split over threads.
+"""Building blocks of compiled kernels: memory by address, bfloat16 as bits, and a split over threads.
 
 A kernel is three things: a `serial` function that does one of several pieces of the work, split by row or by head so
 that no result depends on the number of pieces; a small one that shares the pieces out among a team of threads
@@ -66,7 +66,7 @@ def inline(function: Function) -> Function:
 
 
 def serial_in_order(function: Function) -> Function:
-    """As `serial`, but sums stay in the order they are written in: one that does not depend on a tile's size."""
+    """Compile a function like `serial`, but keep sums in the order they are written in, whatever a tile's size."""
     return _compiled(function)
 
 
@@ -91,7 +91,7 @@ def with_gil(function: Any) -> Any:
 
 
 def kind_of(dtype: torch.dtype) -> Any:
-    """What memory of this type is read as. Raises `KeyError` for types without kernels."""
+    """The kind that memory of this type is read as. Raises `KeyError` for types without kernels."""
     return _KINDS[dtype]
 
 

@@ -143,7 +143,7 @@ def add_low_rank(
 
 @serial_in_order
 def _sides_of(given: Any, known: Any) -> int:
-    """Of all groups: chunks of rows, times a few rows of A each."""
+    """The number of sides of all groups: chunks of rows, times a few rows of A each."""
     groups = array(pointer(given[GROUPS], np.int64(0)), (given[NUM_GROUPS], 3))
     chunks = 0
     for group in range(given[NUM_GROUPS]):

@@ -32,7 +32,7 @@ from asyncengine.kernels.cpu.team_loops import pieces_of
 from asyncengine.kernels.cpu.vectors import FLOAT, FLOATS, LANES, LONG, load, size_of, square_sum, store
 
 TILE = 16 if vectors.WIDE else 4
-"""Of the state size: as many vectors as leave registers for the rest."""
+"""Numbers of the state size in a tile: as many vectors as leave registers for the rest."""
 BLOCK = 128
 """Tokens."""
 AHEAD = 2**13
@@ -64,12 +64,12 @@ class Mamba2Form(NamedTuple):
     norm_groups: int
     epsilon: float
     limits: tuple[float, float]
-    """Of dt."""
+    """Bounds of dt."""
     width: int
     """Numbers of a row of projections: z, x, B, C, dt, and perhaps others."""
     taps: int
     scale: float = 1.0
-    """What results are multiplied by."""
+    """A factor of the results."""
 
     @property
     def fits(self) -> bool:
@@ -99,7 +99,7 @@ class Mamba2Kernel:
         self.address: int = self._record.ctypes.data
 
     def code(self, dtype: torch.dtype) -> str:
-        """What fused layers call with the record, as `calls.address_of` takes it."""
+        """The name of the code that fused layers call with the record, for `calls.address_of`."""
         kind = "uint16" if dtype == torch.bfloat16 else "float32"
         return f"{__name__}:run_mamba2:void({', '.join(['int64'] * 12)}, {kind}, int64)"
 

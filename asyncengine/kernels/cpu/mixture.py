@@ -64,7 +64,7 @@ class MixtureKernel:
         self.address: int = self._record.ctypes.data
 
     def scratch_bytes(self, rows: int, size: int) -> int:
-        """What a call needs of `scratch`, for numbers of `size` bytes."""
+        """Bytes of `scratch` that a call needs, for numbers of `size` bytes."""
         columns, chosen = int(self._record[COLUMNS]), int(self._record[CHOSEN])
         experts: ExpertsKernel = self._held[2]
         row = 4 * columns + 12 * chosen + int(self._record[INPUTS]) * (4 + size)
@@ -72,7 +72,7 @@ class MixtureKernel:
 
     @staticmethod
     def exact_code(dtype: torch.dtype) -> str:
-        """What it calls where the router is of float32 and rows of `dtype` are not; for `calls.compile_named`."""
+        """The name of the code where the router is of float32 and rows of `dtype` are not; for `calls.compile_named`."""
         kind = type(kind_of(dtype)).__name__
         return f"{__name__}:_exact_logits:void({', '.join(['int64'] * 10)}, {kind}, int64)"
 

@@ -1,4 +1,4 @@
-"""How a quantized matrix lies in memory: panels of sixteen outputs, each one stream of chunks.
+"""The layout of a quantized matrix: panels of sixteen outputs, each one stream of chunks.
 
 A chunk is `chunk` inputs of a panel's outputs: first what their groups have (scales, steps, minima, zeros), filled up
 to whole lines of 64 bytes, then the numbers, sixteen inputs after sixteen. So a panel is read from its beginning to its
@@ -29,7 +29,7 @@ _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class PanelForm:
-    """What of `layers.stored.NumberForm` a kernel is compiled for. Raises `ValueError` for what there is no kernel for.
+    """The part of `layers.stored.NumberForm` that a kernel is compiled for. Raises `ValueError` if there is no kernel.
 
     Whether rows have scales of their own is not part of it: that is one product more at the end.
     """
@@ -65,7 +65,8 @@ class PanelForm:
 
     @cached_property
     def planes(self) -> dict[str, tuple[int, int, int]]:
-        """Of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a chunk has
+        """Planes of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a
+        chunk has
         for each output)."""
         if not self.group:
             return {}
@@ -92,7 +93,7 @@ class PanelForm:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Of the numbers of `UNIT` inputs."""
+        """Bytes of the numbers of `UNIT` inputs."""
         return UNIT * PANEL * self.bits // 8
 
     @cached_property
@@ -106,21 +107,22 @@ class PanelForm:
 
     @cached_property
     def offset(self) -> int:
-        """What stored numbers are above those that are multiplied, which the sums of x take off again."""
+        """The offset of stored numbers from those that are multiplied, which the sums of x take off again."""
         if self.below == "table":
             return max(0, -min(self.table))
         return 1 << (self.bits - 1) if self.below == "middle" else 0
 
     @cached_property
     def largest(self) -> int:
-        """Of stored numbers, as they are multiplied."""
+        """The largest of stored numbers, as they are multiplied."""
         return self.offset + max(self.table) if self.table else (1 << self.bits) - 1
 
     def chunks(self, inputs: int) -> int:
-        """How many a panel has."""
+        """Chunks of a panel."""
         return -(-inputs // self.chunk)
 
 
 def int_form(bits: int) -> PanelForm:
-    """What `quantize` rounds to: 8 bits with a scale for each output, or 4 bits with one for every 64 inputs."""
+    """The form that `quantize` rounds to: 8 bits with a scale for each output, or 4 bits with one for every 64
+    inputs."""
     return PanelForm(8, 0) if bits == 8 else PanelForm(4, 64, scale="bfloat16")

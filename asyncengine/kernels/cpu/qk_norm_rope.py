@@ -131,4 +131,4 @@ def _widened(builder: Any, halves: Any) -> Any:
 
 
 _rotate_vectors: Any = intrinsic(_rotate)
-"""What `_rotate_numbers` does, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""
+"""`_rotate_numbers` in vectors, where `dim` is a multiple of sixteen and `rotary` one of thirty-two."""

@@ -25,7 +25,7 @@ _KEPT = GROUP * PANEL
 _WORK = 64
 """Bytes that could be read while a weight is rounded."""
 _SIZE = np.int32(2**31 - 1)
-"""Of the bits of a float32: all but its sign."""
+"""Bits of a float32 without its sign."""
 
 
 def quantize_rows(

@@ -93,7 +93,7 @@ def read_rows(
 
 @functools.cache
 def _settings_of(form: PanelForm) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """What `_read_rows` takes; nobody changes it."""
+    """Arguments of `_read_rows`; nobody changes them."""
     offsets = [form.planes[name][0] if name in form.planes else -1 for name in _PLANES]
     settings = np.array(
         [form.chunk, form.chunk_bytes, form.head, form.bits, form.group, form.block, _SCALES[form.scale],

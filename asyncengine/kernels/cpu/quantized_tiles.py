@@ -24,7 +24,7 @@ SPREAD = 3 if MOST > 1 else 0
 _NEAR = 512
 """Bytes that a panel of a `StreamWriter` is asked for before it is read."""
 _LINES = 4
-"""Of numbers, that are written out one after the other; more are a loop."""
+"""Lines of numbers that are written out one after the other; more are a loop."""
 _BYTE_DOTS = cpu_has("avx512vnni")
 _SHORTS = cpu_has("avx2")
 """Without those: the CPU has products of bytes whose sums of two are of 16 bits."""

@@ -1,7 +1,6 @@
-"""What tiles of products with quantized weights have in common, in LLVM's terms: all but the products of integers.
+"""The common part of tiles of products with quantized weights, in LLVM's terms: all but the products of integers.
 
-What is multiplied: `gemm_quantized`, `panel_form`. Tiles: `quantized_tiles`, `quantized_narrow`.
-"""
+The matrices: `gemm_quantized`, `panel_form`. Tiles: `quantized_tiles`, `quantized_narrow`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SHORT_MOST = 2**15 - 1
 LOW, HIGH = 0x0F0F0F0F, 0x30303030
 """The lower four bits of every byte, and the two above those."""
 Cells = dict[tuple[int, int], Any]
-"""By row and vector: what a tile's vectors of `lanes` outputs have, panel after panel."""
+"""Values of a tile by row and vector of `lanes` outputs, panel after panel."""
 
 
 class TileWriter:
@@ -47,7 +46,7 @@ class TileWriter:
         self.cells = [(row, vector) for row in range(rows) for vector in self.vectors]
         self.floats, self.words = (ir.VectorType(number, self.lanes) for number in (FLOAT, WORD))
         self.parts = form.chunk // GROUP
-        """Of a chunk, with one scale of x each."""
+        """Parts of a chunk, with one scale of x each."""
         self.ahead = LONG(0)
         """Bytes from the weights that are multiplied to those that are asked for meanwhile."""
         self.totals = self._zeros()
@@ -67,7 +66,7 @@ class TileWriter:
         raise NotImplementedError
 
     def zero(self, plane: Any) -> Any:
-        """What a sum of x is multiplied with, where groups have this zero."""
+        """The factor of a sum of x, where groups have this zero."""
         return self.builder.fneg(plane)
 
     def write(self) -> None:
@@ -102,9 +101,11 @@ class TileWriter:
                 vectors.prefetch(builder, address)
 
     def distance(self, place: Any) -> Any:
-        """How far ahead weights are asked for. Tiles that share these take turns at asking for the next panels; one
-        that has them for itself asks for what it reads soon, and at a panel's end for the beginning of the next but
-        one: each is a stream."""
+        """The distance by which weights are prefetched.
+
+        Tiles that share them take turns at prefetching the next panels. A tile that has them for itself prefetches what
+        it reads soon, and at a panel's end the beginning of the next but one: each is a stream.
+        """
         builder, count = self.builder, LONG(self.panels)
         mine = builder.icmp_signed("==", builder.srem(place, self.turns), self.turn)
         shared = builder.select(mine, builder.mul(self.panel, count), LONG(0))
@@ -199,7 +200,7 @@ class TileWriter:
             self._multiply_add(own, scales[vector], self.totals[row, vector])
 
     def _plane(self, name: str, vector: int, chunk: Any, index: Any) -> Any:
-        """What the group or block of that number has, a vector of outputs as float32."""
+        """The number that the group or block has, a vector of outputs as float32."""
         builder = self.builder
         panel, part = divmod(vector, PANEL // self.lanes)
         offset, size, _ = self.form.planes[name]

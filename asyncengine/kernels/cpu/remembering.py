@@ -1,4 +1,4 @@
-"""What numba works out again at every place that needs it, worked out once.
+"""A cache of facts that numba otherwise works out again at every place.
 
 For processes that compile and end (`compile_worker`): in the user's own, numba stays as it is. A kernel adds and
 compares thousands of times, each time numba tries all the ways of adding that it knows, and asks LLVM for the size of
@@ -22,7 +22,7 @@ def remember() -> None:
 def _remember_calls() -> None:
     resolve = BaseFunction.get_call_type
     known: dict[tuple[int, Any], tuple[Any, Any]] = {}
-    """By a function's place in memory, which no other gets, as it is kept here: equal ones may be different ones."""
+    """Results by a function's address, which no other gets while it is kept here: equal ones may be different ones."""
 
     def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
         if kws:

@@ -33,7 +33,7 @@ from asyncengine.kernels.cpu.vectors import (
 )
 
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, -1.15, -1.05, -0.95)
-"""Of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
+"""Candidates of the scale by which the largest weight is -8; negative: the largest is +7 or so."""
 _LEAST, _MOST = -8.0, 7.0
 
 
@@ -134,7 +134,7 @@ def _largest(builder: Any, start: Any) -> Any:
 
 
 def _best_scale(builder: Any, start: Any, largest: Any) -> Any:
-    """Of those that `SHRINK` gives, rounded to bfloat16, that with the least squared error in each lane."""
+    """The scale with the least squared error in each lane, among those that `SHRINK` gives, rounded to bfloat16."""
     first = builder.fdiv(largest, constant(FLOATS, _LEAST))
     best = cgutils.alloca_once_value(builder, constant(FLOATS, 0.0))
     least = cgutils.alloca_once_value(builder, constant(FLOATS, float("inf")))

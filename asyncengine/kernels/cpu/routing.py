@@ -20,7 +20,7 @@ _NONE = np.float32(-np.inf)
 
 
 class RouteSettings(NamedTuple):
-    """How scores become weights."""
+    """The settings by which scores become weights."""
 
     experts: int
     chosen: int
@@ -34,7 +34,7 @@ class RouteSettings(NamedTuple):
     """Weights of a row are divided by their sum, or by `least` if that is larger."""
     least: float
     scale: float
-    """What weights are multiplied by."""
+    """A factor of the weights."""
 
 
 def route(

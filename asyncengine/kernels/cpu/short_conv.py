@@ -34,7 +34,7 @@ class ShortConvKernel:
         self.address: int = self._record.ctypes.data
 
     def code(self, dtype: torch.dtype) -> str:
-        """What fused layers call with the record, as `calls.address_of` takes it."""
+        """The name of the code that fused layers call with the record, for `calls.address_of`."""
         kind = "uint16" if dtype == torch.bfloat16 else "float32"
         return f"{__name__}:run_short_conv:void({', '.join(['int64'] * 12)}, {kind}, int64)"
 
@@ -104,7 +104,7 @@ def _part(
 def _multiply(
     left: int, right: int, stride: int, out: int, out_stride: int, tokens: int, lanes: int, kind: np.generic
 ) -> None:
-    """Of rows `stride` numbers apart, into rows `out_stride` apart."""
+    """Multiply rows `stride` numbers apart, into rows `out_stride` apart."""
     for token in range(tokens):
         shift = token * stride * size_of(kind)
         first, second = array(pointer(left + shift, kind), (lanes,)), array(pointer(right + shift, kind), (lanes,))

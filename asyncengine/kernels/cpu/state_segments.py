@@ -1,4 +1,4 @@
-"""What kernels of state layers are told of a step's segments (`layers.states.StateSegments`): int64 by address."""
+"""A step's segments (`layers.states.StateSegments`) for kernels of state layers: int64 by address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Segments(Protocol):
-    """As `StateSegments`."""
+    """The fields of `StateSegments`."""
 
     @property
     def rows(self) -> NDArray[np.int64]: ...

@@ -35,7 +35,7 @@ logger = logging.getLogger("asyncengine")
 
 
 class Account(NamedTuple):
-    """Of a team's loops since it began."""
+    """Counts and times of a team's loops since it began."""
 
     loops: int
     pieces: int
@@ -50,8 +50,9 @@ class Account(NamedTuple):
 
     @property
     def efficiency(self) -> float:
-        """What the caller would have taken for all pieces, over the threads' capacity; 1 at most, and where there were
-        no loops."""
+        """The caller's time for all pieces, had it been alone, over the threads' capacity; 1 at most, and where there
+        were no
+        loops."""
         taken = self.capacity * self.own
         return min(1.0, self.computing * self.pieces / taken) if taken > 0 else 1.0
 
@@ -136,7 +137,7 @@ class Team:
 
     @property
     def address(self) -> int:
-        """What `parallel_for` takes; 0: the caller does it all."""
+        """The address for `parallel_for`; 0: the caller does it all."""
         return self._address if self.active > 1 else 0
 
     @property

@@ -46,7 +46,7 @@ DONE = 1 * LINE
 SLEEPERS = 2 * LINE
 WAITING = 3 * LINE
 WANTED = 3 * LINE + 8
-"""What ACTIVE becomes when the next loop begins; any thread may write it."""
+"""The value that ACTIVE gets when the next loop begins; any thread may write it."""
 # ... and what only the caller uses: pieces that helpers have been counted on for, and its account of the loops.
 EXPECTED, LOOPS, ALL_PIECES, OWN_PIECES, OWN_TIME, WAITED_TIME, CAPACITY = range(4 * LINE, 4 * LINE + 56, 8)
 MUTEX = 5 * LINE
@@ -105,7 +105,7 @@ def _condition_of(team: int, worker: int) -> int:
 
 @serial_in_order
 def _wake_helpers(team: int, helpers: int) -> None:
-    """Those that sleep. A helper that is about to has the mutex: it is waited for, so that it hears of it."""
+    """Wake helpers that sleep. One that is about to sleep holds the mutex: it is waited for, so that it hears of it."""
     lock(team + MUTEX)
     unlock(team + MUTEX)
     for worker in range(1, helpers + 1):
@@ -135,7 +135,8 @@ def pieces_of(work: int, most: int, team: int) -> int:
 
 @inline
 def reads_worth(rows: int, even: int) -> int:
-    """How often a weight could be read while its product with so many rows is computed; once up to `even` rows."""
+    """The number of times a weight could be read while its product with so many rows is computed; one up to `even`
+    rows."""
     return (rows + even - 1) // even
 
 
@@ -222,7 +223,7 @@ def _await_helpers(team: int, expected: int, began: int) -> None:
 
 @serial_in_order
 def help_along(team: int, index: int) -> None:
-    """What helper `index`, from 0 on, does until the team is stopped."""
+    """Run helper `index`, from 0 on, until the team is stopped."""
     clock = _clock_of(team, index + 1)
     idle_since = nanoseconds(clock)
     while load(team + STOPPED) == 0:

@@ -1,4 +1,4 @@
-"""Where top-k and top-p cut a row of logits: the smallest kept value, found without sorting the row.
+"""The cut of top-k and top-p in a row of logits: the smallest kept value, found without sorting the row.
 
 `values` is the address of the row's logits over its temperature, `places` that of the largest of each block of them,
 `memory` that of working memory of the row's size, `found` that of the result. `maximum` is the largest logit of all.
@@ -19,7 +19,7 @@ _SINGLE, _WHOLE = np.float32(0), np.int64(0)
 BLOCK = 512
 """Tokens of a block."""
 FAINT = 80.0
-"""What is e^80 times less likely than the likeliest token is never drawn."""
+"""A token e^80 times less likely than the likeliest is never drawn."""
 _BINS = 4096
 _BINS_PER_UNIT = 64
 """The top-p set is looked for among bins of this many to a factor of e, below the likeliest token."""

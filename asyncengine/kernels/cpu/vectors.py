@@ -294,4 +294,4 @@ ACCUMULATE: dict[Any, Any] = {
     numba.types.uint16: _add_pairs,
     numba.types.int16: _add_widened,
 }
-"""By kind: how a vector's products are added to sixteen sums. int16 is bfloat16 without the CPU's instruction."""
+"""Functions that add a vector's products to sixteen sums, by kind. int16 is bfloat16 without the CPU's instruction."""

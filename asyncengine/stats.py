@@ -43,14 +43,12 @@ class ThreadStats:
 
     now: int = 1
     """Threads of the last step. Fewer than `most` while the machine is busy with something else or another engine of
-    the
-    process runs steps, and always for a model too small to share its loops."""
+    the process runs steps, and always for a model too small to share its loops."""
     most: int = 1
     """While nothing else wants the cores: `num_threads`."""
     efficiency: float = 1.0
     """The efficiency of the last steps' loops: one thread's time for them, over `now` times what they took. 1: all
-    threads
-    computed all the time."""
+    threads computed all the time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,7 @@ class StepView:
     """Device, int64 [tokens]: page * page_size + offset where each token's key and value go."""
     window_tables: Int32Array | None = None
     """Page tables in the pool of the layers with windows, like `page_tables`; entries that a row's tokens do not see
-    are
-    arbitrary. None: all layers have one pool."""
+    are arbitrary. None: all layers have one pool."""
     window_slots: torch.Tensor | None = None
     """Positions in the pool of the layers with windows, like `kv_slots`."""
     slots: Int64Array | None = None

@@ -108,9 +108,8 @@ def text_head(text: str, at: int, before: str, after: str, braced: bool) -> Head
 
 
 def follow(text: str, at: int, wanted: str) -> int | None:
-    """The end of `wanted`, which is to stand at `at`, blanks aside; None if the text is too short to tell, -1 if it
-    is not
-    there."""
+    """The end of `wanted`, which is to stand at `at`, blanks aside; None if the text is too short to tell, -1 if it is
+    not there."""
     for token in TOKEN.findall(wanted):
         at = skip_blanks(text, at)
         if token == NUMBER:

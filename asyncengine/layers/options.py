@@ -48,8 +48,7 @@ class LayerOptions:
     """The memory for weights on a CPU."""
     forms: Mapping[str, StoredForm] = field(default_factory=dict)
     """Forms of matrices that stay as they are stored, by their names in the checkpoint without ".weight". The others,
-    and all
-    of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
+    and all of them where there are no kernels (`stored_missing`), are kept as if they came in a float type."""
 
     @property
     def compiled(self) -> bool:

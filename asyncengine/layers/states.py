@@ -261,7 +261,7 @@ class StateMixKernel(Protocol):
     """Numbers of a row of what it gives."""
 
     def code(self, dtype: torch.dtype) -> str:
-        """The name of its code for `kernels.cpu.calls.address_of`: (record, the layer's states and windows, projections,
+        """The name of its code for `kernels.cpu.calls.address_of`: (record, states and windows, projections,
         out, the six numbers of `kernels.cpu.state_segments.segment_places`, tokens, kind, team)."""
         ...
 

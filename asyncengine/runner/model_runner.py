@@ -396,8 +396,7 @@ class ModelRunner:
 
     def _keep(self, pending: PendingStep, tokens: torch.Tensor) -> None:
         """Store the state that later steps build on, once all memory for this one is taken: a step that is launched
-        again must
-        find what was there before it."""
+        again must find what was there before it."""
         slots = [pending.batch.rows[index].slot for index in pending.sampling]
         # what a matcher puts in the place of a token is not here: rows launched for this one are discarded then
         if self._device.type == "cpu":

@@ -108,9 +108,8 @@ def response_format(schema: Any, strict: bool | None) -> dict[str, Any]:
 
 
 def json_schema(schema: Any) -> JSONSchema:
-    """A schema as its author wrote it: LangChain's own conversion cuts recursive schemas short and knows objects
-    only. It is
-    needed for TypedDicts with LangChain's defaults in annotations, and for tools."""
+    """A schema as its author wrote it: LangChain's own conversion cuts recursive schemas short and knows objects only.
+    It is needed for TypedDicts with LangChain's defaults in annotations, and for tools."""
     if is_model(schema):
         return model_schema(schema)
     if is_type(schema):

@@ -36,8 +36,7 @@ def chat_keywords(
     tool_choice: str | Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Keywords for the engine's `chat`. `tool_choice` says more than `tool_required`; without tools neither asks for
-    one,
-    unless a call is required, which the engine then refuses."""
+    one, unless a call is required, which the engine then refuses."""
     given: object = tools
     if isinstance(given, str) or not isinstance(given, Sequence | None):
         raise InvalidParameter("tools", "must be a list of LlamaIndex's tools", tools)

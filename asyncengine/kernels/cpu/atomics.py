@@ -164,7 +164,6 @@ def unlock(mutex: int) -> None:
 
 @serial
 def wake(condition: int) -> None:
-    """Wake all threads that sleep on the condition. A thread that checks with the mutex held before it sleeps must
-    not miss
-    the change: take and leave the mutex between the change and this."""
+    """Wake all threads that sleep on the condition. A thread that checks with the mutex held before it sleeps must not
+    miss the change: take and leave the mutex between the change and this."""
     _wake_all(condition)

@@ -69,8 +69,7 @@ class StateMix(NamedTuple):
     """The address of what its code is called with first."""
     code: str
     """The name of its code for `calls.address_of`: (record, the layer's states and windows, projections, out, six
-    numbers of
-    the step's segments (`segment_places`), tokens, kind, team)."""
+    numbers of the step's segments (`segment_places`), tokens, kind, team)."""
     outputs: int
     width: int
     """Numbers of a row of its projection."""

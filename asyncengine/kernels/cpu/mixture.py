@@ -72,7 +72,7 @@ class MixtureKernel:
 
     @staticmethod
     def exact_code(dtype: torch.dtype) -> str:
-        """The name of the code where the router is of float32 and rows of `dtype` are not; for `calls.compile_named`."""
+        """The name of the code for a router of float32 and rows of `dtype` that are not; for `calls.compile_named`."""
         kind = type(kind_of(dtype)).__name__
         return f"{__name__}:_exact_logits:void({', '.join(['int64'] * 10)}, {kind}, int64)"
 

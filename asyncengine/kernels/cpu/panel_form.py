@@ -65,9 +65,8 @@ class PanelForm:
 
     @cached_property
     def planes(self) -> dict[str, tuple[int, int, int]]:
-        """Planes of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a
-        chunk has
-        for each output)."""
+        """Planes of what groups have, by the names of `GroupedRows`: (offset in a chunk, bytes of one, how many a chunk
+        has for each output)."""
         if not self.group:
             return {}
         groups, size = self.chunk // self.group, _SIZES[self.scale]

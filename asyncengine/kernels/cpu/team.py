@@ -51,8 +51,7 @@ class Account(NamedTuple):
     @property
     def efficiency(self) -> float:
         """The caller's time for all pieces, had it been alone, over the threads' capacity; 1 at most, and where there
-        were no
-        loops."""
+        were no loops."""
         taken = self.capacity * self.own
         return min(1.0, self.computing * self.pieces / taken) if taken > 0 else 1.0
 

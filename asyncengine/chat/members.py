@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncengine.chat.formats import Members
 from asyncengine.chat.marks import Markers, literal_pattern, sequence
 from asyncengine.chat.schemas import Schema
-from asyncengine.chat.shapes import Reader, Shape
+from asyncengine.chat.shapes import ArgumentShape, Reader
 from asyncengine.chat.tools import Tool
 from asyncengine.chat.values import BARE_KEY, STRING_KEYS, ValueRules, chain, checked_key
 from asyncengine.errors import GrammarUnsupported
@@ -63,7 +63,7 @@ class _Writer:
         elif not key or key != key.strip() or own.key_close.split()[0][0] in key or "\n" in key:
             raise GrammarUnsupported("tools", [("properties", f"/properties/{key}")])
 
-    def _extra(self, shape: Shape) -> str | None:
+    def _extra(self, shape: ArgumentShape) -> str | None:
         """A member that is not declared."""
         if shape.extra is None:
             return None

@@ -22,7 +22,7 @@ MAX_OPTIONS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ArgumentShape:
     """One way the arguments may be: members in their order."""
 
     properties: Mapping[str, Schema]
@@ -39,12 +39,12 @@ class Reader:
         self._root = root
         self._strict = strict
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[ArgumentShape]:
         """The ways the arguments may be. At least one."""
         options = [part for part in self.options(self._root) if part.get("type", "object") == "object"]
-        return [self.shape(part) for part in options] or [Shape({}, frozenset(), {})]
+        return [self.shape(part) for part in options] or [ArgumentShape({}, frozenset(), {})]
 
-    def shape(self, part: Schema) -> Shape:
+    def shape(self, part: Schema) -> ArgumentShape:
         """The shape of a schema of objects, one of `options`."""
         self.only(part, ("type", "properties", "required", "additionalProperties"))
         properties = {str(key): as_schema(value) for key, value in (part.get("properties") or {}).items()}
@@ -56,7 +56,7 @@ class Reader:
                 if extra is None:
                     raise GrammarUnsupported("tools", [("required", f"/properties/{key}")])
                 properties[key] = extra
-        return Shape(properties, frozenset(required), extra)
+        return ArgumentShape(properties, frozenset(required), extra)
 
     def options(self, schema: Schema) -> list[Schema]:
         """`schema` as alternatives, each without references and combinations at its top, and of one type or of any."""

@@ -33,7 +33,7 @@ _FIRST_REST, _LONGEST_REST = 0.5, 16.0
 """Seconds until more threads are tried again; doubled each time that fails."""
 
 
-class Step(Protocol):
+class RunningStep(Protocol):
     """A step that is being computed."""
 
     most: int
@@ -49,16 +49,16 @@ class Sharing:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: list[Step] = []
+        self._running: list[RunningStep] = []
 
-    def enter(self, step: Step) -> int:
+    def enter(self, step: RunningStep) -> int:
         """Give the number of threads for a step that begins now. It and the others are limited to their shares."""
         with self._lock:
             self._running.append(step)
             self._limit()
             return self._share(step)
 
-    def leave(self, step: Step) -> None:
+    def leave(self, step: RunningStep) -> None:
         with self._lock:
             self._running.remove(step)
             self._limit()
@@ -67,7 +67,7 @@ class Sharing:
         for step in self._running:
             step.limit(self._share(step))
 
-    def _share(self, step: Step) -> int:
+    def _share(self, step: RunningStep) -> int:
         return max(1, step.most // len(self._running))
 
 

@@ -45,7 +45,7 @@ def ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-class Part(NamedTuple):
+class MappedPart(NamedTuple):
     """Some of the memory that an arena has given out."""
 
     memory: mmap.mmap
@@ -87,18 +87,18 @@ class Arena:
         self._given[-1] = (*self._given[-1][:2], min(self._used, len(self._block)))
         return place.view(dtype).view(tuple(shape))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MappedPart]:
         """All memory that was given out and is still held, in parts of some megabytes, for `find_memory`."""
         held = [(memory(), address, used) for memory, address, used in self._given]
         return [
-            Part(memory, address + first, min(_FOUND_AT_ONCE, used - first))
+            MappedPart(memory, address + first, min(_FOUND_AT_ONCE, used - first))
             for memory, address, used in held
             if memory is not None
             for first in range(0, used, _FOUND_AT_ONCE)
         ]
 
 
-def find_memory(parts: Sequence[Part], threads: int, told: Callable[[], object]) -> None:
+def find_memory(parts: Sequence[MappedPart], threads: int, told: Callable[[], object]) -> None:
     """Have the system find memory for `parts`, which will be written to soon, by so many threads. `told` is called once
     for each of them, by the caller's thread; what it raises ends the work.
 
@@ -123,7 +123,7 @@ def find_memory(parts: Sequence[Part], threads: int, told: Callable[[], object])
             helper.join()
 
 
-def _find(waiting: deque[Part], done: queue.SimpleQueue[None]) -> None:
+def _find(waiting: deque[MappedPart], done: queue.SimpleQueue[None]) -> None:
     """One part after the other, while there are any."""
     madvise = ctypes.CDLL(None).madvise  # lets go of the interpreter's lock, which mmap's own does not
     while True:

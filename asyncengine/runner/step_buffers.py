@@ -144,7 +144,7 @@ class _SlotTables:
             self.update(slots[place], pages[place], 0, int(need[place]))
 
 
-class _Shape(NamedTuple):
+class _ArraySizes(NamedTuple):
     """The numbers that decide how large the arrays of a step are."""
 
     tokens: int
@@ -157,7 +157,7 @@ class _Shape(NamedTuple):
 class _ShortArrays:
     """The arrays of short steps of one shape, in one block of memory."""
 
-    def __init__(self, shape: _Shape) -> None:
+    def __init__(self, shape: _ArraySizes) -> None:
         tokens, rows, near = shape.tokens, shape.rows, shape.tokens * shape.windows
         sizes = [tokens, tokens, tokens, near, shape.logits, rows, rows, rows + 1, shape.sampled]
         self.numbers = np.empty(sum(sizes), dtype=np.int64)
@@ -176,7 +176,7 @@ class StepBuffers:
         self._device = device
         self._tables = _SlotTables(max_num_seqs)
         self._window_tables = _SlotTables(max_num_seqs)
-        self._short: dict[_Shape, _ShortArrays] = {}
+        self._short: dict[_ArraySizes, _ShortArrays] = {}
 
     def build(self, batch: Batch, last_token: torch.Tensor) -> Step:
         """Flatten `batch`; tokens in flight come from `last_token` [max_num_seqs] on the device.
@@ -239,7 +239,7 @@ class StepBuffers:
                 near += [pages[place // size - first] * size + place % size for place in range(start, end)]
             bounds.append(len(ids))
         wanted, sampling, sample_logits, spans, pooled = _wanted_logits(rows, bounds)
-        arrays = self._arrays(_Shape(len(ids), len(rows), len(wanted), len(sampling), windows))
+        arrays = self._arrays(_ArraySizes(len(ids), len(rows), len(wanted), len(sampling), windows))
         starts, counts = [row.start for row in rows], [row.num_scheduled for row in rows]
         arrays.numbers[:] = [
             *ids, *positions, *targets, *near, *wanted, *starts, *counts, *bounds, *sample_logits
@@ -254,7 +254,7 @@ class StepBuffers:
             _segments(rows, bounds),
         )  # fmt: skip
 
-    def _arrays(self, shape: _Shape) -> _ShortArrays:
+    def _arrays(self, shape: _ArraySizes) -> _ShortArrays:
         found = self._short.get(shape)
         if found is None:
             if len(self._short) == _SHAPES:

@@ -23,7 +23,7 @@ from support.tiny_models import FAMILIES
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
-from asyncengine.kernels.arena import Part
+from asyncengine.kernels.arena import MappedPart
 from asyncengine.models import loading
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
@@ -244,7 +244,7 @@ def test_memory_is_found_before_weights_are_written(tmp_path: Path, monkeypatch:
         def advance(self) -> None:
             told.append("one more")
 
-    def find_memory(parts: Sequence[Part], threads: int, advance: Callable[[], None]) -> None:
+    def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], None]) -> None:
         found.append((sum(part.size for part in parts), threads))
         advance()
 

@@ -122,8 +122,8 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
         self._cache = KernelCache(function)
 
     @functools.cached_property
-    def part(self) -> _Part:
-        return _Part(self.py_func, {**self.targetoptions, "no_cpython_wrapper": True})
+    def part(self) -> _InnerKernel:
+        return _InnerKernel(self.py_func, {**self.targetoptions, "no_cpython_wrapper": True})
 
     def get_call_template(self, arguments: Any, named: Any) -> Any:
         return self.part.get_call_template(arguments, named)
@@ -138,7 +138,7 @@ class _PartCompiler(_FunctionCompiler):  # type: ignore[misc]
         return flags
 
 
-class _Part(CPUDispatcher):  # type: ignore[misc]
+class _InnerKernel(CPUDispatcher):  # type: ignore[misc]
     """A compiled function as others contain it: neither Python nor C can call it."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a grammar library must offer: templates compiled once, states copied from them, and a way to the nearest end.
+"""The interface of a grammar library: templates compiled once, states copied from them, and a way to the nearest end.
 
 Two backends implement it, under their outlines names: `llguidance` and `outlines_core`.
 """
@@ -15,7 +15,7 @@ Mask = NDArray[np.int32]
 
 
 class State(Protocol):
-    """Where one output stands in its grammar. One thread at a time."""
+    """The state of one output in its grammar. One thread at a time."""
 
     def fill(self, mask: Mask) -> None:
         """Write every word of `mask`: the tokens that may come next, end-of-sequence ids where the output may end.

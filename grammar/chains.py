@@ -1,4 +1,4 @@
-"""How deep a grammar library recurses through references, without recursing ourselves.
+"""The depth to which a grammar library recurses through references, found without recursing ourselves.
 
 Text that nests nowhere can still overflow the library's stack: `a: b`, `b: c`, ... is one call per rule.
 """

@@ -1,4 +1,4 @@
-"""What to try in one place of a grammar: of the symbols it allows, one for each kind that makes a difference."""
+"""Symbols to try in one place of a grammar: of those it allows, one for each kind that makes a difference."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ JOINT_RANGE, JOINTS = 96, 6
 FAR = 256
 """Tokens left, beyond twice those of the way known so far, with which the end is far."""
 LAST = (FAR, FAR // 4)
-"""Where no way is known yet when that many are left, searches get half their account again."""
+"""Tokens left at which a search gets half its account again, if no way is known yet."""
 ACCOUNT = 300_000
 """Symbols that searches for one output may step over, some 150 ms in all, and what each token adds to it and
 may take at least (a twentieth of a millisecond and a half)."""
@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
     def broken(self, matcher: Any) -> GrammarError:
-        """What to raise for a matcher that hit a limit."""
+        """The error for a matcher that hit a limit."""
         ...
 
 
@@ -183,8 +183,8 @@ class ByteClosing:
         return False
 
     def _meetings(self, way: Way, shared: int, at_most: int) -> Iterator[int]:
-        """Where the known way may be met again, past what the output has said otherwise: another number, another
-        choice; or as much of a long text as the output has said in other words."""
+        """Indices at which the known way may be met again, past what the output has said otherwise: another number,
+        another choice; or as much of a long text as the output has said in other words."""
         begin = self._at + shared
         yield begin
         if shared:
@@ -196,7 +196,8 @@ class ByteClosing:
         yield from range(begin + 1, min(begin + SCAN, len(way.symbols)))
 
     def _said_later(self, way: Way) -> int | None:
-        """Where the known way goes on after what was said last, if it comes to say that: a value was left out."""
+        """The index from which the known way goes on after what was said last, if it comes to say that: a value was
+        left out."""
         if len(way.symbols) - self._at <= SAID or any(symbol > 255 for symbol in self._said[-SAID:]):
             return None
         found = way.text.find(bytes(self._said[-SAID:]), self._at)

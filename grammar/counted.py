@@ -28,7 +28,7 @@ AHEAD = 64
 
 
 class Counted:
-    """What all outputs of one grammar share: its shape and the prices in it."""
+    """The common part of all outputs of one grammar: its shape and the prices in it."""
 
     def __init__(self, shape: Shape, prices: Prices) -> None:
         self.shape = shape
@@ -47,7 +47,7 @@ class Counted:
         return cls(shape, prices) if prices.counts >= COUNTED and prices.cost(shape) < UNREACHABLE else None
 
     def tokens(self) -> list[int]:
-        """Of the cheapest output."""
+        """Tokens of the cheapest output."""
         return list(self.prices.tokens(self.shape))
 
 

@@ -108,7 +108,7 @@ def _positive(low: int, high: int | None, places: int) -> str:
 
 
 def _fraction(low: str, high: str) -> str:
-    """What follows the whole part: a point and digits from `low` to `high`, or nothing if that is as good as `low`."""
+    """The end of a number: a point and digits from `low` to `high`, or nothing if that is as good as `low`."""
     if not low:
         return ""
     digits = f"\\.{_digits(low, high)}"

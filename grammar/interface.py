@@ -1,4 +1,4 @@
-"""What the engine expects of whoever compiles grammars. `step.GrammarMatcher` is what comes out."""
+"""The interface of a compiler of grammars, for the engine. `step.GrammarMatcher` is its result."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class GrammarCompiler(Protocol):
     """The grammar queue's worker: compiles off the event loop and reports through `done`."""
 
     def check(self, grammar: Any, budget: int, on_budget: OnBudget) -> Any:
-        """What to compile for `grammar`. Refuses at submit what can be seen to be wrong at once, on any thread.
+        """Check a grammar at submit, on any thread, and return what to compile. Refuses what can be seen to be wrong
+        at once.
 
         Raises `GrammarError`, `BudgetTooSmall`, `QueueFull`.
         """
         ...
 
     def text_check(self, grammar: Any) -> Callable[[str], str | None] | None:
-        """What finds the fault of a finished text, where compiling `grammar` (as `check` returned it) enforces only a
-        part; None where it enforces all."""
+        """The check that finds the fault of a finished text, where compiling `grammar` (as `check` returned it)
+        enforces only a part; None where it enforces all."""
         ...
 
     def start(self, ticket: int, order: GrammarOrder, done: GrammarDone) -> None:
@@ -29,17 +30,17 @@ class GrammarCompiler(Protocol):
         ...
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for `ticket` any more. Idempotent."""
+        """Forget `ticket`: its request waits no more. Idempotent."""
         ...
 
     def close(self) -> None: ...
 
 
 class GrammarOrder(NamedTuple):
-    """What a request wants of the compiler."""
+    """An order of a request to the compiler."""
 
     grammar: Any
-    """What `check` returned."""
+    """The result of `check`."""
     budget: int
     """Output tokens at most."""
     on_budget: OnBudget

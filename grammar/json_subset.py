@@ -219,7 +219,7 @@ class Builder:
         return ", " if self.whitespace == "single_space" else "," + self._blank(depth)
 
     def _blank(self, depth: int) -> str:
-        """What may stand before a value, a name or a closing bracket on its own line at `depth`."""
+        """The space that may stand before a value, a name or a closing bracket on its own line at `depth`."""
         if self.whitespace != "flexible":
             return ""
         return rf"(?: |\n[ \t]{{0,{self._indentation(depth)}}})?"

@@ -1,4 +1,4 @@
-"""What JSON Schema says about single keywords and values: types, equality, bounds."""
+"""JSON Schema's rules for single keywords and values: types, equality, bounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limits(schema: dict[str, Any], low: str, high: str, at: str) -> str | None:
 
 
 def is_integer(value: Any) -> bool:
-    """As JSON Schema has it: 1.0 is an integer, true is not."""
+    """Whether JSON Schema takes a value for an integer: 1.0 is one, true is not."""
     if isinstance(value, float):
         return value.is_integer()
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What a grammar library's complaint means: which keyword, where in the schema, and what the user can do."""
+"""Explanations of a grammar library's complaints: which keyword, where in the schema, and what the user can do."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _schemas(grammar: Grammar) -> Iterator[Any]:
 
 
 def _with_keys(nodes: list[tuple[str, dict[str, Any]]], keys: tuple[str, ...]) -> list[Feature]:
-    """Where one of `keys` stands. `uniqueItems: false` is no complaint: it is left out before compiling."""
+    """Places in which one of `keys` stands. `uniqueItems: false` is no complaint: it is left out before compiling."""
     return [
         (key, f"{pointer}/{escape(key)}")
         for pointer, node in nodes

@@ -104,12 +104,12 @@ class LlgTemplate:
         self._spoiled = True
 
     def broken(self, matcher: Any) -> GrammarError:
-        """What to raise for `matcher`, which hit a limit."""
+        """The error for `matcher`, which hit a limit."""
         return explain(self.grammar, matcher.get_error())
 
     def _count(self) -> tuple[Counted | None, list[int]]:
-        """How the grammar counts, with the tokens of a complete output; None where that is unknown, or the library does
-        not agree."""
+        """The grammar's counts, with the tokens of a complete output; None where they are unknown, or the library
+        does not agree."""
         vocabulary = self.backend.vocabulary
         counted = Counted.of(self.grammar, vocabulary)
         if counted is not None:

@@ -48,7 +48,7 @@ _CLASS = re.compile(r"\\.|\[\^(?P<inside>\]?(?:\\.|[^\]\\])*)\]", re.DOTALL)
 
 
 def to_llguidance(grammar: Grammar) -> str:
-    """What `LLMatcher` takes. Raises `GrammarTooLarge` for schemas that `check_limits` would have refused."""
+    """The text that `LLMatcher` takes. Raises `GrammarTooLarge` for schemas that `check_limits` would have refused."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
@@ -77,7 +77,7 @@ def without_numbers(grammar: Grammar) -> str:
 
 
 def _from_schema(grammar: Grammar, schema: dict[str, Any], options: dict[str, Any], lenient: bool) -> str:
-    """By the library's own JSON compiler, which gets no bounds of numbers to see but harmless ones."""
+    """Lower a schema for the library's own JSON compiler, which gets only harmless bounds of numbers to see."""
     from llguidance import LLMatcher
 
     overrides = {"lenient": lenient}
@@ -104,7 +104,7 @@ def _own_numbers(grammar: Grammar, schema: dict[str, Any], options: dict[str, An
 
 
 def _embedded(grammar: Grammar, text: str) -> str:
-    """What stands for `%json text` in a Lark grammar."""
+    """The rule for `%json text` in a Lark grammar."""
     schema = json.loads(text)
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     lenient = isinstance(own, dict) and own.get("lenient") is True

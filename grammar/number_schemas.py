@@ -13,7 +13,7 @@ from asyncengine.grammar.schema_rules import schema_lark
 MAX_RETRIES = 64
 """Keywords that are left out one after the other where that is allowed."""
 MAX_FACTOR = 1 << 15
-"""Of one lone `multipleOf` left to the library, whose arithmetic has 32 bits."""
+"""The largest lone `multipleOf` that is left to the library, whose arithmetic has 32 bits."""
 
 
 def without_bounds(schema: Any) -> Any:

@@ -19,7 +19,7 @@ from asyncengine.grammar.digits import ending_pattern, escaped_text, listed_patt
 
 KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DIGITS = 400
-"""Of a bound, before or after the point; a double has 324 at most."""
+"""Digits of a bound, before or after the point; a double has 324 at most."""
 DOUBLE_DIGITS = 15
 """Decimal digits that a double always keeps apart."""
 MAX_LISTED = 1000
@@ -36,7 +36,7 @@ double; Python reads 4,300, and a chat's history takes 1,233 (`MAX_INTEGER_BITS`
 
 
 class Spelling(NamedTuple):
-    """How the numbers of a set are written: as texts that match all of `patterns`, or that `schema` takes."""
+    """The spelling of a set's numbers: texts that match all of `patterns`, or that `schema` takes."""
 
     patterns: tuple[str, ...]
     schema: dict[str, Any] | None = None
@@ -184,8 +184,8 @@ class Numbers:
 
 
 def of_schema(node: dict[str, Any], pointer: str, *, integer: bool = False) -> Numbers:
-    """What the keywords of one schema (`KEYWORDS`) ask of a number. Exclusive bounds may be numbers or, as in draft 4,
-    true. Raises `GrammarError` for values that are no numbers, `GrammarTooLarge` beyond `MAX_DIGITS`."""
+    """The numbers that the keywords of one schema (`KEYWORDS`) allow. Exclusive bounds may be numbers or, as in draft
+    4, true. Raises `GrammarError` for values that are no numbers, `GrammarTooLarge` beyond `MAX_DIGITS`."""
     found = Numbers(integer=integer)
     given = {key: node[key] for key in KEYWORDS if key in node}
     for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):

@@ -222,7 +222,7 @@ class Process:
         self._end()
 
     def fate(self) -> str:
-        """How it ended; only after `end`."""
+        """The way in which it ended; only after `end`."""
         code = self._popen.returncode
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 

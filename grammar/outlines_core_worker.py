@@ -140,7 +140,7 @@ def distances(targets: list[Ints], accepting: list[bool]) -> Ints:
 
 
 def tables(index: Any, sentinel: int, max_bytes: int) -> list[bytes]:
-    """What `Tables.load` reads. Tokens that lead nowhere an output could end are left out."""
+    """Tables for `Tables.load`. Tokens that lead nowhere an output could end are left out."""
     import numpy as np
 
     tokens, targets, accepting = walk(index, sentinel, max_bytes)

@@ -109,7 +109,7 @@ def _plain(term: Any, depth: int) -> Any:
 
 
 def _bounds(term: Any) -> tuple[int, int | None]:
-    """How often a repeated term may occur."""
+    """The bounds of the number of times that a repeated term may occur."""
     if isinstance(term, dsl.KleeneStar):
         return 0, None
     if isinstance(term, dsl.KleenePlus):

@@ -70,7 +70,7 @@ def checked_pattern(pattern: str) -> str:
 
 
 def hint(pattern: str) -> str:
-    """What Python's `re` finds wrong with it, if anything: outlines_core often does not say where the fault is."""
+    """The fault that Python's `re` finds, if any: outlines_core often does not say where the fault is."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError, Warning) as error:

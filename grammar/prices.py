@@ -1,4 +1,4 @@
-"""What the cheapest text of a shape costs in tokens, and which tokens those are.
+"""The cost of the cheapest text of a shape in tokens, and these tokens.
 
 Counts are kept: a repetition costs its count times what the best unit for it does, found once (a token that holds many
 letters of the set, or the body's text over and over). So a text of sixty thousand letters is priced as fast as one of
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Price:
-    """Of one shape. `cost` is in tokens, `UNREACHABLE` or more if no text of it is known."""
+    """The price of one shape. `cost` is in tokens, `UNREACHABLE` or more if no text of it is known."""
 
     __slots__ = ("chosen", "cost", "runs", "suffixes", "text", "unit")
 
@@ -52,11 +52,11 @@ class Price:
         self.text: bytes | None = None
         """The cheapest text, where it is short."""
         self.chosen: Shape | None = None
-        """Of alternatives, the cheapest."""
+        """The cheapest of alternatives."""
         self.unit: Unit | None = None
         self.runs: list[Run] = []
         self.suffixes: list[int] = []
-        """Of a sequence: from each item to its end."""
+        """Costs of a sequence from each item to its end."""
 
 
 class Prices:
@@ -79,7 +79,7 @@ class Prices:
                 self._of[shape].runs = self._runs(shape)
                 self._of[shape].suffixes = self._suffixes(shape, self._of[shape].runs)
         self.opaque = any(isinstance(shape, Opaque) for shape in order)
-        """What costs much here may have a cheaper text that is not known."""
+        """True where expensive shapes may have a cheaper text that is not known."""
         self.counts = max((self.times(shape, shape.least) for shape in order if isinstance(shape, Times)), default=0)
         """The dearest repetition."""
 
@@ -91,7 +91,7 @@ class Prices:
         return self._of[shape].suffixes[begin]
 
     def times(self, shape: Times, count: int) -> int:
-        """Of the body, `count` times in a row."""
+        """The cost of the body, `count` times in a row."""
         if count <= 0:
             return 0
         unit = self._of[shape].unit
@@ -109,7 +109,7 @@ class Prices:
     # ---------------------------------------------------------------- the tokens
 
     def tokens(self, shape: Shape) -> Iterator[int]:
-        """Those of its cheapest text, `cost` of them."""
+        """Tokens of its cheapest text, `cost` of them."""
         price = self._of[shape]
         if price.text is not None:
             yield from self._spell(price.text) or ()
@@ -259,7 +259,7 @@ class Prices:
         return self._within[letters]
 
     def _suffixes(self, shape: Chain, runs: list[Run]) -> list[int]:
-        """What each item and those after it cost."""
+        """Costs of each item and those after it."""
         found = [0] * (len(shape.items) + 1)
         for run in reversed(runs):
             if run.text is None:

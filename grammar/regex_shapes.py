@@ -32,11 +32,11 @@ _CATEGORIES: dict[str, Ranges] = {
 """ASCII only, and what is not in them likewise: an output with others of their kind is not followed. Read only."""
 _ASCII = [(0, 127)]
 RAW: Ranges = [(32, 33), (35, 91), (93, 126), (128, MAX_CODE)]
-"""What stands for itself in a JSON string."""
+"""Characters that stand for themselves in a JSON string."""
 _ESCAPES = {34: b'\\"', 92: b"\\\\", 8: b"\\b", 12: b"\\f", 10: b"\\n", 13: b"\\r", 9: b"\\t"}
 
 Spelling = Callable[[Ranges], Shape]
-"""How one character of a set is written."""
+"""The function that writes one character of a set."""
 
 
 def regex_shape(pattern: str) -> Shape:
@@ -45,7 +45,7 @@ def regex_shape(pattern: str) -> Shape:
 
 
 def searched_shape(pattern: str) -> Shape:
-    """What stands between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
+    """The shape between the quotes of JSON strings in which `pattern` is found. Raises `Unmodelled`."""
     return _Reader(json_letters).all_of(_parsed(pattern), searching=True)
 
 

@@ -193,7 +193,7 @@ def _without_anchors(tokens: list[Token], anchor: str) -> list[Token]:
 
 
 def _repeated(tokens: list[Token], anchor: str) -> dict[int, bool]:
-    """Where (index of the token first met, in this order) a group begins that a quantifier repeats."""
+    """Indices at which a group begins that a quantifier repeats (index of the token first met, in this order)."""
     found: dict[int, bool] = {}
     if anchor == "end":
         for index, (kind, _) in enumerate(tokens):

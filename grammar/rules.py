@@ -100,8 +100,8 @@ class Rules:
         return "\n".join(lines) + "\n"
 
     def _endless(self, names: list[str]) -> dict[str, bool]:
-        """Those of `names` whose texts may nest without end: what is left when rules are taken out one by one that lead
-        to none but rules taken out before."""
+        """The names whose texts may nest without end: what is left when rules are taken out one by one that lead to
+        none but rules taken out before."""
         users: dict[str, list[str]] = {name: [] for name in names}
         waiting: dict[str, int] = {}
         for name in names:

@@ -18,11 +18,11 @@ sre: Any = importlib.import_module("re._parser")
 MAX_SAMPLE, MAX_BEGUN = 2048, 256
 """Letters of a sample, and of one that is also offered without its first letters, one after the other."""
 MAX_SAMPLES = 64
-"""Of one pattern."""
+"""The number of samples of one pattern."""
 MAX_SUFFIXES = 12
 MAX_KEYS = 256
 MAX_BYTES = 64 << 10
-"""Of all ways out of one grammar together: that much is tried in a few milliseconds."""
+"""Bytes of all ways out of one grammar together: that much is tried in a few milliseconds."""
 _PRINTABLE = string.ascii_lowercase + string.digits + string.ascii_uppercase + string.punctuation + " "
 _QUOTED = re.compile(r'"((?:[^"\\\n]|\\.){1,64})"')
 _ESCAPE = re.compile(r"\\(?:u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|x[0-9A-Fa-f]{2}|.)", re.DOTALL)
@@ -81,7 +81,7 @@ def _endings(texts: Sequence[str]) -> list[str]:
 
 
 def suffixes(text: str) -> list[str]:
-    """What may be missing after a beginning of `text`, longest first: all but a few letters, or the last few."""
+    """Endings that may be left after a beginning of `text`, longest first: all but a few letters, or the last few."""
     few = range(min(len(text), MAX_SUFFIXES))
     begun = [text[start:] for start in few] if len(text) <= MAX_BEGUN else []
     return [*begun, *(text[-MAX_SUFFIXES:][start:] for start in few)]

@@ -1,4 +1,4 @@
-"""What the schemas of a conjunction ask of single items and properties, and of the names of undeclared properties."""
+"""Demands of a conjunction of schemas on single items and properties, and on the names of undeclared properties."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def at(prefix: list[Entry], others: Entry | None, index: int) -> Entry | None:
 
 
 def property_of(entry: Entry, key: str) -> list[Entry]:
-    """What one schema asks of the property `key`."""
+    """Demands of one schema on the property `key`."""
     pointer, schema = entry.pointer, entry.schema
     found = []
     if key in schema.get("properties", {}):

@@ -236,7 +236,7 @@ class _Builder:
         return found
 
     def _counts(self, entries: list[Entry], members: list[Member], needed: int) -> tuple[int, int | None]:
-        """How many members there may be beside the required ones."""
+        """Bounds of the number of members beside the required ones."""
         least = max((count_of(entry, "minProperties") or 0 for entry in entries), default=0)
         tops = [count_of(entry, "maxProperties") for entry in entries]
         most = min((top for top in tops if top is not None), default=None)

@@ -41,7 +41,7 @@ class Term(NamedTuple):
 
     @property
     def types(self) -> list[str]:
-        """Of `ALL_TYPES`: "fraction" are numbers that are not whole."""
+        """Types that are left of `ALL_TYPES`: "fraction" are numbers that are not whole."""
         found = list(ALL_TYPES)
         for entry in self.entries:
             if "type" in entry.schema:
@@ -50,7 +50,7 @@ class Term(NamedTuple):
         return found
 
     def numbers(self) -> Numbers:
-        """What all of them ask of a number."""
+        """Numbers that all of them allow."""
         found = Numbers(integer="fraction" not in self.types)
         for entry in self.entries:
             found = found.meet(entry.numbers or of_schema(entry.schema, entry.pointer))
@@ -112,7 +112,7 @@ class Alternatives:
 
 
 def _applied(root: dict[str, Any], entry: Entry, named: Mapping[str, Any]) -> Iterator[Entry | list[Entry]]:
-    """What the applicators of a schema add: schemas that must hold too, and choices among schemas."""
+    """Schemas that the applicators of a schema add: those that must hold too, and choices among schemas."""
     pointer, schema = entry.pointer, entry.schema
     if entry.plain:
         return

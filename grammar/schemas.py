@@ -120,7 +120,7 @@ def anchors(root: Any) -> dict[str, Any]:
 
 
 def resolve(root: Any, node: Any, anchors: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """What a local `$ref` points at; `node` itself where there is none; None where the pointer leads nowhere."""
+    """The target of a local `$ref`; `node` itself where there is none; None where the pointer leads nowhere."""
     if not isinstance(node, dict) or not isinstance(node.get("$ref"), str):
         return node
     pointer = node["$ref"]

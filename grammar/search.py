@@ -22,7 +22,7 @@ from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.grammar.walks import Effort, Tail, Walk, Walker, leads
 
 EFFORT = 300_000
-"""What the search for a grammar's first way may do, about a fifth of a second on a worker's thread."""
+"""Effort of the search for a grammar's first way, about a fifth of a second on a worker's thread."""
 LONGEST = 400_000
 """Symbols of the longest first way: more than any text that the limits on grammars allow."""
 MAX_ALTERNATIVES = 16
@@ -30,15 +30,15 @@ MAX_ALTERNATIVES = 16
 
 
 class Found(NamedTuple):
-    """What became of looking for a completion."""
+    """The outcome of a search for a completion."""
 
     walk: Walk | None
     path: list[int]
-    """How far the first walk came."""
+    """The path as far as the first walk came."""
     cut: bool
     """The effort was spent: where nothing was found, there may be something."""
     next_way: int
-    """Of the ways out of free texts, the last that was of use."""
+    """The index of the last way out of free texts that was of use."""
 
 
 class Search:

@@ -250,7 +250,7 @@ class GrammarService:
 
 
 def _outcome(compiled: Template | Exception, order: GrammarOrder) -> GrammarMatcher | Exception:
-    """What one of the waiters gets of a compilation."""
+    """The result of a compilation for one of its waiters."""
     if isinstance(compiled, Exception):
         return _again(compiled)
     try:

@@ -141,7 +141,7 @@ def _sequences(first: int, last: int) -> list[list[tuple[int, int]]]:
 
 
 def _cut(first: int, last: int) -> int | None:
-    """Where the range must be cut so that each part is a product; None: it is one."""
+    """The value at which the range must be cut so that each part is a product; None: it is one."""
     for top in (0x7F, 0x7FF, 0xFFFF):
         if first <= top < last:
             return top

@@ -41,7 +41,7 @@ class Grammar:
     """Between JSON tokens. "flexible": nothing, one space, or one newline and at most 40 blanks of indentation;
     "single_space": as `json.dumps` writes; "compact": nothing. Other kinds ignore it."""
     unsupported: Unsupported = "error"
-    """What to do about schema keywords the library cannot enforce: refuse, leave them out, or leave them out and
+    """The treatment of schema keywords that the library cannot enforce: refuse, leave them out, or leave them out and
     check the finished text."""
     backend: Backend = "auto"
 

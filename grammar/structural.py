@@ -88,7 +88,7 @@ def _triggers(triggers: Any) -> list[str]:
 
 
 def _body(tag: Tag, skip: int) -> str:
-    """What follows the trigger. A regular content and its end are one terminal: it may run up to the end's text."""
+    """The rule after the trigger. A regular content and its end are one terminal: it may run up to the end's text."""
     from asyncengine.grammar.lower import fragment
 
     begin, content, end = tag[0][skip:], tag[1], tag[2]

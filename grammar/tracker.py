@@ -1,4 +1,4 @@
-"""Where an output stands in a shape: for each way to read it, what is open, how often it was repeated, what remains.
+"""The position of an output in a shape: for each way to read it, what is open, how often it was repeated, what remains.
 
 Every reading is a chain of places, innermost first, each with the cost of what follows it: so the cost of the nearest
 complete output is known after each byte, without looking for it. Readings that have come to the same place are one.
@@ -16,7 +16,7 @@ from asyncengine.grammar.shapes import Chain, Either, Letters, Named, Opaque, Sh
 MAX_STEPS = 20_000
 """Steps from place to place that one token may take, some twenty milliseconds."""
 ACCOUNT, REFILL = 200_000, 100
-"""Those of one output together at first, and what each byte adds to them."""
+"""The account of all readings of one output at first, and its growth by each byte."""
 
 
 class Lost(Exception):
@@ -62,7 +62,7 @@ class Tracker:
         return min(0 if place is None else place.rest for place in standing.places)
 
     def tokens(self, standing: Standing) -> Iterator[int]:
-        """Those of the nearest complete output, `cost` of them."""
+        """Tokens of the nearest complete output, `cost` of them."""
         if standing.start:
             yield from self._prices.tokens(self._root)
             return
@@ -97,7 +97,7 @@ class Tracker:
         return standing
 
     def _letters(self, standing: Standing) -> Iterator[tuple[Letters, Place | None]]:
-        """What may come next, with the place behind it."""
+        """Letters that may come next, with the place behind each."""
         seen: dict[tuple[Shape | None, Place | None], None] = {}
         if standing.start:
             seen[self._root, None] = None
@@ -115,7 +115,7 @@ class Tracker:
         self._account -= len(todo)
 
     def _beyond(self, place: Place | None) -> Iterator[tuple[Shape | None, Place | None]]:
-        """What follows a place."""
+        """Shapes that follow a place."""
         if place is None:
             return
         shape, index, outer = place.shape, place.index, place.outer
@@ -132,7 +132,7 @@ class Tracker:
             yield shape.body, self._place(shape, counted, outer)
 
     def _into(self, shape: Shape, outer: Place | None) -> Iterator[tuple[Shape | None, Place | None]]:
-        """What a shape begins with."""
+        """Shapes that a shape begins with."""
         if isinstance(shape, Chain):
             yield self._item(shape, 0, outer) if shape.items else (None, outer)
         elif isinstance(shape, Either):

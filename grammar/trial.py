@@ -24,8 +24,8 @@ from asyncengine.grammar.schemas import anchors, resolve
 from asyncengine.grammar.spec import Grammar
 
 STACK_BYTES = 64 << 20
-"""Of a thread that compiles: llguidance recurses, and a chain of references as long as `check_limits` allows overflows
-the half megabyte that some systems give a thread. Only what is used takes memory."""
+"""Stack of a thread that compiles: llguidance recurses, and a chain of references as long as `check_limits` allows
+overflows the half megabyte that some systems give a thread. Only what is used takes memory."""
 SMALL = 16 << 10
 """Characters that cannot nest deeply enough to overflow it."""
 MEMORY = 3 << 30

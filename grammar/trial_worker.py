@@ -34,7 +34,7 @@ def frames_module() -> Any:
 
 
 class ByteSource:
-    """What `llguidance.TokenizerWrapper` reads: the 256 bytes and an end."""
+    """A vocabulary for `llguidance.TokenizerWrapper`: the 256 bytes and an end."""
 
     eos_token_id = 256
     bos_token_id = None

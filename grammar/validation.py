@@ -11,7 +11,7 @@ MAX_MESSAGE = 500
 
 
 def text_check(grammar: Grammar | None) -> Callable[[str], str | None] | None:
-    """What finds the fault of a text that was generated under `grammar`; None if there is nothing left to check.
+    """The check of a text that was generated under `grammar`; None if there is nothing left to check.
 
     The check returns what the text breaks, or None. It runs with the consumer, after the last chunk.
     """

@@ -17,7 +17,7 @@ import llguidance
 MAX_TOKEN_BYTES = 32
 """Longer tokens (runs of blanks and dashes, mostly) are not looked for when a text is cut into few tokens."""
 ANCHOR = "\n"
-"""What a text is put behind where a tokenizer changes the beginning of what it encodes."""
+"""A text put before another where a tokenizer changes the beginning of what it encodes."""
 NEVER_IN_UTF8 = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
@@ -167,7 +167,7 @@ class Vocabulary:
         return {token: (256 + index,) for index, token in enumerate(self.marks)}
 
     def symbols(self, token: int) -> Sequence[int]:
-        """What a token is in the byte vocabulary."""
+        """The symbols of a token in the byte vocabulary."""
         mark = self._mark_symbols.get(token)
         if mark is not None:
             return mark
@@ -184,7 +184,7 @@ class Vocabulary:
 
 
 class _Source:
-    """What `llguidance.TokenizerWrapper` reads."""
+    """A vocabulary for `llguidance.TokenizerWrapper`."""
 
     def __init__(
         self,

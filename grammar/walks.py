@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from asyncengine.grammar.choices import BRACKETS, ESCAPE, Choices
 
 PATIENCE = 256
-"""How often a walk takes the same choice in the same-looking place before it takes the next one. Places deep inside
+"""Times that a walk takes the same choice in the same-looking place before it takes the next one. Places deep inside
 nested values look alike, so it must not be impatient."""
 LOOK_AGAIN = 48
 """Steps in one place after which what leads out of it is looked for again."""
 STEP, LOOK = 8, 8
-"""What a step and a tried symbol cost beside the symbols themselves, in symbols."""
+"""Costs of a step and of a tried symbol beside the symbols themselves, in symbols."""
 MORE = 16
 """Texts that are tried after one that leads out of a place."""
 CYCLE, STRIDE = 64, 8
@@ -29,7 +29,7 @@ _SPECIAL = 0xFF
 
 
 class Effort:
-    """What a search may still do, in symbols that the library steps over: half a microsecond each."""
+    """The effort left to a search, in symbols that the library steps over: half a microsecond each."""
 
     __slots__ = ("left",)
 
@@ -88,7 +88,7 @@ class Walker:
         self.next_way = next_way
         self._keys = keys
         self._used: dict[int, int] = {}
-        """How often each key was written, by its index."""
+        """Times that each key was written, by its index."""
         self._choices = choices
         self._ways_out = ways_out
         self._matcher = matcher
@@ -126,7 +126,7 @@ class Walker:
         return -1
 
     def _choose(self) -> Sequence[int]:
-        """What to do in a place: the most promising; if the last step changed nothing, one that does."""
+        """Choose what to do in a place: the most promising; if the last step changed nothing, a choice that does."""
         mask: bytes = self._matcher.compute_bitmask()
         place = self._places.get(mask)
         if place is None:
@@ -268,7 +268,7 @@ def leads(matcher: Any, tail: Tail) -> bool:
 
 
 class _Place:
-    """What a walk remembers about places that look alike."""
+    """A walk's memory of places that look alike."""
 
     __slots__ = ("at", "choices", "cycle", "exits", "left", "mask", "run", "stride", "visits")
 
@@ -281,10 +281,10 @@ class _Place:
         self.at = -CYCLE - 1
         """Symbols gone at the last visit."""
         self.cycle: list[int] = []
-        """What led from the last visit to this one, where it did so twice."""
+        """The symbols from the last visit to this one, where it was the same twice."""
         self.stride = STRIDE
         """Rounds of it to try at once."""
         self.exits: list[list[int]] = []
         """Steps that lead out of here, as far as they were looked for."""
         self.left = -1
-        """How often one of them was taken."""
+        """Times that one of them was taken."""

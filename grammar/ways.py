@@ -105,7 +105,7 @@ def fits(symbols: Sequence[int], vocabulary: Vocabulary, at_most: int) -> bool:
 
 
 def common(symbols: Sequence[int], path: Sequence[int], at: int) -> int:
-    """How many of `symbols` are the next ones of `path` from `at` on."""
+    """The length of the common run of `symbols` from its beginning and `path` from `at` on."""
     count = 0
     for symbol in symbols:
         if at + count >= len(path) or path[at + count] != symbol:

@@ -124,7 +124,7 @@ class LlgTemplate:
         return None, []
 
     def _first_way(self) -> tuple[Search, Way]:
-        """The first way found, and the search that found it: JSON's habits, or for Lark those that lead there sooner.
+        """The first way found, and the search that found it: JSON spellings, or for Lark those that lead there sooner.
 
         Raises `GrammarImpossible` or `GrammarTooLarge` if there is none.
         """
@@ -133,10 +133,10 @@ class LlgTemplate:
         if self._counted is not None:
             symbols = [symbol for token in self._tokens for symbol in self.backend.vocabulary.symbols(token)]
             return Search(self.backend.vocabulary, hints, keys), Way(symbols, self.backend.vocabulary)
-        habits = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
+        spellings = [(hints, False), (hints, True)] if self.grammar.kind == "lark" else [(hints, False)]
         found: list[tuple[int, Search, Way]] = []
         reason: GrammarError = GrammarImpossible("grammar", "allows no complete output")
-        for exits, prose in (*habits, ((), False)):
+        for exits, prose in (*spellings, ((), False)):
             if found and not exits:
                 break  # without hints only where they led nowhere
             search = Search(self.backend.vocabulary, exits, keys, prose=prose)

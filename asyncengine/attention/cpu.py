@@ -99,7 +99,7 @@ class CompiledBackend:
         self._short = {group: ShortPlan() for group in self._groups}
         self._plans: dict[_LayerGroup, _Plan | ShortPlan] = {}
         self._planned: list[_Plan | ShortPlan] = []
-        self._told: list[tuple[int, int]] = []
+        self._layout: list[tuple[int, int]] = []
         """Addresses and sizes of each group's plan."""
         self.placed = object()
         """Another one whenever `place` may say something else than before."""
@@ -122,9 +122,9 @@ class CompiledBackend:
         }
         if any(plan is not self._plans.get(group) for group, plan in plans.items()):
             self._plans, self._planned = plans, [plans[group] for group in self._group_at]
-        told = [(plan.step, plan.joins) for plan in plans.values()]
-        if told != self._told:
-            self._told, self.placed = told, object()
+        layout = [(plan.step, plan.joins) for plan in plans.values()]
+        if layout != self._layout:
+            self._layout, self.placed = layout, object()
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         key, value = _dense(key), _dense(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncengine.chat.families import TOOL_FORMATS
 from asyncengine.chat.formats import REASONING_MARKERS, Reasoning, ReasoningState, ToolFormat
-from asyncengine.chat.recognise import recognised, told_by_sign
+from asyncengine.chat.recognise import by_sign, recognised
 from asyncengine.errors import InvalidParameter
 from asyncengine.text import TextTokenizer
 
@@ -64,7 +64,7 @@ def find_tool_format(tokenizer: TextTokenizer) -> ToolFormat | None:
             return form
     if rendered or not template or not drops_calls(tokenizer):
         return None
-    return told_by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
+    return by_sign(template, tokenizer.get_vocab(), TOOL_FORMATS.values())
 
 
 def detect_tool_format(tokenizer: TextTokenizer) -> str | None:

@@ -177,8 +177,8 @@ def _chosen_format(tokenizer: TextTokenizer, name: object) -> ToolFormat | None:
         return found
     if found is not None and found.family == name:
         return found  # the template knows the exact blanks
-    told = TOOL_FORMATS[str(name)]
-    return replace(told, rendered=False) if tokenizer.has_chat_template and drops_calls(tokenizer) else told
+    chosen = TOOL_FORMATS[str(name)]
+    return replace(chosen, rendered=False) if tokenizer.has_chat_template and drops_calls(tokenizer) else chosen
 
 
 def _chosen_reasoning(tokenizer: TextTokenizer, start: object) -> Reasoning | None:

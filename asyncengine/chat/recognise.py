@@ -23,16 +23,16 @@ def recognised(text: str, forms: Iterable[ToolFormat], names: Sequence[str], key
     return None
 
 
-def told_by_sign(template: str, tokens: Collection[str], forms: Iterable[ToolFormat]) -> ToolFormat | None:
+def by_sign(template: str, tokens: Collection[str], forms: Iterable[ToolFormat]) -> ToolFormat | None:
     """The format that a template which renders no calls hints at; the one with most signs. `tokens`: the names of the
     model's special tokens, which are signs too if they look like nothing else ("<tool_call>" is in many vocabularies).
     """
-    told = [
+    signed = [
         form
         for form in forms
         if form.signs and all(s in template or (s.startswith("<|") and s in tokens) for s in form.signs)
     ]
-    found = max(told, key=lambda form: len(form.signs), default=None)
+    found = max(signed, key=lambda form: len(form.signs), default=None)
     return None if found is None else replace(found, rendered=False)
 
 

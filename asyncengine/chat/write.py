@@ -30,8 +30,8 @@ def _rewritten(message: object, form: ToolFormat) -> object:
         written = written_calls(form, [_name_and_arguments(call) for call in calls])
     except (KeyError, TypeError, ValueError, AttributeError):
         return message
-    told = content + written if isinstance(content, str) else [*content, {"type": "text", "text": written}]
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": told}
+    whole = content + written if isinstance(content, str) else [*content, {"type": "text", "text": written}]
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": whole}
 
 
 def _name_and_arguments(call: Any) -> tuple[str, dict[str, Any]]:

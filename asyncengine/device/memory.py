@@ -71,11 +71,11 @@ def in_words(work: Callable[[], _Made], device: torch.device, what: str, helps: 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        told = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0]
     release_cached(device)
     free, limit = _least_free(device)
     raise OutOfMemory(
-        f"{what} does not fit on {device}, where {free / 2**20:.0f} MiB are free now{limit}: {told} {helps}"
+        f"{what} does not fit on {device}, where {free / 2**20:.0f} MiB are free now{limit}: {reason} {helps}"
     )
 
 

@@ -227,10 +227,10 @@ class DeviceThread:
             if self._line:
                 _tell(job, self._advance)
             if isinstance(job, _Job) and outcome is None:
-                told = not job.loop.is_closed()
+                settled = not job.loop.is_closed()
             else:
-                told = _tell(job, _settle, job.result, outcome)
-            if not told:
+                settled = _tell(job, _settle, job.result, outcome)
+            if not settled:
                 break  # the loop is closed: nobody waits for results any more
             del job, outcome  # hold nothing of a finished step while waiting for the next
         if self._waiter.ident is not None:

@@ -113,9 +113,9 @@ class Frontend:
         """Length in tokens of a prompt, or of a chat as the model would see it."""
         if isinstance(text, str):
             return len(self.encode(text))
-        return len(self._tokenizer("messages").apply_chat_template(self._told(text), template_tools(tools)))
+        return len(self._tokenizer("messages").apply_chat_template(self._with_content(text), template_tools(tools)))
 
-    def _told(self, messages: ChatMessages) -> ChatMessages:
+    def _with_content(self, messages: ChatMessages) -> ChatMessages:
         """`messages` as the template has to get them."""
         return messages if self.planner is None else self.planner.messages(messages)
 
@@ -158,7 +158,7 @@ class Frontend:
         if options.prediction is not None and chat.tools and chat.tool_choice not in (None, "auto", "none"):
             raise InvalidParameter("prediction", "is of a text, and tool_choice asks for a call", chat.tool_choice)
         tools = template_tools(chat.tools)
-        text = tokenizer.render_chat(self._told(chat.messages), tools, **chat.variables)
+        text = tokenizer.render_chat(self._with_content(chat.messages), tools, **chat.variables)
         prompt = tokenizer.encode(text, add_special_tokens=False)
         params = as_params(params)
         return self.validator.prepare(prompt, params, options, arrival, self._plan(chat, params, text))

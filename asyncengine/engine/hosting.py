@@ -53,11 +53,11 @@ class _Ending:
     def __init__(self) -> None:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._lock = threading.Lock()
-        self._told = False
+        self._reported = False
 
     def tell(self) -> None:
         with self._lock:
-            self._told = True
+            self._reported = True
             waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
             with contextlib.suppress(RuntimeError):  # that loop is closed: nobody waits there
@@ -67,7 +67,7 @@ class _Ending:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self._told:
+            if self._reported:
                 return
             self._waiting.append((loop, future))
         await future

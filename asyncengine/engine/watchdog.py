@@ -23,15 +23,15 @@ class Watchdog(Generic[Watched]):
         self._limits = (soft, slow), (hard, over)
         self._watched: Watched | None = None
         self._began = 0.0
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, watched: Watched) -> None:
         """From now on this is waited for, on the running loop."""
         loop = asyncio.get_running_loop()
         self._watched, self._began = watched, loop.time()
-        if self._told:  # the timer is set for what the one before has yet to reach
-            self._told = set()
+        if self._reported:  # the timer is set for what the one before has yet to reach
+            self._reported = set()
             self._stop()
         if self._timer is None:
             self._arm(loop)
@@ -51,7 +51,7 @@ class Watchdog(Generic[Watched]):
             self._timer = None
 
     def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = [self._began + limit for place, (limit, _) in enumerate(self._limits) if place not in self._told]
+        due = [self._began + limit for place, (limit, _) in enumerate(self._limits) if place not in self._reported]
         self._timer = loop.call_at(min(due), self._look, loop) if due else None
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -62,8 +62,8 @@ class Watchdog(Generic[Watched]):
         now = loop.time()
         try:
             for place, (limit, tell) in enumerate(self._limits):
-                if place not in self._told and now >= self._began + limit:
-                    self._told.add(place)
+                if place not in self._reported and now >= self._began + limit:
+                    self._reported.add(place)
                     tell(watched)
         finally:
             self._arm(loop)

@@ -261,13 +261,13 @@ def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:
     """Until those that a first answer needs are compiled by others, and read here one by one."""
     from asyncengine.runner.first_steps import read_kept
 
-    def told(kernel: str, most: int) -> None:
+    def report(kernel: str, most: int) -> None:
         progress.compiled(kernel, most)
         read_kept([kernel])
 
     with progress:
         progress.stage("compiling kernels")
-        ahead.finish(told)
+        ahead.finish(report)
 
 
 def _load_tokenizer(

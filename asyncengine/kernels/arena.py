@@ -98,9 +98,9 @@ class Arena:
         ]
 
 
-def find_memory(parts: Sequence[MappedPart], threads: int, told: Callable[[], object]) -> None:
-    """Have the system find memory for `parts`, which will be written to soon, by so many threads. `told` is called once
-    for each of them, by the caller's thread; what it raises ends the work.
+def find_memory(parts: Sequence[MappedPart], threads: int, advance: Callable[[], object]) -> None:
+    """Have the system find memory for `parts`, which will be written to soon, by so many threads. `advance` is called
+    once for each of them, by the caller's thread; what it raises ends the work.
 
     Where the system cannot be asked that, it finds memory as it is touched.
     """
@@ -116,7 +116,7 @@ def find_memory(parts: Sequence[MappedPart], threads: int, told: Callable[[], ob
     try:
         for _ in parts if helpers else ():
             done.get()
-            told()
+            advance()
     finally:
         waiting.clear()
         for helper in helpers:

@@ -63,7 +63,7 @@ _BY_MOST = (
 )
 """Kernels that most models call, in bfloat16: compiled until the model is known, which is after torch is imported."""
 
-Told = Callable[[str, int], None]
+Progress = Callable[[str, int], None]
 """Called with the name of a kernel that has been compiled, and with how many are known to be needed."""
 
 
@@ -165,13 +165,13 @@ class CompileAhead:
         self._folder = folder_here()
         return True
 
-    def finish(self, told: Told) -> None:
+    def finish(self, report: Progress) -> None:
         """Wait until all that a first answer needs are compiled, or nobody is left to do it, or gets on. The others are
-        compiled behind the program's back. What `told` raises ends the waiting."""
+        compiled behind the program's back. What `report` raises ends the waiting."""
         if not self._named:
             self.close()
         while (name := self._next_done()) is not None:
-            told(name, self._needed)
+            report(name, self._needed)
         with self._changed:
             whole = self._named and not (self._failed or self._waiting or self._working or self._closed)
             known = list(self._known)

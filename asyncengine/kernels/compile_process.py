@@ -127,12 +127,12 @@ class CompilerProcesses:
         theirs: list[tuple[int, int]] = []
         for _ in range(forks):
             names, ours = os.pipe()
-            answers, told = os.pipe()
+            answers, answering = os.pipe()
             self._spare.append((ours, answers))
-            theirs.append((names, told))
+            theirs.append((names, answering))
         inherited = [each for pair in theirs for each in pair]
         paths = json.dumps([os.path.abspath(path) for path in sys.path])
-        pairs = [f"{names},{told}" for names, told in theirs]
+        pairs = [f"{names},{answering}" for names, answering in theirs]
         try:
             program = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, paths, _PACKAGE, "later" if later else "now", *pairs],

@@ -217,8 +217,8 @@ class DecodeGraphs:
         """Whether the graphs sample."""
         return self._sampler is not None
 
-    def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
-        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `told` after each.
+    def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
+        """Capture every size, largest first, so that smaller graphs find their memory in the pool; `report` after each.
 
         With adapters too, where there is memory of adapters already: nobody has to wait for that later.
         """
@@ -226,14 +226,14 @@ class DecodeGraphs:
             self._backend.prepare_graph(size, self._inputs.sent[2 * NUMBERS * size :])
         for size in reversed(self.sizes):
             self._plain[size] = self._captured(size, None)
-            told()
+            report()
         if self._lora is None or not self._lora.nbytes:
             return
         self._version = self._lora.version
         try:
             for size in reversed(self.sizes):
                 self._adapted[size] = self._captured(size, self._lora)
-                told()
+                report()
         except Exception as error:
             self._without_adapted(error)
 

@@ -289,14 +289,14 @@ class ModelRunner:
         return self._model.forward(input_ids, context, logit_rows)
 
     def use_graphs(
-        self, sizes: Sequence[int], capture: Capture, told: Callable[[], None] = lambda: None
+        self, sizes: Sequence[int], capture: Capture, report: Callable[[], None] = lambda: None
     ) -> DecodeGraphs:
-        """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `told` after each."""
+        """Run decode steps of up to the largest of `sizes` rows as graphs, captured now; `report` after each."""
         with torch.inference_mode(), on_device(self._device):
             backend, slots = cast(FlashInferBackend, self._backend), len(self._last_token) - 1
             sampler = self._sampler.on_device
             graphs = DecodeGraphs(self._compute, backend, self._lora, sizes, slots, capture, sampler, self.num_states)
-            graphs.capture_all(told)
+            graphs.capture_all(report)
         self._graphs, self._last_token = graphs, graphs.last_token
         return graphs
 
@@ -306,10 +306,10 @@ class ModelRunner:
         return may_be_cut(self._model, self._backend)
 
     def use_prompt_graphs(
-        self, sizes: Sequence[int], capture: Pieces, told: Callable[[], None] = lambda: None
+        self, sizes: Sequence[int], capture: Pieces, report: Callable[[], None] = lambda: None
     ) -> PromptGraphs:
-        """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `told` after
-        each. Graphs of decode steps are there already, and it `may_cut`."""
+        """Run steps with prompts of up to the largest of `sizes` tokens as graphs in pieces, captured now; `report`
+        after each. Graphs of decode steps are there already, and it `may_cut`."""
         model = self._model
         assert isinstance(model, Decoder)
 
@@ -320,7 +320,7 @@ class ModelRunner:
         widest = max(spec.num_heads * spec.key_dim for spec in model.specs)
         graphs = PromptGraphs(hidden, backend, self._last_token, sizes, capture, widest, model.dtype)
         with torch.inference_mode(), on_device(self._device):
-            graphs.capture_all(told)
+            graphs.capture_all(report)
         self._prompt_graphs = graphs
         return graphs
 

@@ -113,11 +113,11 @@ class PromptGraphs:
         """Memory of one layer after the other, for no two attend at once."""
         self._out = torch.empty(0)
 
-    def capture_all(self, told: Callable[[], None] = lambda: None) -> None:
-        """Capture every size, largest first, so that smaller ones find their memory in the pool; `told` after each."""
+    def capture_all(self, report: Callable[[], None] = lambda: None) -> None:
+        """Capture every size, largest first, so that smaller ones find memory in the pool; `report` after each."""
         for size in reversed(self.sizes):
             self._graphs[size] = self._captured(size)
-            told()
+            report()
 
     def hold(self, batch: Batch) -> bool:
         """Whether `run` takes this step."""

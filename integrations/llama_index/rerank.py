@@ -45,7 +45,7 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         query = _query(query_bundle)
         if not nodes:
             return []
-        with self._told(nodes, query) as outcome:
+        with self._observed(nodes, query) as outcome:
             outcome.extend(self._kept(nodes, self._rank(query, _texts(nodes), self.top_n)))
         return outcome
 
@@ -56,12 +56,12 @@ class AsyncEngineRerank(RerankFields, BaseNodePostprocessor):
         query = _query(query_bundle)
         if not nodes:
             return []
-        with self._told(nodes, query) as outcome:
+        with self._observed(nodes, query) as outcome:
             outcome.extend(self._kept(nodes, await self._arank(query, _texts(nodes), self.top_n)))
         return outcome
 
     @contextmanager
-    def _told(self, nodes: Sequence[NodeWithScore], query: str) -> Generator[list[NodeWithScore], None, None]:
+    def _observed(self, nodes: Sequence[NodeWithScore], query: str) -> Generator[list[NodeWithScore], None, None]:
         """Tells LlamaIndex's observers of the start, and of what the block puts into the list it is given."""
         name, outcome, dispatcher = self._engines().name, list[NodeWithScore](), get_dispatcher(__name__)
         dispatcher.event(ReRankStartEvent(query=query, nodes=list(nodes), top_n=self.top_n, model_name=name))

@@ -99,10 +99,10 @@ def _messages(
     llm: AsyncEngineLLM, output_cls: type[Model], prompt: PromptTemplate, args: Keywords
 ) -> list[ChatMessage]:
     messages = llm._extend_messages(prompt.format_messages(llm=llm, **args))
-    return told(messages, output_cls) if llm.schema_in_prompt else messages
+    return with_schema(messages, output_cls) if llm.schema_in_prompt else messages
 
 
-def told(messages: list[ChatMessage], output_cls: type[Model]) -> list[ChatMessage]:
+def with_schema(messages: list[ChatMessage], output_cls: type[Model]) -> list[ChatMessage]:
     """The messages with the schema where LlamaIndex's parser puts it: at the end of a system message that begins the
     chat, else of the last message, here always the user's. Nothing passed in is changed."""
     # escape_json is for text that will be a template once more

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from asyncengine import EngineHandle
 from asyncengine.errors import BudgetTooSmall, InvalidParameter
 from asyncengine.integrations.llama_index import AsyncEngineLLM
-from asyncengine.integrations.llama_index.structured import Growing, told
+from asyncengine.integrations.llama_index.structured import Growing, with_schema
 
 from .conftest import Watch
 from .llama_demo import demo_llm
@@ -201,14 +201,14 @@ def test_a_function_calling_program(one_by_one: AsyncEngineLLM) -> None:
 def test_where_the_schema_is_told() -> None:
     user, system = ChatMessage("U"), ChatMessage("S", role=MessageRole.SYSTEM)
     answered = ChatMessage("A", role=MessageRole.ASSISTANT)
-    [alone] = told([user], Person)
+    [alone] = with_schema([user], Person)
     assert (alone.content or "").startswith("U\n\nHere's a JSON schema to follow:\n{")
     assert '"title": "Person"' in (alone.content or "")
-    first, last = told([system, user], Person)
+    first, last = with_schema([system, user], Person)
     assert (first.content or "").startswith("S\n\nHere's")
     assert last.content == "U"
-    assert [message.role for message in told([user, answered], Person)] == [user.role, answered.role, user.role]
-    assert told([], Person)[0].role is MessageRole.USER
+    assert [message.role for message in with_schema([user, answered], Person)] == [user.role, answered.role, user.role]
+    assert with_schema([], Person)[0].role is MessageRole.USER
     assert (user.content, system.content) == ("U", "S")
 
 

@@ -53,9 +53,9 @@ def _name_of(function: Any, types: tuple[Any, ...], *, rare: bool = False) -> st
     """The name of a function for these types, which is compiled now so that its errors are its caller's: unless it is
     rarely called, or others compile it (`compile_watcher.called_apart`)."""
     name = name_of(function.dispatcher, types)
-    told = called_apart.get()
-    if told is not None:
-        told(name, rare)
+    report = called_apart.get()
+    if report is not None:
+        report(name, rare)
     elif not rare:
         _code_of(name)
     return name

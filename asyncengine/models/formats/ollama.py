@@ -82,9 +82,9 @@ def _name_parts(name: str) -> tuple[str, str, str, str]:
 
 def _folders() -> list[Path]:
     """Where Ollama keeps models: what it was told, or its user's folder, or that of its service on Linux."""
-    told = os.environ.get("OLLAMA_MODELS")
-    if told:
-        return [Path(told).expanduser()]
+    folder = os.environ.get("OLLAMA_MODELS")
+    if folder:
+        return [Path(folder).expanduser()]
     return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from fuzz.schedule_fuzz import Life
+from fuzz.schedule_fuzz import Life, Tally
 from support.constrained_reference import constrained_reference, fake_choice
 from support.grammar_walks import text_of
 from support.small_grammars import NAMES, SmallGrammar, shared_vocabulary, small_grammar
@@ -51,18 +51,6 @@ class Plan:
     """It has stop ids of its own, which may end it anywhere."""
     breaks: bool = False
     """Its matcher raises sooner or later."""
-
-
-@dataclass
-class GrammarTally:
-    requests: int = 0
-    constrained: int = 0
-    valid: int = 0
-    forced: int = 0
-    preemptions: int = 0
-    cached_tokens: int = 0
-    depth2: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
 
 
 class GrammarLife(Life):
@@ -222,7 +210,7 @@ class GrammarLife(Life):
             plan.grammar.validate(text_of(shared_vocabulary(), tokens))
             self.valid += 1
 
-    def count(self, tally: GrammarTally) -> None:  # type: ignore[override]
+    def count(self, tally: Tally) -> None:
         counters = self.scheduler.counters
         tally.requests += len(self.plans)
         tally.constrained += sum(plan.grammar is not None for plan in self.plans.values())
@@ -230,6 +218,7 @@ class GrammarLife(Life):
         tally.forced += counters.forced_tokens
         tally.preemptions += counters.preemptions
         tally.cached_tokens += counters.cached_tokens
+        tally.state_hits += self.scheduler.kv.state_counts([]).hits
         tally.depth2 += self.config.max_steps_in_flight == 2
         for reason in self.ended.values():
             tally.reasons[reason] = tally.reasons.get(reason, 0) + 1

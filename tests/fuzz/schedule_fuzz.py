@@ -42,6 +42,14 @@ class Tally:
     state_evictions: int = 0
     beyond_the_pool: int = 0
     """Requests that had more tokens than the whole pool holds."""
+    windowed: int = 0
+    """Lives of models that see no further than their windows."""
+    vectors: int = 0
+    constrained: int = 0
+    valid: int = 0
+    """Outputs that their grammar was checked to accept."""
+    forced: int = 0
+    """Tokens that a grammar left no choice about."""
 
 
 def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
@@ -326,5 +334,7 @@ class Life:
         tally.state_hits += states.hits
         tally.state_evictions += states.evictions
         tally.depth2 += self.config.max_steps_in_flight == 2
+        tally.windowed += self.windowed
+        tally.vectors += len(self.vectors)
         for reason in self.ended.values():
             tally.reasons[reason] = tally.reasons.get(reason, 0) + 1

@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 )
 SECONDS = 20.0
 """A machine at its busiest included; on a free one every case takes less than one."""
-SAMPLE = int(os.environ.get("ASYNCENGINE_FOLDER_CASES", "120"))
+SAMPLE = int(os.environ.get("ASYNCENGINE_FOLDER_CASES", "60"))
 
 Change = Callable[[Path], None]
 BYTES: dict[str, bytes] = {

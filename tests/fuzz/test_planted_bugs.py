@@ -168,9 +168,16 @@ PLANTS: list[Plant] = [
 def test_the_fuzz_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, InvariantViolation, ValueError, IndexError, KeyError)):
-        live(60)
+        live(60, depth=2)
 
 
-def live(seeds: int) -> None:
+def test_the_fuzz_finds_a_pooled_text_that_starts_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of which all positions are pooled must be computed whole."""
+    monkeypatch.setattr(Admission, "_match_limit", lambda self, request: len(request.tokens) - 1)
+    with pytest.raises(AssertionError, match="was not computed, and counts"):
+        live(12, vectors=1.0)
+
+
+def live(seeds: int, **kind: Any) -> None:
     for seed in range(seeds):
-        Life(seed, depth=2).run()
+        Life(seed, **kind).run()

@@ -10,6 +10,7 @@ import llguidance
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from asyncengine.chat import ChatPlanner
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.lower import to_llguidance
 from asyncengine.text import TextTokenizer
@@ -118,3 +119,19 @@ class Oracle:
         for token in self(text):
             assert matcher.consume_token(token), text
         return bytes(matcher.compute_ff_bytes()).decode("utf-8", "replace")
+
+
+class Model:
+    """A tokenizer with a template: the planner of its chats, and the oracle of their grammars."""
+
+    def __init__(self, template: str, special: Sequence[str] = TURNS) -> None:
+        text = tokenizer(template, special)
+        self.planner, self.oracle = ChatPlanner(text), Oracle(text)
+
+    def judge(self, grammar: Grammar | None, right: Sequence[str], wrong: Sequence[str]) -> None:
+        """Raises `AssertionError` where `grammar` does not accept a `right` text or accepts a `wrong` one."""
+        assert grammar is not None
+        for text in right:
+            assert self.oracle.refused_at(grammar, text) is None, text
+        for text in wrong:
+            assert self.oracle.refused_at(grammar, text) is not None, text

@@ -162,7 +162,7 @@ def test_what_the_template_writes_is_let_through_and_read_back(name: str) -> Non
             assert plan.grammar is not None
             refused = oracle.refused_at(plan.grammar, written.lstrip("\n"))
             assert refused is None, f"{what}: {choice}: {refused!r} of {written!r}"
-        for pieces in cuts(written.lstrip("\n"), 1, every=what in ("newlines", "angle brackets", "two")):
+        for pieces in cuts(written.lstrip("\n"), 1, every=what == "angle brackets"):
             content, finished, broken = read(plan, pieces)
             assert (content, broken) == ("", []), (what, pieces)
             assert finished == calls, (what, pieces)
@@ -203,7 +203,7 @@ def test_wrong_calls_are_impossible(name: str) -> None:
             continue  # raw values: a number's text is the number
         assert oracle.refused_at(plan.grammar, mutant) is not None, mutant
     rng = random.Random(name)
-    for _ in range(25):
+    for _ in range(12):
         at = rng.randrange(len(written))
         mutant = written[:at] + rng.choice(["", written[at] * 2, "x", '"', "<", "}"]) + written[at + 1 :]
         if oracle.refused_at(plan.grammar, mutant) is None:
@@ -292,15 +292,15 @@ SUM: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("key", SUM["parameters"]["properties"])
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_format_lets_be_written_is_read_again(name: str, key: str) -> None:
+def test_what_a_format_lets_be_written_is_read_again(name: str) -> None:
     """A number of as many digits as a call may have, by its parser and as the next turn's history; no more of them."""
     text, planner, oracle = model(name)
     plan = planner.plan("", tools=[SUM], tool_choice="required")
     assert plan.grammar is not None
-    longest = {key: 10**WRITTEN_DIGITS - 1}
-    written = rendered(text, [("sum", longest)]).lstrip()
-    assert oracle.accepts(plan.grammar, written)
-    assert read(plan, [written])[1:] == ([("sum", longest)], [])
-    assert not oracle.accepts(plan.grammar, rendered(text, [("sum", {key: 10**WRITTEN_DIGITS})]).lstrip())
+    for key in SUM["parameters"]["properties"]:
+        longest = {key: 10**WRITTEN_DIGITS - 1}
+        written = rendered(text, [("sum", longest)]).lstrip()
+        assert oracle.accepts(plan.grammar, written), key
+        assert read(plan, [written])[1:] == ([("sum", longest)], []), key
+        assert not oracle.accepts(plan.grammar, rendered(text, [("sum", {key: 10**WRITTEN_DIGITS})]).lstrip()), key

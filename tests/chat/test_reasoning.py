@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat.models import ADD, THINKING, TURNS, Oracle, tokenizer
+from chat.models import ADD, THINKING, TURNS, Model, Oracle, tokenizer
 
 from asyncengine.chat import ChatPlan, ChatPlanner
 
@@ -15,20 +15,7 @@ ANSWER = '{"n": 1}'
 FORMAT = {"properties": {"n": {"type": "integer"}}, "required": ["n"], "type": "object"}
 
 
-class Model:
-    def __init__(self, special: tuple[str, ...]) -> None:
-        text = tokenizer(THINKING, special)
-        self.planner, self.oracle = ChatPlanner(text), Oracle(text)
-
-    def judge(self, plan: ChatPlan, right: list[str], wrong: list[str]) -> None:
-        assert plan.grammar is not None
-        for text in right:
-            assert self.oracle.refused_at(plan.grammar, text) is None, text
-        for text in wrong:
-            assert self.oracle.refused_at(plan.grammar, text) is not None, text
-
-
-MODELS = {"text": Model(TURNS), "special": Model((*TURNS, "<think>", "</think>"))}
+MODELS = {"text": Model(THINKING), "special": Model(THINKING, (*TURNS, "<think>", "</think>"))}
 
 
 @pytest.fixture(params=MODELS)
@@ -49,7 +36,7 @@ def test_an_open_prompt_is_inside_the_reasoning(model: Model) -> None:
     plan = model.planner.plan(OPEN, response_format=FORMAT)
     right = [f"so </think>{ANSWER}", f"</think>\n{ANSWER}", f"a\nb {{</think>\n\n{ANSWER}"]
     wrong = [ANSWER, "so", "so </think>", "so </think>\n\n\n\n" + ANSWER, "so </think>text", f"<think>so{ANSWER}"]
-    model.judge(plan, right, wrong)
+    model.judge(plan.grammar, right, wrong)
     assert read(plan, f"so\n</think>\n\n{ANSWER}") == ("so", ANSWER, [])
 
 
@@ -64,7 +51,7 @@ def test_a_closed_prompt_is_the_answer(model: Model) -> None:
 def test_an_undecided_prompt_allows_both(model: Model) -> None:
     plan = model.planner.plan(UNDECIDED, response_format=FORMAT)
     right = [ANSWER, f"<think>so</think>{ANSWER}", f"<think>\nso\n</think>\n\n{ANSWER}"]
-    model.judge(plan, right, ["", "<think>", "<think>so", "so</think>" + ANSWER, "text", f"\n{ANSWER}"])
+    model.judge(plan.grammar, right, ["", "<think>", "<think>so", "so</think>" + ANSWER, "text", f"\n{ANSWER}"])
     assert read(plan, right[0]) == ("", ANSWER, [])
     assert read(plan, right[2]) == ("so", ANSWER, [])
 
@@ -73,20 +60,22 @@ def test_calls_after_reasoning(model: Model) -> None:
     for tail, thought in ((OPEN, "so <tool_call> I call\n</think>"), (UNDECIDED, "<think>so <tool_call> I</think>")):
         plan = model.planner.plan(tail, tools=[ADD])
         right = [f"{thought}{CALL}", f"{thought}\n\ntext\n{CALL}", f"{thought}text", thought]
-        model.judge(plan, right, [f"{thought}<tool_call>", f"{thought}{CALL}text"])
+        model.judge(plan.grammar, right, [f"{thought}<tool_call>", f"{thought}{CALL}text"])
         assert read(plan, right[1])[1:] == ("text", ['{"a": 1, "b": 2}'])
         required = model.planner.plan(tail, tools=[ADD], tool_choice="required")
         model.judge(
-            required, [f"{thought}\n\n{CALL}", f"{thought}{CALL}"], [f"{thought}text", f"{thought}\n\n\n\n{CALL}"]
+            required.grammar,
+            [f"{thought}\n\n{CALL}", f"{thought}{CALL}"],
+            [f"{thought}text", f"{thought}\n\n\n\n{CALL}"],
         )
         none = model.planner.plan(tail, tools=[ADD], tool_choice="none")
-        model.judge(none, [f"{thought}\n\ntext"], [f"{thought}\n\n{CALL}"])
+        model.judge(none.grammar, [f"{thought}\n\ntext"], [f"{thought}\n\n{CALL}"])
 
 
 def test_an_undecided_answer_cannot_hide_reasoning_in_its_text(model: Model) -> None:
     """What the parser would take for reasoning is reasoning for the grammar too."""
     plan = model.planner.plan(UNDECIDED, tools=[ADD])
-    model.judge(plan, ["text", CALL, "<thin", ""], ["<think>so", " <think>so", f"<think>{CALL}"])
+    model.judge(plan.grammar, ["text", CALL, "<thin", ""], ["<think>so", " <think>so", f"<think>{CALL}"])
 
 
 def test_reasoning_alone_is_parsed_and_not_constrained(model: Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,9 +74,6 @@ def tokenizer(template: str | None, special: Sequence[str] = TURNS, added: Seque
     return TextTokenizer(hf)
 
 
-lowered = functools.lru_cache(to_llguidance)
-
-
 class Oracle:
     """Tells what a grammar accepts, one token after the other."""
 
@@ -89,6 +85,7 @@ class Oracle:
         self.tokens = [table.token_bytes(i) for i in range(table.size)]
         self.special_token_ids = sorted(table.special_ids)
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), eos_token=[text.eos_token_id])
+        self._compiled: dict[Grammar, Any] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
@@ -96,10 +93,13 @@ class Oracle:
         return self._encode(text, False)
 
     def matcher(self, grammar: Grammar) -> Any:
-        assert grammar.kind == "lark"
-        found = llguidance.LLMatcher(self._tokenizer, lowered(grammar), log_level=0)
-        assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
-        return found
+        """A matcher of its own; a grammar is compiled once."""
+        if grammar not in self._compiled:
+            assert grammar.kind == "lark"
+            found = llguidance.LLMatcher(self._tokenizer, to_llguidance(grammar), log_level=0)
+            assert not found.is_error(), f"{found.get_error()}\n{grammar.text}"
+            self._compiled[grammar] = found
+        return self._compiled[grammar].deep_copy()
 
     def refused_at(self, grammar: Grammar, text: str) -> str | None:
         """What of `text` is not allowed; "" if it is allowed but may not end there; None if it is accepted."""

@@ -153,12 +153,12 @@ def test_found_where_the_template_renders_no_calls(family: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_template_writes_is_let_through_and_read_back(name: str) -> None:
     text, planner, oracle = model(name)
+    plans = {choice: planner.plan(START, tools=TOOLS, tool_choice=choice) for choice in ("required", "auto")}
     for what, calls in CALLS.items():
         if not fits(CASES[name], calls):
             continue
         written = rendered(text, calls)
-        for choice in ("auto", "required"):
-            plan = planner.plan(START, tools=TOOLS, tool_choice=choice)
+        for choice, plan in plans.items():
             assert plan.grammar is not None
             refused = oracle.refused_at(plan.grammar, written.lstrip("\n"))
             assert refused is None, f"{what}: {choice}: {refused!r} of {written!r}"
@@ -166,7 +166,6 @@ def test_what_the_template_writes_is_let_through_and_read_back(name: str) -> Non
             content, finished, broken = read(plan, pieces)
             assert (content, broken) == ("", []), (what, pieces)
             assert finished == calls, (what, pieces)
-        plan = planner.plan(START, tools=TOOLS)
         if planner.tool_format is not None and not planner.tool_format.only_whole:
             assert read(plan, [f"So:\n{written}"])[:2] == ("So:", calls)
 

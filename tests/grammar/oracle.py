@@ -19,8 +19,14 @@ def tokenizer() -> Any:
     return LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=END + 1, eos_token=[END], slices=[])
 
 
-def matcher(grammar: Grammar) -> Any:
+@functools.lru_cache(256)
+def _compiled(grammar: Grammar) -> Any:
     return LLMatcher(tokenizer(), to_llguidance(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def matcher(grammar: Grammar) -> Any:
+    """A matcher of its own; a grammar is compiled once."""
+    return _compiled(grammar).deep_copy()
 
 
 def complaint(grammar: Grammar) -> str:

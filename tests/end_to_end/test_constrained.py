@@ -95,18 +95,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks of 1, cache on": {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 1},
     "chunks of 7, cache off, preempted": {"max_num_batched_tokens": 7, "prefix_caching": False, "preempt_every": 4},
     "unlimited, no jumps, two steps in flight, preempted": {
-        "max_steps_in_flight": 2,
-        "preempt_every": 5,
-        "jump_forward": None,
+        "max_steps_in_flight": 2, "preempt_every": 5, "jump_forward": False,
     },
     "unlimited, two steps in flight with jumps, preempted": {
-        "max_steps_in_flight": 2,
-        "preempt_every": 5,
-        "jump_forward": True,
+        "max_steps_in_flight": 2, "preempt_every": 5, "jump_forward": True,
     },
-    "unlimited, no jumps": {"jump_forward": False},
-    "chunks of 7, no jumps, preempted": {"jump_forward": False, "max_num_batched_tokens": 7, "preempt_every": 4},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)

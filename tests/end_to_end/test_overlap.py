@@ -97,8 +97,7 @@ class LateReadback(Readback):
         threading.Event().wait(0.002)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "late"), [(1, False), (2, True)])
 async def test_depth_chunks_and_preemption_are_invisible(
     seed: int, late: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.worded_model import Reference, make_worded_model
 
-from asyncengine import AsyncEngine, SamplingParams
+from asyncengine import AsyncEngine, Engine, SamplingParams
 from asyncengine.errors import ContextLengthExceeded, InvalidParameter
 
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=True, top_logprobs=2)
@@ -24,18 +24,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_worded_model(tmp_path_factory.mktemp("scoring") / "model")
 
 
-@pytest.fixture(params=[1, 2], ids=["one step in flight", "two"])
-async def engine(folder: Path, request: Any) -> AsyncIterator[AsyncEngine]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one step in flight", "two"])
+def engine(folder: Path, request: Any) -> Iterator[AsyncEngine]:
     settings = {"kv_cache_memory": "8MiB", "page_size": 4, "max_model_len": CONTEXT, "max_num_batched_tokens": 16}
-    async with await AsyncEngine.from_pretrained(
-        folder, fuse=False, max_steps_in_flight=request.param, **settings
-    ) as engine:
-        yield engine
+    with Engine.from_pretrained(folder, fuse=False, max_steps_in_flight=request.param, **settings) as engine:
+        yield engine.aengine
 
 
 async def test_scores_are_the_models_own_and_nothing_is_generated(engine: AsyncEngine, folder: Path) -> None:
     """Together with requests that generate, twice: the second time the prompts are in the prefix cache."""
-    reference = Reference(folder)
+    reference, before = Reference(folder), engine.stats().generated_tokens
     wanted = [torch.log_softmax(reference.logits(prompt), dim=-1) for prompt in PROMPTS]
     for _ in range(2):
         others = [engine.generate([5, 6, 7], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True))]
@@ -52,7 +50,7 @@ async def test_scores_are_the_models_own_and_nothing_is_generated(engine: AsyncE
                 assert entry.token_id == prompt[position]
                 assert entry.logprob == pytest.approx(float(scores[position - 1, prompt[position]]), abs=1e-3)
                 assert len(entry.top) == 2
-    assert engine.stats().generated_tokens == 18
+    assert engine.stats().generated_tokens - before == 18
 
 
 async def test_a_stream_of_a_score_is_one_chunk(engine: AsyncEngine) -> None:

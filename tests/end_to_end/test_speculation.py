@@ -95,9 +95,7 @@ async def answers(engine: AsyncEngine, every: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"quantization": "int8"}, {"dtype": "float32"}], ids=["bf16", "int8", "float32"]
-)
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["bf16", "int8"])
 async def test_answers_are_the_same(settings: dict[str, Any]) -> None:
     """Planted guesses beside those of the draft model, then these alone."""
     async with await AsyncEngine.from_pretrained("demo", speculation="off", **settings) as engine:
@@ -150,7 +148,7 @@ async def test_fourteen_grammars_with_budgets_from_the_least_one_up() -> None:
             SamplingParams(
                 max_tokens=least[name] + more, temperature=0.7, seed=more, grammar=grammar, logprobs=more == 1
             )
-            for more in (0, 1, 8, 25)
+            for more in (0, 1, 12)
             for name, grammar in SHAPES.items()
         ]
         found: list[Completion] = []

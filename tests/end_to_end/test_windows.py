@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,28 @@ NEW = 200
 PROMPT = [3 + (7 * place) % (VOCAB - 3) for place in range(90)]
 
 
-def longer_answer(path: Path, prompt: list[int] = PROMPT, most: int = NEW) -> list[int]:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda family: make_checkpoint(family, tmp_path_factory.mktemp(family)))
+
+
+@cache
+def longer_answer(path: Path, length: int = len(PROMPT), most: int = NEW) -> list[int]:
+    """Tokens that transformers writes behind the first `length` of `PROMPT`."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([PROMPT[:length]])
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    return out[0, length:].tolist()
 
 
-@pytest.mark.parametrize("backend", ["compiled", "torch"])
-@pytest.mark.parametrize("family", ["mistral", "starcoder2"])
-async def test_an_answer_longer_than_the_pool_equals_transformers(family: str, backend: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / family)
+@pytest.mark.parametrize(("family", "backend"), [("mistral", "compiled"), ("starcoder2", "torch")])
+async def test_an_answer_longer_than_the_pool_equals_transformers(
+    family: str, backend: str, checkpoint: Callable[[str], Path]
+) -> None:
+    path = checkpoint(family)
     settings: dict[str, Any] = {"kv_cache_memory": "110KB", "max_num_batched_tokens": 40, "num_threads": 1}
     async with await AsyncEngine.from_pretrained(
         path, dtype="float32", attention_backend=backend, **settings
@@ -52,24 +62,23 @@ async def greedy(engine: AsyncEngine, prompt: list[int], most: int) -> list[int]
 
 
 @pytest.mark.parametrize(
-    ("backend", "chunk", "settings"),
+    ("family", "backend", "chunk", "settings"),
     [
-        ("compiled", 1, {"prefix_caching": False}),
-        ("compiled", 7, {"preempt_every": 17}),
-        ("torch", 16, {"preempt_every": 17, "prefix_caching": False}),
-        ("torch", 96, {}),
-        ("compiled", 96, {"max_steps_in_flight": 2, "preempt_every": 17}),
+        ("gemma3", "compiled", 1, {"prefix_caching": False}),
+        ("gpt-oss", "compiled", 7, {"preempt_every": 17}),
+        ("llama4", "torch", 16, {"preempt_every": 17, "prefix_caching": False}),
+        ("gemma3", "torch", 96, {}),
+        ("gpt-oss", "torch", 16, {}),
+        ("llama4", "compiled", 96, {"max_steps_in_flight": 2, "preempt_every": 17}),
     ],
-    ids=["chunks-1", "chunks-7", "chunks-16", "torch", "two-in-flight"],
 )
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "llama4"])
 async def test_layers_with_windows_beside_others_have_pages_of_their_own(
-    family: str, backend: str, chunk: int, settings: dict[str, Any], tmp_path: Path
+    family: str, backend: str, chunk: int, settings: dict[str, Any], checkpoint: Callable[[str], Path]
 ) -> None:
     """As many window pages as a request or two need: alone, from the cache, in a batch, in any chunks, preempted."""
-    path = make_checkpoint(family, tmp_path / family)
+    path = checkpoint(family)
     settings = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "kv_cache_memory": "400KB", **settings}
-    right = {len(prompt): longer_answer(path, prompt, 40) for prompt in (PROMPT, PROMPT[:73])}
+    right = {length: longer_answer(path, length, 40) for length in (len(PROMPT), 73)}
     async with await AsyncEngine.from_pretrained(
         path, dtype="float32", attention_backend=backend, num_threads=1, **settings
     ) as engine:
@@ -93,10 +102,9 @@ async def test_layers_with_windows_beside_others_have_pages_of_their_own(
         assert stats.preemptions or "preempt_every" not in settings
 
 
-async def test_one_pool_says_why(tmp_path: Path) -> None:
-    path = make_checkpoint("gemma3", tmp_path / "gemma3")
+async def test_one_pool_says_why(checkpoint: Callable[[str], Path]) -> None:
     async with await AsyncEngine.from_pretrained(
-        path, dtype="float32", kv_cache_memory="8MB", num_threads=1, max_num_seqs=2
+        checkpoint("gemma3"), dtype="float32", kv_cache_memory="8MB", num_threads=1, max_num_seqs=2
     ) as engine:
         assert engine.info.window is None
         assert engine.info.num_window_pages == 0

@@ -274,6 +274,16 @@ async def until(condition: Callable[[], bool], what: str = "the condition", most
         await asyncio.sleep(0.0005)
 
 
+def num_in_line(engine: AsyncEngine) -> int:
+    """Requests that wait for a place in the engine's queue."""
+    return len(engine.core.loop.queue_limit._line)
+
+
+def posted(engine: AsyncEngine) -> list[Any]:
+    """Messages that have come to the engine and that its loop has not taken yet."""
+    return list(engine.core.loop.inbox._items)
+
+
 async def idle(engine: AsyncEngine) -> None:
     """Until the engine has nothing left to do."""
     core = engine.core

@@ -1,44 +1,74 @@
-"""Contract line 15 for chats: reasoning, tool calls and formatted answers are complete when the budget ends."""
+"""Random outputs in every format with random budgets: chats are complete when the budget ends (contract line 15), and
+whatever a grammar lets through, its parser understands.
+
+The suite runs a slice. The full run: ASYNCENGINE_FORMAT_CASES=200 pytest tests/chat/test_budgets.py
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import Any
 
 import pytest
-from chat.models import ADD, ADD_SCHEMA, HERMES, JSON, LLAMA, MARKED, MISTRAL, THINKING, TURNS, tokenizer
+from chat.models import COMPACT, HERMES, JSON, LISTED, LLAMA, MARKED, MISTRAL, THINKING, TURNS, tokenizer
+from chat.test_channels import TEMPLATE
+from chat.test_formats import TOOLS
+from chat.zoo import CASES
 from jsonschema import Draft202012Validator
 from support.grammar_walks import walk
 
-from asyncengine.chat import ChatPlanner
+from asyncengine.chat import ChatPlan, ChatPlanner
+from asyncengine.chat.harmony import MARKS
+from asyncengine.chat.tools import check_tools
 from asyncengine.grammar.llguidance_backend import LlguidanceBackend
 from asyncengine.grammar.matcher import Matcher
 from asyncengine.grammar.vocabulary import Vocabulary
 from asyncengine.text import TextTokenizer
 
+CASES_EACH = int(os.environ.get("ASYNCENGINE_FORMAT_CASES", "1"))
+CALL, THINK = ("<tool_call>", "</tool_call>"), ("<think>", "</think>")
+BY_HAND: dict[str, tuple[Any, ...]] = {
+    "hermes": (HERMES,), "hermes, special": (HERMES, (*TURNS, *CALL)), "hermes, added": (HERMES, TURNS, CALL),
+    "thinking": (THINKING,), "thinking, special": (THINKING, (*TURNS, *THINK)),
+    "thinking, added": (THINKING, TURNS, THINK),
+    "llama": (LLAMA, ("<|start|>", "<|end|>", "<|eot|>", "<|python_tag|>")),
+    "mistral": (MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]")), "mistral, compact": (COMPACT, ()),
+    "mistral, args": (MARKED, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]")), "mistral, args as text": (MARKED, ()),
+    "json": (JSON,), "a list of json": (LISTED,),
+}  # fmt: skip
+"""Arguments of `tokenizer`. "added" are marks that are tokens, but ordinary text."""
+ZOO: dict[str, tuple[Any, ...]] = {name: (case.template, (*TURNS, *case.special)) for name, case in CASES.items()}
+FAMILIES = {**BY_HAND, **ZOO, "harmony": (TEMPLATE, MARKS)}
+TREE = {
+    "name": "tree",
+    "parameters": {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/Tree"}, "name": {"enum": ["<tool_call>", '"}', "add"]}},
+        "required": ["tree"],
+        "$defs": {"Tree": {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}}}},
+    },
+}
+"""Recursive, with values that look like the marks of a call."""
 ANSWER = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}, "minItems": 2}},
+    "properties": {"name": {"enum": ["add", "x", "<tool_call>"]}, "tags": {"type": "array", "minItems": 1}},
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
-FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "hermes": (HERMES, TURNS, ()),
-    "hermes, added tokens": (HERMES, TURNS, ("<tool_call>", "</tool_call>")),
-    "thinking": (THINKING, TURNS, ("<think>", "</think>")),
-    "thinking, special": (THINKING, (*TURNS, "<think>", "</think>"), ()),
-    "llama": (LLAMA, ("<|start|>", "<|end|>", "<|eot|>", "<|python_tag|>"), ()),
-    "mistral": (MISTRAL, ("[INST]", "[/INST]", "[TOOL_CALLS]"), ()),
-    "mistral, args": (MARKED, ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]"), ()),
-    "json": (JSON, TURNS, ()),
-}
+OFFERED = [*TOOLS, TREE]
+SCHEMAS = {tool.name: Draft202012Validator(dict(tool.schema)) for tool in check_tools(OFFERED)}
 WISHES: dict[str, dict[str, Any]] = {
-    "required": {"tools": [ADD], "tool_choice": "required"},
-    "auto": {"tools": [ADD]},
+    "required": {"tools": OFFERED, "tool_choice": "required"},
+    "auto": {"tools": OFFERED},
+    "named": {"tools": OFFERED, "tool_choice": "tree"},
     "answer": {"response_format": ANSWER},
-    "calls or answer": {"tools": [ADD], "response_format": ANSWER},
+    "calls or answer": {"tools": OFFERED, "response_format": ANSWER},
+    "none": {"tools": OFFERED, "tool_choice": "none"},
 }
+STRUCTURE = [bytes([byte]) for byte in b'{}"<[]0:,> \n']
+"""Tokens that are drawn more often, beside special ones: amid text they are what a parser may take for marks."""
 
 
 def vocabulary_of(text: TextTokenizer) -> Vocabulary:
@@ -49,34 +79,44 @@ def vocabulary_of(text: TextTokenizer) -> Vocabulary:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wish", WISHES)
-def test_whatever_the_budget_the_chat_is_complete(family: str, wish: str) -> None:
+def test_whatever_the_budget_the_chat_is_complete(family: str) -> None:
     text = tokenizer(*FAMILIES[family])
-    plan = ChatPlanner(text).plan("<|im_start|>assistant\n", **WISHES[wish])
-    assert plan.grammar is not None
-    vocabulary = vocabulary_of(text)
-    template = LlguidanceBackend(vocabulary).compile(plan.grammar, 10)
-    rng = random.Random(f"{family} {wish}")
-    for budget in [template.min_tokens, *(template.min_tokens + rng.randrange(120) for _ in range(6))]:
-        matcher = Matcher(template, max(budget, 1), "close")
-        tokens, _ = walk(vocabulary, matcher, max(budget, 1), rng)
-        output = text.table.stream(plan.skip_special_tokens)
-        shown = [token for token in tokens if token not in vocabulary.eos_ids]
-        check(plan, output.push(shown) + output.finish(), wish)
+    planner, vocabulary, rng = ChatPlanner(text), vocabulary_of(text), random.Random(family)
+    structure = {i for i, data in enumerate(vocabulary.token_bytes) if data in STRUCTURE} | {*text.table.special_ids}
+    structure -= {*vocabulary.eos_ids}
+    called = 0
+    for wish in WISHES if family in BY_HAND or CASES_EACH > 3 else ("required", "auto"):
+        for tail in ("<|im_start|>assistant\n", "<think>\n") if family.startswith("thinking") else ("",):
+            plan = planner.plan(tail, **WISHES[wish])
+            if plan.grammar is None:
+                assert wish == "none"
+                continue
+            template = LlguidanceBackend(vocabulary).compile(plan.grammar, 10)
+            least = max(template.min_tokens, 1)
+            for budget in (least, *(least + rng.randrange(160) for _ in range(CASES_EACH))):
+                prefer = structure if rng.random() < 0.5 else ()
+                tokens, _ = walk(vocabulary, Matcher(template, budget, "close"), budget, rng, prefer=prefer)
+                output = text.table.stream(plan.skip_special_tokens)
+                shown = [token for token in tokens if token not in vocabulary.eos_ids]
+                called += check(plan, output.push(shown) + output.finish(), wish)
+    assert called >= CASES_EACH
 
 
-def check(plan: Any, text: str, wish: str) -> None:
-    content = text
-    calls: list[Any] = []
+def check(plan: ChatPlan, text: str, wish: str) -> int:
+    """The number of calls in the output `text`, every one of which is complete and valid."""
+    content, calls = text, []
     if plan.make_parser is not None:
         parser = plan.make_parser()
-        parts = [parser.push(text), parser.finish()]
-        content = "".join(part.text for part in parts)
-        calls = parser.finished_calls()
+        parts = [*[parser.push(text[at : at + 3]) for at in range(0, len(text), 3)], parser.finish()]
+        content, calls = "".join(part.text for part in parts), parser.finished_calls()
         assert not parser.broken_calls(), text
     for call in calls:
-        Draft202012Validator(ADD_SCHEMA).validate(json.loads(call.arguments))
-    if wish == "required":
+        SCHEMAS[call.name].validate(json.loads(call.arguments))
+        assert wish != "named" or call.name == "tree"
+    if wish in ("required", "named"):
         assert calls, text
+        assert not content.strip(), text
     if wish == "answer" or (wish == "calls or answer" and not calls):
         Draft202012Validator(ANSWER).validate(json.loads(content))
+    assert not (wish == "none" and calls), text
+    return len(calls)

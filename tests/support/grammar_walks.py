@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -21,17 +21,20 @@ def allowed(vocabulary: Vocabulary, matcher: Matcher) -> np.ndarray:
 
 
 def walk(
-    vocabulary: Vocabulary, matcher: Matcher, budget: int, rng: random.Random, *, jump: bool = True
-) -> tuple[list[int], bool]:
-    """Sample uniformly among what is allowed until the output ends or the budget is spent.
+    vocabulary: Vocabulary, matcher: Matcher, budget: int, rng: random.Random, *, jump: bool = True,
+    prefer: Collection[int] = (),
+) -> tuple[list[int], bool]:  # fmt: skip
+    """Sample uniformly among what is allowed until the output ends or the budget is spent, or among the allowed ids of
+    `prefer`, where there are some, three times of five.
 
     Returns the tokens and whether the output ended by itself (end of sequence, or nothing may follow).
     """
     tokens: list[int] = []
     while len(tokens) < budget:
-        choices = allowed(vocabulary, matcher)
-        assert len(choices), "a dead end"
-        taken = matcher.accept(int(rng.choice(choices.tolist())), jump)
+        choices = allowed(vocabulary, matcher).tolist()
+        assert choices, "a dead end"
+        preferred = [token for token in choices if token in prefer]
+        taken = matcher.accept(rng.choice(preferred if preferred and rng.random() < 0.6 else choices), jump)
         tokens += taken
         if matcher.is_terminated():
             return tokens, True

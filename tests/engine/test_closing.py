@@ -215,14 +215,6 @@ async def test_an_engine_closed_while_it_loads_never_serves():
         await start
 
 
-async def test_two_starts_at_once_serve_one_engine():
-    before = set(threading.enumerate())
-    engine = make_engine(hosted=True)
-    await asyncio.gather(*(engine.start() for _ in range(4)))
-    assert len([t for t in threading.enumerate() if t.name == "asyncengine-loop" and t not in before]) == 1
-    await engine.aclose()
-
-
 def test_a_start_that_is_cancelled_while_loading_leaves_no_thread():
     loading, go = threading.Event(), threading.Event()
 
@@ -238,31 +230,6 @@ def test_a_start_that_is_cancelled_while_loading_leaves_no_thread():
         with suppress(asyncio.CancelledError):
             await start
         go.set()
-
-    asyncio.run(main())
-
-
-def test_an_engine_nobody_closes_ends_with_its_loop():
-    streams = []
-
-    async def main() -> None:
-        engine = make_engine()
-        await engine.start()
-        streams.append(engine.stream([2, 3], LONG))
-        await anext(streams[0])
-
-    asyncio.run(main())
-
-    async def later():
-        return await streams[0].result()
-
-    with pytest.raises(Exception, match="the engine died"):
-        asyncio.run(later())
-
-
-def test_an_engine_whose_loop_ends_before_it_ran_leaves_no_thread():
-    async def main() -> None:
-        await make_engine().start()
 
     asyncio.run(main())
 
@@ -299,14 +266,3 @@ class _NeverCompiles:
     def cancel(self, ticket) -> None: ...
 
     def close(self) -> None: ...
-
-
-async def test_an_owned_engine_serves_other_threads_too():
-    async with make_engine() as engine:
-        done = await in_thread(lambda: asyncio.run(_generate(engine)))
-        assert len(done.token_ids) == 5
-        await until(lambda: engine.stats().requests["running"] == 0)
-
-
-async def _generate(engine):
-    return await engine.generate([2, 3], greedy(5, ignore_eos=True))

@@ -108,11 +108,16 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
     return rooms
 
 
+def in_line() -> int:
+    """Loads that wait for their turn or have it."""
+    return len(PROCESS._line)
+
+
 async def begun(rooms: Rooms, number: int) -> asyncio.Task[AsyncEngine]:
     """A load that is in line now."""
-    waiting = len(PROCESS._line)
+    waiting = in_line()
     task = asyncio.create_task(AsyncEngine.from_pretrained(str(number)))
-    await until(lambda: len(PROCESS._line) == waiting + 1)
+    await until(lambda: in_line() == waiting + 1)
     return task
 
 
@@ -135,14 +140,14 @@ async def test_a_cancelled_load_leaves_the_line_or_what_it_loaded(rooms: Rooms):
     first, second, third = [await begun(rooms, number) for number in (1, 2, 3)]
     second.cancel()
     await asyncio.wait([second])
-    await until(lambda: len(PROCESS._line) == 2)
+    await until(lambda: in_line() == 2)
     first.cancel()  # in the middle of its load: it cannot be stopped there, and nobody waits for it
     await asyncio.wait([first])
     rooms.go.set()
     engine = await third
     assert rooms.order == [1, 3]
     await engine.aclose()
-    await until(lambda: not PROCESS._line)
+    await until(lambda: not in_line())
 
 
 async def test_closing_while_in_line_leaves_it(rooms: Rooms):
@@ -150,7 +155,7 @@ async def test_closing_while_in_line_leaves_it(rooms: Rooms):
     attempt = LoadAttempt()
     engine = AsyncEngine(lambda: rooms.load(2, attempt) or make_core(), attempt=attempt)
     start = asyncio.create_task(engine.start())
-    await until(lambda: len(PROCESS._line) == 2)
+    await until(lambda: in_line() == 2)
     await engine.aclose()
     with pytest.raises(EngineClosed, match="while it loaded"):
         await start
@@ -162,7 +167,7 @@ async def test_closing_while_in_line_leaves_it(rooms: Rooms):
 async def test_a_start_left_by_one_goes_on_for_the_next(rooms: Rooms):
     engine = AsyncEngine(lambda: rooms.load(1, LoadAttempt()) or make_core())
     left = asyncio.create_task(engine.start())
-    await until(lambda: bool(PROCESS._line))
+    await until(lambda: bool(in_line()))
     left.cancel()
     await asyncio.wait([left])
     rooms.go.set()

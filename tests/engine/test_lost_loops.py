@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import executor_of, greedy, in_thread, make_engine, until
+from support.fake_engine import executor_of, greedy, in_thread, make_engine, num_in_line, until
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.errors import EngineClosed, EngineDead, WrongLoop
@@ -62,7 +62,7 @@ def test_closing_the_loop_ends_the_engine(kind: str, busy: bool):
     callers = [Caller(lambda: Engine(engine).generate([2, 3], LONG)) for _ in range(3)]
     if busy:  # one runs, one is queued, one waits at the gate
         gate = engine.core.loop.queue_limit
-        there = until(lambda: executor.entered.is_set() and gate.waiting == 1 and bool(gate._line))
+        there = until(lambda: executor.entered.is_set() and gate.waiting == 1 and bool(num_in_line(engine)))
         loop.run_until_complete(there)
     elsewhere = Caller(lambda: asyncio.run(engine.generate([4, 5], LONG)))
     loop.close()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, oracle, until
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, num_in_line, oracle, until
 
 from asyncengine import AsyncEngine, Engine
 from asyncengine.engine.mailbox import wake_all
@@ -64,7 +64,7 @@ async def test_two_who_start_one_stream_do_not_submit_it_twice():
         await until(lambda: executor.entered.is_set() and engine.core.loop.queue_limit.waiting == 1)
         stream = engine.stream(PROMPT, greedy(2))
         starting = asyncio.ensure_future(anext(stream))
-        await until(lambda: bool(engine.core.loop.queue_limit._line))
+        await until(lambda: bool(num_in_line(engine)))
         with pytest.raises(RuntimeError, match="another task or thread"):
             await anext(stream)
         executor.release()

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, until
+from support.fake_engine import executor_of, greedy, idle, in_thread, make_engine, num_in_line, until
 
 from asyncengine import Engine, EngineConfig
 from asyncengine.engine.backpressure import QueueLimit
@@ -117,10 +117,10 @@ async def test_cancelling_the_wait_gives_the_place_in_line_back():
     engine, running = await engine_with_one_running(max_queued_requests=1, when_full="wait")
     async with engine:
         calls = [asyncio.create_task(engine.generate([4, 2 + i], greedy(2))) for i in range(5)]
-        await until(lambda: len(engine.core.loop.queue_limit._line) == 4)
+        await until(lambda: num_in_line(engine) == 4)
         for call in calls[1:4]:
             call.cancel()
-        await until(lambda: len(engine.core.loop.queue_limit._line) == 1)
+        await until(lambda: num_in_line(engine) == 1)
         executor_of(engine).release()
         await asyncio.gather(running.result(), calls[0], calls[4])
         await idle(engine)
@@ -146,7 +146,7 @@ async def test_closing_tells_those_in_line_at_once(drain: bool):
     queued = engine.stream([4, 5], greedy(2))
     await queued.__aenter__()
     waits = [asyncio.create_task(engine.generate([4, 5], greedy(2))) for _ in range(3)]
-    await until(lambda: len(engine.core.loop.queue_limit._line) == 3)
+    await until(lambda: num_in_line(engine) == 3)
     closing = asyncio.create_task(engine.aclose(drain=drain))
     await asyncio.sleep(0)
     executor_of(engine).release()
@@ -198,9 +198,9 @@ def test_an_interrupted_wait_gives_its_place_back():
             gate.enter_blocking(1, 1)
     finally:
         threading.Event = real  # type: ignore[misc]
-    assert not gate._line
     gate.leave(1, 1)
     assert gate.waiting == 0
+    gate.enter(1, 1)  # nobody is in line before it
 
 
 # -------------------------------------------------------------------- deadlines at the gate
@@ -228,7 +228,7 @@ async def test_deadlines_run_while_a_request_waits_for_a_place(how: str):
         assert done.timings.first_token is None
         assert 0.05 <= done.timings.total < 60
         assert engine.stats().finished == {"timeout": samples}
-        assert not engine.core.loop.queue_limit._line
+        assert not num_in_line(engine)
         executor_of(engine).release()
         await asyncio.gather(running.result(), queued.result())
         await idle(engine)

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fake_engine import SteppedExecutor, executor_of, greedy, idle, in_thread, make_core, make_engine, until
+from support.fake_engine import (
+    SteppedExecutor,
+    executor_of,
+    greedy,
+    idle,
+    in_thread,
+    make_core,
+    make_engine,
+    posted,
+    until,
+)
 from support.threads import no_new_engine_thread
 
 from asyncengine import AsyncEngine, Engine, EngineClosed, EngineDead, InvalidParameter, UnsupportedModel, WrongLoop
@@ -50,7 +60,7 @@ def asked(engine: AsyncEngine) -> bool:
     """An update was posted: whatever is posted from now on comes after it."""
     loop = engine.core.loop
     return bool(loop.scheduler.roster.weights._pending) or any(
-        isinstance(message, UpdateWeights) for message in list(loop.inbox._items)
+        isinstance(message, UpdateWeights) for message in posted(engine)
     )
 
 

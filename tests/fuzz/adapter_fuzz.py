@@ -85,7 +85,7 @@ class AdapterLife(EngineByHand):
             self.pool.turn(rng)
         while to_come or self.passed or self.busy:
             turns += 1
-            waiting = self.registry._claims._waiting
+            waiting = self.claims._waiting
             assert turns < MAX_TURNS, f"never finish: {self.scheduler.requests}, waiting for memory: {waiting}"
             self.clock.advance(rng.random())
             if to_come:  # in the end nobody helps by leaving
@@ -175,7 +175,7 @@ class AdapterLife(EngineByHand):
                 self.unloads.append(self.registry.unload(name, wait=wait))
             except AdapterInUse as error:
                 self._refuse(error, name)
-                assert self.registry._claims.users(digest_of(self.means[name])) > 0 == wait
+                assert self.claims.users(digest_of(self.means[name])) > 0 == wait
             else:
                 del self.means[name]
                 self.orders += 1
@@ -220,9 +220,8 @@ class AdapterLife(EngineByHand):
         assert (self.core.loop.queue_limit._requests, self.core.loop.queue_limit._tokens) == (0, 0)
         assert not self.slots.in_use, f"adapters never released: {self.slots.in_use}"
         assert all(future.done() for future in self.unloads), "somebody waits for requests that have ended"
-        assert (self.registry._claims.num_claims, self.registry._claims.num_waiting) == (0, 0)
-        store = self.registry._store
-        assert not any((store._held, store._reserved, self.registry._leaving, self.registry._reading))
+        assert (self.claims.num_claims, self.claims.num_waiting) == (0, 0)
+        assert not any((self.store._held, self.store._reserved, self.registry._leaving, self.registry._reading))
         assert sorted(info.name for info in self.registry.list()) == sorted(self.means)
         for name in list(self.means):
             assert self.registry.unload(name).done()

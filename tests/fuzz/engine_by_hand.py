@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from support.adapter_engine import AdapterExecutor, slots_of
+from support.adapter_engine import AdapterExecutor, books_of, slots_of
 from support.fake_adapters import FakeLoader
 from support.fake_engine import make_core
 from support.hand_pool import HandPool
@@ -57,6 +57,7 @@ class EngineByHand:
         self.loader = SizedLoader()
         self.room = rng.choice([1, 1, 1, 2, 4]) * 800
         self.registry = AdapterRegistry(self.loader, max_bytes=self.room, max_passes=rng.choice([1, 1, 3, 64]))
+        self.claims, self.store = books_of(self.registry)
         self.registry._pool.shutdown()
         self.pool = HandPool(self.loader, rng.choice([1, 2, 4]))
         self.registry._pool = self.pool  # type: ignore[assignment]
@@ -153,9 +154,9 @@ class EngineByHand:
         assert len(running) <= self.slots.max_loras
         open_ = [t for a in self.open.values() for t in a.tickets if not self.samples[t].reason]
         claimed = [t for t in open_ if self.samples[t].digest and not self.samples[t].stopped]
-        assert sorted(self.registry._claims._claims) == sorted(claimed), "claims are those of the open requests"
+        assert sorted(self.claims._claims) == sorted(claimed), "claims are those of the open requests"
         for ticket in claimed:
-            assert self.registry._claims._claims[ticket].meaning.digest == self.samples[ticket].digest
+            assert self.claims._claims[ticket].meaning.digest == self.samples[ticket].digest
             if ticket in self.scheduler.requests and ticket not in self.scheduler.adapter_queue:
                 assert self.registry.get(self.samples[ticket].digest).digest == self.samples[ticket].digest
         self._check_orphans(claimed)
@@ -165,11 +166,11 @@ class EngineByHand:
 
     def _check_orphans(self, claimed: list[int]) -> None:
         named = {meaning.digest for meaning in self.registry._names.values()}
-        here = self.registry._store.digests
+        here = self.store.digests
         digests = [self.samples[ticket].digest for ticket in claimed if self.samples[ticket].digest not in named]
         assert all(digest in here for digest in digests if digest in self.orphans), "dropped under its requests"
         self.orphans = [digest for digest in digests if digest in here]
-        waiting = self.registry._claims._waiting
+        waiting = self.claims._waiting
         assert not any(digest in waiting for digest in self.orphans), "waits for what waits for it to drain"
 
     def check_samples(self, faults: bool) -> None:

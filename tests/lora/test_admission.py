@@ -30,24 +30,6 @@ def weights(digest: str) -> str:
     return f"weights of {digest}"
 
 
-def test_slots_start_at_one_and_none_is_shared():
-    slots = AdapterSlots(3)
-    assert [slots.admit(digest, []) for digest in "ABCA"] == [1, 2, 3, 1]
-    assert slots.admit("D", ["A", "B", "C", "A"]) is None
-    slots.check()
-    assert slots.in_use == {"A": 2, "B": 1, "C": 1}
-
-
-def test_a_slot_stays_until_its_last_release():
-    slots = AdapterSlots(1)
-    slots.admit("A", [])
-    slots.admit("A", ["A"])
-    slots.release("A")
-    assert slots.admit("B", ["A"]) is None
-    slots.release("A")
-    assert slots.admit("B", []) == 1
-
-
 def test_one_that_returns_needs_no_copy_and_the_oldest_idle_goes_first():
     device = Device()
     slots = AdapterSlots(2, weights)
@@ -61,15 +43,6 @@ def test_one_that_returns_needs_no_copy_and_the_oldest_idle_goes_first():
     assert slots.resident == {"A": 1, "C": 2}
     assert slots.copies == 3
     slots.check()
-
-
-def test_a_refusal_changes_nothing():
-    slots = AdapterSlots(1)
-    slots.admit("A", [])
-    for _ in range(3):
-        assert slots.admit("B", ["A"]) is None
-    slots.check()
-    assert (slots.resident, slots.in_use, slots.copies) == ({"A": 1}, {"A": 1}, 1)
 
 
 def test_books_that_cannot_be_right_are_told():

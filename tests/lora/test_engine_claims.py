@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.adapter_engine import ENDLESS, PROMPT, Lab, greedy
-from support.fake_engine import gather_all, in_thread, until
+from support.fake_engine import gather_all, in_thread, num_in_line, until
 from support.plug_points import Compiler, Letters
 
 from asyncengine.errors import AdapterError, AdapterNotFound, QueueFull, RequestFailed
@@ -72,7 +72,7 @@ async def test_cancelled_while_waiting_at_the_gate(hosted: bool) -> None:
         lab.executor.hold()
         calls = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="a")) for _ in range(6)]
         claimed = 2  # one runs, one is queued
-        await until(lambda: len(lab.engine.core.loop.queue_limit._line) == 4 and lab.claims == claimed)
+        await until(lambda: num_in_line(lab.engine) == 4 and lab.claims == claimed)
         waiting = [call for call in calls if not call.done()][-3:]
         for call in waiting:
             call.cancel()
@@ -111,9 +111,9 @@ async def test_unloaded_while_waiting_at_the_gate() -> None:
         await lab.load("a", "b")
         lab.executor.hold()
         first = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter="b")) for _ in range(2)]
-        await until(lambda: lab.executor.entered.is_set() and bool(lab.engine.core.loop.queue_limit._line) is False)
+        await until(lambda: lab.executor.entered.is_set() and not num_in_line(lab.engine))
         late = [asyncio.create_task(lab.engine.generate(PROMPT, greedy(4), adapter=name)) for name in "aab"]
-        await until(lambda: len(lab.engine.core.loop.queue_limit._line) >= 2)
+        await until(lambda: num_in_line(lab.engine) >= 2)
         await lab.engine.unload_adapter("a")  # nothing has claimed it yet
         lab.executor.release()
         lost, also_lost, fine = await gather_all(late)
@@ -201,16 +201,16 @@ async def test_a_load_that_fails_ends_only_who_needs_it(lab: Lab) -> None:
 async def test_who_waits_for_memory_and_who_holds_it_do_not_wait_for_each_other(lab: Lab) -> None:
     """Memory for one content. "b" has it, "a" waits for it and has been passed over often enough, so later requests
     for "b" wait behind "a"; and "b" cannot be dropped for "a" any more, for no name means it: it goes on."""
-    lab.registry._claims._max_passes = 1
+    lab.claims_book._max_passes = 1
     long = greedy(ENDLESS, ignore_eos=True)
     running = lab.engine.stream(PROMPT, long, adapter="b")
     await anext(running)
     first = asyncio.create_task(lab.engine.generate(PROMPT, greedy(5), adapter="a"))
-    await until(lambda: lab.registry._claims.num_waiting == 1)
+    await until(lambda: lab.waiting_claims == 1)
     passing = lab.engine.stream(PROMPT, long, adapter="b")
     await anext(passing)
     late = asyncio.create_task(lab.engine.generate(PROMPT, greedy(5), adapter="b"))
-    await until(lambda: lab.registry._claims.num_waiting == 2)
+    await until(lambda: lab.waiting_claims == 2)
     leaving = asyncio.create_task(lab.engine.unload_adapter("b", wait=True))
     await until(lambda: len(lab.engine.adapters()) == 1)
     for stream in (running, passing):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import pytest
 from support.fake_adapters import FakeLoader, digest_of
 
-from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, EngineClosed
+from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound
 from asyncengine.lora.registry import AdapterRegistry
 
 
@@ -77,29 +74,6 @@ def desk_of() -> Iterator[Callable[..., Desk]]:
 
 
 Make = Callable[..., Desk]
-
-
-def test_load_list_unload(desk_of: Make):
-    desk = desk_of()
-    desk.load("b", "a")
-    infos = desk.registry.list()
-    assert [(i.name, i.path, i.digest, i.rank, i.nbytes, i.in_memory, i.requests) for i in infos] == [
-        (name, name, digest_of(name), 1, 800, True, 0) for name in ("a", "b")
-    ]
-    assert all(thread is not threading.current_thread() for thread in desk.loader.threads)
-    desk.registry.unload("a").result(120)
-    assert desk.in_memory() == ["b"]
-    assert not desk.holds("a")
-    with pytest.raises(AdapterNotFound):
-        desk.registry.claim([1], "a")
-    with pytest.raises(AdapterNotFound):
-        desk.registry.unload("a")
-
-
-@pytest.mark.parametrize("name", ["", "x" * 300, "a\nb", 7, None])
-def test_names_are_checked(name: Any, desk_of: Make):
-    with pytest.raises(AdapterError, match=r"^name: "):
-        desk_of().registry.load(name, "a")
 
 
 def test_a_failed_load_changes_nothing(desk_of: Make):
@@ -192,38 +166,6 @@ def test_files_that_changed_behind_the_registrys_back(desk_of: Make):
     assert desk.start(desk.claim("a")).result(120) is None
 
 
-def test_two_names_of_one_content_share_it(desk_of: Make):
-    desk = desk_of()
-    desk.loader.contents.update({"one": "same", "two": "same"})
-    desk.load("one", "two")
-    ticket = desk.request("one")
-    desk.registry.unload("one").result(120)  # not refused: the other name still means it
-    assert desk.holds("same")
-    with pytest.raises(AdapterInUse):
-        desk.registry.unload("two")
-    desk.registry.cancel(ticket)
-    desk.registry.unload("two").result(120)
-    assert not desk.holds("same")
-
-
-def test_unload_refuses_or_waits_for_requests(desk_of: Make):
-    desk = desk_of()
-    desk.load("a")
-    running, claimed = desk.request("a"), desk.claim("a")
-    with pytest.raises(AdapterInUse, match="2 requests"):
-        desk.registry.unload("a")
-    gone = desk.registry.unload("a", wait=True)
-    with pytest.raises(AdapterNotFound):
-        desk.registry.claim([99], "a")
-    assert desk.start(claimed).result(120) is None
-    desk.registry.cancel(running)
-    assert not gone.done()
-    desk.registry.cancel(claimed)
-    desk.registry.cancel(claimed)
-    gone.result(120)
-    assert not desk.holds("a")
-
-
 def test_one_content_is_read_once_at_a_time(desk_of: Make):
     desk = desk_of(workers=4)
     desk.loader.gate.clear()
@@ -239,20 +181,6 @@ def test_one_content_is_read_once_at_a_time(desk_of: Make):
     desk.loader.reads.clear()
     assert all(told.result(120) is None for told in [desk.start(ticket) for ticket in tickets])
     assert desk.loader.reads == ["path"]
-
-
-def test_the_later_of_two_loads_wins(desk_of: Make):
-    desk = desk_of(workers=2)
-    desk.loader.gate.clear()
-    slow = desk.registry.load("a", "slow")
-    while not desk.loader.reads:
-        pass
-    held, desk.loader.gate = desk.loader.gate, threading.Event()
-    desk.loader.gate.set()
-    assert desk.registry.load("a", "quick").result(120).digest == digest_of("quick")
-    held.set()
-    slow.result(120)
-    assert desk.registry.list()[0].digest == digest_of("quick")
 
 
 def test_starting_does_not_wait_for_files(desk_of: Make):
@@ -319,70 +247,3 @@ def test_nobody_starves_for_memory(desk_of: Make):
     for ticket in running:
         desk.registry.cancel(ticket)
     assert victim.result(120) is None
-
-
-def test_close_fails_what_comes_later(desk_of: Make):
-    desk = desk_of()
-    desk.load("a")
-    ticket = desk.request("a")
-    leaving = desk.registry.unload("a", wait=True)
-    desk.registry.close()
-    desk.registry.close()
-    assert isinstance(leaving.exception(0), EngineClosed)
-    desk.registry.cancel(ticket)
-    with pytest.raises(EngineClosed):
-        desk.registry.load("b", "b")
-    with pytest.raises(EngineClosed):
-        desk.registry.claim([7], "a")
-
-
-def test_under_threads(desk_of: Make):
-    """Loads, reloads, unloads, requests and leavers at once: every request is answered, nothing is left."""
-    desk = desk_of(room=3, workers=3)
-    names = [f"n{i}" for i in range(8)]
-    desk.load(*names)
-    failures: list[BaseException] = []
-    tickets = iter(range(1, 10**6))
-
-    def live(seed: int) -> None:
-        chance = random.Random(seed)
-        try:
-            for _ in range(60):
-                name, ticket = chance.choice(names), next(tickets)
-                try:
-                    digest = desk.registry.claim([ticket], name)
-                except AdapterNotFound:
-                    continue
-                told: Future[Exception | None] = Future()
-                desk.registry.start(ticket, lambda _, outcome, told=told: told.set_result(error_in(outcome)))
-                if chance.random() < 0.7:
-                    error = told.result(120)
-                    assert error is None or isinstance(error, AdapterError), error
-                    assert error is not None or desk.registry.get(digest).digest == digest
-                desk.registry.cancel(ticket)
-        except BaseException as error:
-            failures.append(error)
-
-    def manage(seed: int) -> None:
-        chance = random.Random(seed)
-        for turn in range(60):
-            name = chance.choice(names)
-            desk.loader.contents[name] = chance.choice([name, f"{name} {turn}", "bad"])
-            desk.registry.load(name, name).exception(120)
-            if chance.random() < 0.2:
-                with contextlib.suppress(AdapterError):
-                    desk.registry.unload(name, wait=chance.random() < 0.5)
-            desk.registry.check()
-
-    threads = [threading.Thread(target=live, args=(i,)) for i in range(6)]
-    threads += [threading.Thread(target=manage, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert not failures
-    assert all(info.requests == 0 for info in desk.registry.list())
-    for info in desk.registry.list():
-        desk.registry.unload(info.name).result(120)
-    assert desk.registry._store.nbytes == 0
-    assert desk.registry._claims.num_claims == desk.registry._claims.num_waiting == 0

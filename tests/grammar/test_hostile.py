@@ -148,21 +148,6 @@ async def test_a_grammar_that_fails_in_mid_output_leaves_the_others_of_its_batch
 # ---------------------------------------------------------------- budgets
 
 
-async def test_a_budget_below_the_shortest_output_is_refused_before_and_after_compiling() -> None:
-    least = GOOD.template.min_tokens
-    async with desk() as place:
-        for known in (False, True):
-            with pytest.raises(BudgetTooSmall, match=f"takes {least} tokens, and {least - 1} are left") as refused:
-                await place.engine.generate([5], constrained(GOOD.grammar, least - 1))
-            assert refused.value.field == "max_tokens"
-            assert place.service.compiled == 1, known
-        made = await place.engine.generate([5], constrained(GOOD.grammar, least))
-        GOOD.validate(text_of(shared_vocabulary(), made.token_ids))
-        cut = await place.engine.generate([5], constrained(GOOD.grammar, 3, on_budget="truncate"))
-        assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
-    assert place.engine.stats().finished["error"] == 1  # the other was refused at submit
-
-
 async def test_on_budget_error_fails_with_the_reason() -> None:
     async with desk() as place:
         with pytest.raises(RequestFailed, match=r"budget \(max_tokens or the context\) ended before"):

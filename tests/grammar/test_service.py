@@ -19,7 +19,6 @@ from asyncengine.errors import (
     GrammarTimeout,
     GrammarTooLarge,
     InvalidParameter,
-    QueueFull,
 )
 from asyncengine.grammar import Grammar
 from asyncengine.grammar.interface import GrammarOrder
@@ -145,21 +144,6 @@ class Desk:
 
 
 A, B, C = Grammar.regex("a+"), Grammar.regex("b+"), Grammar.regex("c+")
-
-
-async def test_equal_grammars_compile_once_and_off_the_loop():
-    async with Desk() as desk:
-        desk.backend.go.clear()
-        waiting = [desk.start(ticket, Grammar.regex("a+")) for ticket in range(50)]
-        await desk.begun()
-        desk.backend.go.set()
-        await asyncio.gather(*waiting)
-        assert desk.order == list(range(50)), "in order of arrival"
-        assert desk.backend.compiled == ["a+"]
-        assert desk.backend.threads[0].startswith("asyncengine-grammar")
-        assert len({id(answer.result()) for answer in waiting}) == 50, "each has a matcher of its own"
-        await desk.start(50, A)
-        assert desk.backend.compiled == ["a+"], "known"
 
 
 async def test_a_known_grammar_is_answered_at_once():
@@ -318,18 +302,6 @@ async def test_the_cache_is_bounded_in_bytes():
             await desk.start(ticket, grammar)
         assert desk.backend.compiled == ["a+", "b+", "d+", "b+", "c+", "c+"], "least recently used first; C never fits"
         assert desk.service._cache.nbytes <= 1000
-
-
-async def test_too_many_pending_grammars_are_refused_at_submit():
-    async with Desk(max_pending_grammars=2, grammar_workers=1) as desk:
-        desk.backend.go.clear()
-        waiting = [desk.start(1, A), desk.start(2, B)]
-        with pytest.raises(QueueFull, match="max_pending_grammars=2"):
-            desk.service.check(C, 10, "close")
-        assert desk.service.check(B, 10, "close") == B, "no further compilation"
-        desk.backend.go.set()
-        await asyncio.gather(*waiting)
-        assert desk.service.check(C, 10, "close") == C
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.fake_engine import until
+from langchain_core.messages import AIMessageChunk
+from support.fake_engine import posted, until
 from support.peft_checkpoints import make_peft
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -140,6 +141,11 @@ def chat(make_chat: Callable[..., ChatAsyncEngine]) -> ChatAsyncEngine:
     return make_chat(max_tokens=12)
 
 
+def added(chunks: list[AIMessageChunk]) -> AIMessageChunk:
+    """LangChain's sum of a stream."""
+    return sum(chunks[1:], chunks[0])  # type: ignore[return-value]
+
+
 class Watch:
     """What the engine did meanwhile, and whether anything is left behind."""
 
@@ -159,8 +165,8 @@ class Watch:
         """From now on the engine stands still after every so many `steps` until something lies in its inbox, or
         `until` says so: what a test is about to leave can't end before it, however late the test's own thread is. See
         `release`."""
-        held, inbox, count = threading.Event(), self.engine.core.loop.inbox, 0
-        go_on = until or (lambda: bool(inbox._items))
+        held, count = threading.Event(), 0
+        go_on = until or (lambda: bool(posted(self.engine)))
         gives_up = time.monotonic() + 120
 
         def hook(event: object) -> None:
@@ -180,8 +186,7 @@ class Watch:
     @property
     def num_requests(self) -> int:
         """That have come to the engine and not ended, whether it has seen them or not. While it is held."""
-        loop = self.engine.core.loop
-        return len(loop.scheduler.requests) + len(loop.inbox._items)
+        return len(self.engine.core.loop.scheduler.requests) + len(posted(self.engine))
 
     def release(self) -> None:
         """Let the engine run freely again. Idempotent."""

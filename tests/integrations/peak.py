@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from support.fake_engine import PATIENCE
+from support.fake_engine import PATIENCE, posted
 
 from asyncengine import EngineHandle
 from asyncengine.events import StepDone
@@ -20,14 +20,13 @@ class Peak:
 def peak_running(handle: EngineHandle, together: int = 0) -> Iterator[Peak]:
     """The most rows any step had while the block ran. The first requests are held until `together` have come."""
     peak, engine = Peak(), handle.get().aengine
-    inbox = engine.core.loop.inbox
 
     def hook(event: object) -> None:
         if not isinstance(event, StepDone):
             return
         peak.rows = max(peak.rows, event.rows)
         if peak.rows < together:
-            _wait(lambda: event.running + event.waiting + len(inbox._items) >= together)
+            _wait(lambda: event.running + event.waiting + len(posted(engine)) >= together)
 
     remove = engine.on_event(hook)
     try:
@@ -40,18 +39,18 @@ def peak_running(handle: EngineHandle, together: int = 0) -> Iterator[Peak]:
 def paced(handle: EngineHandle) -> Iterator[None]:
     """The engine makes nothing more before what it made has been read: a reader that is slow gets as many pieces as
     one that is quick."""
-    loop = handle.get().aengine.core.loop
+    engine = handle.get().aengine
 
     def all_read() -> bool:
-        mailboxes = [stream.mailbox for stream in loop.delivery.streams.values()]
+        mailboxes = [stream.mailbox for stream in engine.core.loop.delivery.streams.values()]
         # who waits beside something to read wants more at once
-        return bool(loop.inbox._items) or not any(box.ready and box._waiter is None for box in mailboxes)
+        return bool(posted(engine)) or not any(box.ready and box._waiter is None for box in mailboxes)
 
     def hook(event: object) -> None:
         if isinstance(event, StepDone):
             _wait(all_read)
 
-    remove = handle.get().aengine.on_event(hook)
+    remove = engine.on_event(hook)
     try:
         yield
     finally:

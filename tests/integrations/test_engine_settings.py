@@ -201,12 +201,11 @@ def test_cache_keys_do_not_depend_on_how_settings_are_given() -> None:
     """Nor on the order in which a process goes through a set: LangChain's caches outlive it."""
     forms = [{**GIVEN}, dict(reversed(GIVEN.items())), {"engine_config": GIVEN}]
     assert len({ChatAsyncEngine(model="m", **form)._get_llm_string() for form in forms}) == 1
-    for seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "-c", KEY.format(given=GIVEN)], capture_output=True, text=True, check=True,
-            env={"PYTHONHASHSEED": seed}, timeout=100,
-        )  # fmt: skip
-        assert run.stdout.strip() == ChatAsyncEngine(model="m", **GIVEN)._get_llm_string()
+    run = subprocess.run(
+        [sys.executable, "-c", KEY.format(given=GIVEN)], capture_output=True, text=True, check=True,
+        env={"PYTHONHASHSEED": "1"}, timeout=100,
+    )  # fmt: skip
+    assert run.stdout.strip() == ChatAsyncEngine(model="m", **GIVEN)._get_llm_string()
 
 
 @pytest.mark.parametrize("kind", EVERY)

@@ -12,14 +12,14 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import get_usage_metadata_callback
 from langchain_core.exceptions import ModelInvalidRequestError, ModelNotFoundError
-from langchain_core.messages import AIMessageChunk, HumanMessage
+from langchain_core.messages import HumanMessage
 from langchain_core.runnables import ConfigurableField, RunnableParallel
 
 from asyncengine import EngineHandle, SamplingParams, shared_engine
 from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
-from .conftest import CONFIG, LONG, Watch
+from .conftest import CONFIG, LONG, Watch, added
 
 Make = Callable[..., ChatAsyncEngine]
 TOKENS = 10
@@ -38,13 +38,6 @@ def answers(handle: EngineHandle, loaded_adapters: tuple[str, ...]) -> dict[str 
     found = {name: handle.get().chat(HELLO, params, adapter=name).text for name in NAMES}
     assert len({*found.values()}) == 3, "the adapters answer differently"
     return found
-
-
-def added(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    full = chunks[0]
-    for chunk in chunks[1:]:
-        full = full + chunk
-    return full
 
 
 async def test_every_way_to_choose_an_adapter(make_chat: Make, answers: dict[str | None, str]) -> None:

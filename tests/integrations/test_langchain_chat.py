@@ -14,24 +14,17 @@ from langchain_core.exceptions import (
     ModelNotFoundError,
     ModelTimeoutError,
 )
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage
+from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import LLMResult
 
 from asyncengine import EngineHandle
 from asyncengine.errors import AdapterNotFound, ContextLengthExceeded, InvalidParameter, RequestTimeout
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
-from .conftest import CONTEXT, LONG, Watch
+from .conftest import CONTEXT, LONG, Watch, added
 from .peak import slowed
 
 Make = Callable[..., ChatAsyncEngine]
-
-
-def added(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    full = chunks[0]
-    for chunk in chunks[1:]:
-        full = full + chunk
-    return full
 
 
 async def test_four_ways_to_ask_give_one_answer(chat: ChatAsyncEngine) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from pydantic import BaseModel, Field
 
 from asyncengine import EngineHandle
 from asyncengine.errors import GrammarUnsupported, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
-from .conftest import Watch
+from .conftest import Watch, added
 from .langchain_demo_tools import TOOLS, add, get_weather, multiply
 from .peak import paced
 
@@ -31,14 +31,6 @@ def chat(demo: EngineHandle) -> ChatAsyncEngine:
 
 def made(message: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call["name"], call["args"]) for call in message.tool_calls]
-
-
-def added(chunks: list[Any]) -> AIMessageChunk:
-    full = chunks[0]
-    for chunk in chunks[1:]:
-        full = full + chunk
-    assert isinstance(full, AIMessageChunk)
-    return full
 
 
 # -- calls

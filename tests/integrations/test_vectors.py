@@ -18,7 +18,7 @@ from langchain_tests.integration_tests import EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import EmbeddingsUnitTests
 from llama_index.core import VectorStoreIndex
 from llama_index.core.schema import NodeWithScore, TextNode
-from support.fake_engine import until
+from support.fake_engine import posted, until
 from support.held_steps import HeldSteps
 from support.random_reranker import make_reranker
 
@@ -114,10 +114,10 @@ async def test_vectors_are_the_model_s_own(chain: AsyncEngineEmbeddings, index: 
 async def test_many_tasks_are_few_steps(chain: AsyncEngineEmbeddings) -> None:
     engine = await chain.aget_engine()
     questions = [f"How old is number {n}?" for n in range(200)]
-    before, loop = engine.stats().steps, engine.core.loop
+    before = engine.stats().steps
     with HeldSteps(engine):
         tasks = [asyncio.ensure_future(chain.aembed_query(question)) for question in questions]
-        await until(lambda: len(loop.inbox._items) + len(loop.scheduler.requests) == len(questions))
+        await until(lambda: len(posted(engine)) + len(engine.core.loop.scheduler.requests) == len(questions))
     found = await asyncio.gather(*tasks)
     assert engine.stats().steps - before < 20
     alone = [await chain.aembed_query(question) for question in questions[:3]]

@@ -55,7 +55,12 @@ class CallTypeParser(JsonOutputKeyToolsParser):
         found = super().parse_result(result, partial=partial)
         if found is None:
             return None
-        return value_of(self.kind, json.dumps(found if self.inside is None else found.get(self.inside)))
+        try:
+            return value_of(self.kind, json.dumps(found if self.inside is None else found.get(self.inside)))
+        except OutputParserException:
+            if partial:  # what is missing is still to be written
+                return None
+            raise
 
 
 def value_of(kind: Any, text: str) -> Any:

@@ -16,6 +16,8 @@ from asyncengine.integrations.langchain.outputs import chat_chunk, chat_chunks, 
 from asyncengine.integrations.results import openai_usage, worth_sending
 from asyncengine.outputs import Sample, Timings, ToolCall, ToolCallDelta
 
+from .conftest import added
+
 USAGE = Usage(prompt_tokens=20, completion_tokens=9, cached_tokens=16, reasoning_tokens=4)
 
 
@@ -47,11 +49,7 @@ def completion(**changes: Any) -> Completion:
 def streamed() -> AIMessageChunk:
     parts = [chat_chunk(chunk, "m").message for chunk in STREAM if worth_sending(chunk)]
     assert len(parts) == len(STREAM)
-    full = parts[0]
-    for part in parts[1:]:
-        full = full + part
-    assert isinstance(full, AIMessageChunk)
-    return full
+    return added(parts)
 
 
 def test_a_stream_adds_up_to_the_whole_answer() -> None:
@@ -81,10 +79,7 @@ def test_the_last_chunk_carries_no_piece_of_a_call() -> None:
     assert (last.chunk_position, last.tool_call_chunks, last.invalid_tool_calls) == ("last", [], [])
     assert last.response_metadata["finish_reason"] == "tool_calls"
     parts = [part.message for chunk in [*STREAM[:4], merged] for part in chat_chunks(chunk, "m")]
-    full = parts[0]
-    for part in parts[1:]:
-        full = full + part
-    assert isinstance(full, AIMessageChunk)
+    full = added(parts)
     assert full.tool_calls == streamed().tool_calls
     assert full.usage_metadata == streamed().usage_metadata
 

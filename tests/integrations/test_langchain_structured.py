@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pydantic.v1
@@ -10,13 +12,20 @@ import pytest
 from langchain_core.exceptions import ModelInvalidRequestError, OutputParserException
 from langchain_core.messages import AIMessage
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, TypeAdapter
 
 from asyncengine import EngineHandle
 from asyncengine.errors import BudgetTooSmall, GrammarUnsupported, InvalidParameter
 from asyncengine.grammar import Grammar
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
-from asyncengine.integrations.langchain.structured import as_tool, converted, json_schema, response_format
+from asyncengine.integrations.langchain.structured import (
+    CallTypeParser,
+    TypeParser,
+    as_tool,
+    converted,
+    json_schema,
+    response_format,
+)
 
 from .peak import paced
 
@@ -41,6 +50,26 @@ class PersonV1(pydantic.v1.BaseModel):
     job: str
 
 
+@dataclass
+class PersonData:
+    """Information about a person."""
+
+    name: str
+    age: int
+    job: str
+
+
+@dataclass
+class Company:
+    company: str
+    people: list[PersonData]
+
+
+class Size(Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
 class PersonDict(TypedDict):
     """Information about a person."""
 
@@ -53,6 +82,7 @@ AS_TOOL = convert_to_openai_tool(Person)
 SCHEMAS = {
     "pydantic": (Person, Person(**MARTA)),
     "pydantic v1": (PersonV1, PersonV1(**MARTA)),
+    "dataclass": (PersonData, PersonData(**MARTA)),
     "TypedDict": (PersonDict, MARTA),
     "JSON schema": (Person.model_json_schema(), MARTA),
     "nameless JSON schema": ({"type": "object", "properties": Person.model_json_schema()["properties"]}, MARTA),
@@ -94,14 +124,37 @@ def test_partial_objects_are_streamed(chat: ChatAsyncEngine, demo: EngineHandle,
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("schema", [Person, PersonDict], ids=["pydantic", "TypedDict"])
+@pytest.mark.parametrize("schema", [Person, PersonData, PersonDict], ids=["pydantic", "dataclass", "TypedDict"])
 def test_include_raw(chat: ChatAsyncEngine, method: Any, schema: Any) -> None:
     result = chat.with_structured_output(schema, method=method, include_raw=True).invoke(TEXT)
     assert set(result) == {"raw", "parsed", "parsing_error"}
     assert isinstance(result["raw"], AIMessage)
     assert bool(result["raw"].tool_calls) is (method == "function_calling")
-    assert dict(result["parsed"]) == MARTA
+    assert result["parsed"] == (MARTA if schema is PersonDict else schema(**MARTA))
     assert result["parsing_error"] is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "kind",
+    [list[int], list[PersonData], dict[str, int], int | None, PersonData | Company, Literal["a", "b"], Size,
+     tuple[int, str], bool],
+    ids=str,
+)  # fmt: skip
+def test_plain_types_give_values_of_theirs(chat: ChatAsyncEngine, method: Any, kind: Any) -> None:
+    model = chat.with_structured_output(kind, method=method)
+    answer = model.invoke(TEXT)
+    assert answer is None or list(model.stream(TEXT))[-1] == answer
+    written = TypeAdapter(kind).dump_json(answer).decode()  # warns, and so fails, for a value of another type
+    assert TypeParser(kind=kind).parse(written) == answer
+
+
+def test_what_does_not_parse_is_langchains_error() -> None:
+    with pytest.raises(OutputParserException, match="the answer is no list"):
+        TypeParser(kind=list[int]).parse('["x"]')
+    with pytest.raises(OutputParserException):
+        TypeParser(kind=PersonData).parse('{"name": ')
+    assert CallTypeParser(key_name="x", first_tool_only=True, kind=int, inside="value").inside == "value"
 
 
 def test_include_raw_keeps_what_cannot_be_parsed(chat: ChatAsyncEngine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -157,16 +155,6 @@ def test_a_prompt_and_its_name_contradict_each_other(kind: type[Any]) -> None:
 def test_at_least_one_is_kept(kind: type[Any]) -> None:
     with pytest.raises(ValidationError, match="top_n"):
         kind(model="m", top_n=0)
-
-
-@pytest.mark.parametrize("kind", FOUR)
-def test_copies_share_the_engine(kind: type[Any]) -> None:
-    made = kind(model="nowhere", engine_config={"num_threads": 1})
-    for other in (copy.copy(made), copy.deepcopy(made), made.model_copy()):
-        assert other._engines() is made._engines()
-    sent = pickle.loads(pickle.dumps(made))
-    assert sent.model == "nowhere"
-    assert sent._engines().serves("nowhere", {"num_threads": 1}, None, None)
 
 
 @pytest.mark.parametrize(

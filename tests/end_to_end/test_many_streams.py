@@ -41,7 +41,7 @@ def submitted(engine: AsyncEngine) -> int:
 
 
 async def test_every_tenth_leaves_and_nobody_else_notices(engine: AsyncEngine) -> None:
-    chat = ChatAsyncEngine(engine=engine, temperature=0, max_tokens=48)
+    chat = ChatAsyncEngine(engine=engine, temperature=0, max_tokens=24)
     running = 0
 
     def hook(event: object) -> None:

@@ -8,26 +8,15 @@ import threading
 from typing import Any
 
 import pytest
-from support.fake_engine import SteppedExecutor, idle, make_engine
+from support.fake_engine import Reciter, SteppedExecutor, idle, make_engine
 from text.tokenizer_zoo import KINDS, fast
 
 from asyncengine import AsyncEngine, ContextLengthExceeded, SamplingParams
-from asyncengine.testing.fake_runner import FakeExecutor, FakeModel
+from asyncengine.testing.fake_runner import FakeExecutor
 from asyncengine.testing.leaks import assert_nothing_held
 from asyncengine.text import TextTokenizer
 
 LINE = "The quick brown fox jumps over the lazy dog, and it doesn't stop there! 你好,世界 👍🏽"
-
-
-class Reciter(FakeModel):
-    """Says `script`, one token after the other, whatever the prompt (of one token)."""
-
-    def __init__(self, script: list[int], vocab_size: int) -> None:
-        super().__init__(vocab_size)
-        self.script = script
-
-    def next_token(self, tokens: Any, seed: int = 0, near: Any = None) -> int:
-        return self.script[(len(tokens) - 1) % len(self.script)]
 
 
 @functools.cache

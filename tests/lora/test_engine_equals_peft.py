@@ -46,13 +46,14 @@ async def answers(engine: AsyncEngine, jobs: list[tuple[str | None, list[int]]])
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_equals_peft(family: str, zoos: Any) -> None:
-    """Eight adapters and the base model: each alone, and all mixed however the engine is set."""
+    """Eight adapters and the base model: each alone, and all mixed under two of the settings."""
     zoo = zoos(family)
     jobs = [(name, prompt) for prompt in PROMPTS for name in NAMES]
     expected = [zoo.answer(name, prompt, WANT) for name, prompt in jobs]
     assert len({tuple(tokens) for tokens in expected}) > len(expected) - 3, "equality means something"
-    for title, settings in SETTINGS.items():
-        async with await load(zoo, adapters=zoo.paths, **settings) as engine:
+    titles = [*SETTINGS, *SETTINGS][FAMILIES.index(family) % 4 :][:2]
+    for title in titles:
+        async with await load(zoo, adapters=zoo.paths, **SETTINGS[title]) as engine:
             assert await answers(engine, jobs) == expected, title
             stats = engine.stats()
             assert (stats.preemptions > 0) == ("preempted" in title)

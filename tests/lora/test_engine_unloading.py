@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from support.adapter_engine import PROMPT, Face, greedy
 from support.fake_adapters import digest_of
-from support.fake_engine import until
+from support.fake_engine import Reciter, until
 from text.tokenizer_zoo import byte_level, fast
 
 from asyncengine.errors import AdapterError, AdapterInUse, AdapterNotFound, InvalidParameter
-from asyncengine.testing import FakeModel
 from asyncengine.text import TextTokenizer
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -151,17 +150,6 @@ async def test_a_finished_request_is_not_in_the_way(face: Face) -> None:
         made = await face.engine.generate(PROMPT, greedy(2 + turn, n=1 + turn % 2), adapter="a")
         assert made.samples[0].token_ids == face.expected(PROMPT, 2 + turn, "a")
         await face.unload_adapter("a")
-
-
-class Reciter(FakeModel):
-    """Says `script`, one token after the other."""
-
-    def __init__(self, script: list[int], vocab_size: int) -> None:
-        super().__init__(vocab_size)
-        self.script = script
-
-    def next_token(self, tokens: Any, seed: int = 0, near: Any = None) -> int:
-        return self.script[len(tokens) % len(self.script)]
 
 
 async def test_nor_is_one_that_a_stop_string_ended(kind: str) -> None:

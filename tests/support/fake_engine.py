@@ -189,6 +189,17 @@ def rows(batch: Batch | None) -> dict[int, int]:
     return {} if batch is None else {row.spec.ticket: row.num_scheduled for row in batch.rows}
 
 
+class Reciter(FakeModel):
+    """Says `script`, one token after the other, whatever the prompt (of one token)."""
+
+    def __init__(self, script: list[int], vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.script = script
+
+    def next_token(self, tokens: Any, seed: int = 0, near: Any = None) -> int:
+        return self.script[(len(tokens) - 1) % len(self.script)]
+
+
 class SteppedExecutor(FakeExecutor):
     """A fake executor whose steps wait for permission: `hold` stops it before its next step, `release` lets it go.
 

@@ -50,54 +50,6 @@ def spread(tensor: torch.Tensor, by: int) -> torch.Tensor:
     return made
 
 
-NORMS: dict[str, tuple[Change, type[Exception]]] = {
-    "no rows": (lambda a: a.update(x=some(0, 64)), RuntimeError),
-    "one dimension": (lambda a: a.update(x=some(64)), RuntimeError),
-    "a weight of another width": (lambda a: a.update(weight=some(32)), RuntimeError),
-    "a weight of two dimensions": (lambda a: a.update(weight=some(1, 64)), RuntimeError),
-    "columns": (lambda a: a.update(x=some(64, 3).T), RuntimeError),
-    "float32": (lambda a: a.update(x=a["x"].float(), weight=a["weight"].float()), RuntimeError),
-    "a weight of another type": (lambda a: a.update(weight=a["weight"].float()), AssertionError),
-    "an odd beginning": (lambda a: a.update(x=moved(a["x"])), AssertionError),
-    "a weight's odd beginning": (lambda a: a.update(weight=moved(a["weight"])), AssertionError),
-    "rows between vectors": (lambda a: a.update(x=spread(a["x"], 4)), AssertionError),
-    "host memory": (lambda a: a.update(x=on_host(a["memory"], a["x"])), RuntimeError),
-}
-
-
-@pytest.mark.parametrize("wrong", NORMS)
-@pytest.mark.parametrize("kernel", ["rmsnorm", "gemma_rmsnorm", "fused_add_rmsnorm", "gemma_fused_add_rmsnorm"])
-def test_norms(kernel: str, wrong: str, fake: FakeFlashInfer, memory: FakeMemory) -> None:
-    given: dict[str, Any] = {"x": some(3, 64), "weight": some(64), "memory": memory}
-    change, error = NORMS[wrong]
-    change(given)
-    others = [torch.ones_like(given["x"])] if "fused" in kernel else []
-    with pytest.raises(error):
-        getattr(fake, kernel)(given["x"], *others, given["weight"])
-
-
-def test_norms_that_are_taken(fake: FakeFlashInfer) -> None:
-    """Rows that lie apart by whole vectors, heads of a merged projection, widths of no whole vector."""
-    fake.rmsnorm(spread(some(3, 64), 8), some(64))
-    fake.rmsnorm(spread(some(3, 2, 64), 8), some(64))
-    fake.gemma_rmsnorm(some(3, 2, 64)[:, 1:], some(64))
-    fake.rmsnorm(some(3, 12), some(12))
-
-
-def test_sums_with_norms(fake: FakeFlashInfer) -> None:
-    x, residual, weight = torch.randn(3, 64).to(HALF), torch.randn(3, 64).to(HALF), torch.randn(64).to(HALF)
-    total = x.float() + residual.float()
-    fake.fused_add_rmsnorm(x, residual, weight)
-    assert torch.equal(residual, total.to(HALF))
-    assert torch.equal(x, torch.nn.functional.rms_norm(total, (64,), weight.float(), 1e-6).to(HALF))
-    with pytest.raises(RuntimeError, match="residual"):
-        fake.fused_add_rmsnorm(some(3, 64), some(2, 64), weight)
-    with pytest.raises(RuntimeError, match="2D"):
-        fake.fused_add_rmsnorm(some(3, 2, 64), some(3, 2, 64), weight)
-    with pytest.raises(AssertionError, match="both are written"):
-        fake.fused_add_rmsnorm(x, x, weight)
-
-
 @pytest.mark.parametrize(
     ("both", "error"),
     [
@@ -115,36 +67,6 @@ def test_activations(both: torch.Tensor, error: type[Exception], fake: FakeFlash
         with pytest.raises(error):
             kernel(both)
     fake.silu_and_mul(some(2, 64))
-
-
-ROTATIONS: dict[str, tuple[Change, type[Exception]]] = {
-    "no tokens": (lambda a: a.update(query=some(0, 128), key=some(0, 64), positions=a["positions"][:0]), RuntimeError),
-    "a table in 16 bits": (lambda a: a.update(table=a["table"].to(HALF)), ValueError),
-    "a table with gaps": (lambda a: a.update(table=spread(a["table"], 8)), RuntimeError),
-    "positions as floats": (lambda a: a.update(positions=a["positions"].float()), RuntimeError),
-    "a position beyond the table": (lambda a: a.update(positions=a["positions"] + 62), AssertionError),
-    "too few positions": (lambda a: a.update(positions=a["positions"][:2]), AssertionError),
-    "too few keys": (lambda a: a.update(key=some(2, 64)), RuntimeError),
-    "keys of another type": (lambda a: a.update(key=a["key"].half()), AssertionError),
-    "a table wider than a head": (lambda a: a.update(table=torch.zeros(64, 128)), RuntimeError),
-    "an odd beginning": (lambda a: a.update(query=moved(a["query"])), AssertionError),
-    "positions in host memory": (
-        lambda a: a.update(positions=on_host(a["memory"], a["positions"])), RuntimeError,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wrong", ROTATIONS)
-def test_rotations(wrong: str, fake: FakeFlashInfer, memory: FakeMemory) -> None:
-    given: dict[str, Any] = {
-        "query": some(3, 128), "key": some(3, 64), "positions": torch.arange(3, dtype=torch.int32),
-        "table": torch.zeros(64, 64), "memory": memory,
-    }  # fmt: skip
-    change, error = ROTATIONS[wrong]
-    fake.apply_rope_with_cos_sin_cache(given["positions"], given["query"], given["key"], 64, given["table"])
-    change(given)
-    with pytest.raises(error):
-        fake.apply_rope_with_cos_sin_cache(given["positions"], given["query"], given["key"], 64, given["table"])
 
 
 APPENDS: dict[str, tuple[Change, type[Exception]]] = {

@@ -37,7 +37,7 @@ def config_of(model_type: str) -> Any:
         config = make()
         if config.model_type == model_type:
             return config
-    return hf.CONFIG_MAPPING[model_type](**tiny_models._common())
+    return hf.CONFIG_MAPPING[model_type](**tiny_models.common())
 
 
 @pytest.mark.parametrize("model_type", sorted({*PROMISED, *NATIVE}))

@@ -21,12 +21,9 @@ from typing import Any
 
 import torch
 from support.flashinfer_checks import (
-    check_added_norm,
     check_append,
     check_gated,
-    check_norm,
     check_queries,
-    check_rotation,
     check_workspace,
     refuse_empty,
 )
@@ -216,38 +213,6 @@ class FakeFlashInfer:
 
     refuse_empty = staticmethod(refuse_empty)
 
-    def rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-        return self._normed("rmsnorm", input, weight, eps, 0.0)
-
-    def gemma_rmsnorm(self, input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-        return self._normed("gemma_rmsnorm", input, weight, eps, 1.0)
-
-    def _normed(self, name: str, input: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        check_norm(name, input, weight, self.memory.is_pinned, self.dtypes)
-        self.calls[name] += 1
-        wide = weight.float() + offset
-        return torch.nn.functional.rms_norm(input.float(), (input.shape[-1],), wide, eps).to(input.dtype)
-
-    def fused_add_rmsnorm(
-        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-    ) -> None:
-        self._added("fused_add_rmsnorm", input, residual, weight, eps, 0.0)
-
-    def gemma_fused_add_rmsnorm(
-        self, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
-    ) -> None:
-        self._added("gemma_fused_add_rmsnorm", input, residual, weight, eps, 1.0)
-
-    def _added(
-        self, name: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float
-    ) -> None:
-        """Both are overwritten: the sum, and its norm in the place of what was added."""
-        check_added_norm(name, x, residual, weight, self.memory.is_pinned, self.dtypes)
-        self.calls[name] += 1
-        total = x.float() + residual.float()
-        residual.copy_(total)
-        x.copy_(torch.nn.functional.rms_norm(total, (x.shape[-1],), weight.float() + offset, eps))
-
     def silu_and_mul(self, input: torch.Tensor) -> torch.Tensor:
         return self._gated("silu", input, torch.nn.functional.silu)
 
@@ -262,27 +227,6 @@ class FakeFlashInfer:
         gate, up = both.float().chunk(2, dim=-1)
         self.calls[name] += 1
         return (activation(gate) * up).to(both.dtype)
-
-    def apply_rope_with_cos_sin_cache(
-        self,
-        positions: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        head_size: int,
-        cos_sin_cache: torch.Tensor,
-        is_neox: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert is_neox
-        check_rotation(query, key, positions, head_size, cos_sin_cache, self.memory.is_pinned, self.dtypes)
-        cos, sin = (part.repeat(1, 2)[:, None] for part in cos_sin_cache[positions.long()].chunk(2, dim=-1))
-        outs = []
-        for part in (query, key):
-            heads = part.view(part.shape[0], -1, head_size).float()
-            first, second = heads.chunk(2, dim=-1)
-            rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
-            outs.append(rotated.to(part.dtype).flatten(1))
-        self.calls["rope"] += 1
-        return outs[0], outs[1]
 
     def check_device_array(self, array: torch.Tensor) -> None:
         assert self.memory.is_device(array), "an index array that is not on the device"

@@ -10,7 +10,6 @@ a GPU begin at multiples of 512 bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -54,38 +53,6 @@ def aligned(tensor: torch.Tensor, bytes_: int = VECTOR, *, rows: int = VECTOR) -
         assert extent == 1 or stride * size % rows == 0, "a row begins between two vectors"
 
 
-def check_norm(
-    name: str, x: torch.Tensor, weight: torch.Tensor, on_host: IsHost, dtypes: tuple[torch.dtype, ...] = HALVES
-) -> None:
-    """`rmsnorm` and `gemma_rmsnorm`: csrc/norm.cu, and norm/kernels/rmsnorm.py, which is taken where CuTe is there."""
-    refuse_empty(name, x)
-    refuse(x.dim() not in (2, 3), f"Unsupported input dimension: {x.dim()}")
-    check_input("input", x, x.dim(), on_host)
-    check_input("weight", weight, 1, on_host)
-    refuse(weight.shape[0] != x.shape[-1], "input.size(-1) == weight.size(0)")
-    refuse(x.dtype not in dtypes, f"failed to dispatch data type {x.dtype}")
-    assert weight.dtype == x.dtype, "read as the input's type"
-    aligned(weight)
-    width, size = x.shape[-1], x.dtype.itemsize
-    vector = min(width & -width, VECTOR // size) * size
-    whole = x.dim() == 2 and x.is_contiguous()
-    aligned(x, math.gcd(128, width * size) if whole else VECTOR, rows=vector)
-
-
-def check_added_norm(
-    name: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, on_host: IsHost,
-    dtypes: tuple[torch.dtype, ...] = HALVES,
-) -> None:  # fmt: skip
-    """`fused_add_rmsnorm` and `gemma_fused_add_rmsnorm`: csrc/norm.cu, norm/kernels/fused_add_rmsnorm.py."""
-    check_norm(name, x, weight, on_host, dtypes)
-    check_input("input", x, 2, on_host)
-    check_input("residual", residual, 2, on_host)
-    refuse(residual.shape != x.shape, "residual.size(0) == batch_size")
-    assert residual.dtype == x.dtype, "read as the input's type"
-    aligned(residual)
-    assert x.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr(), "both are written"
-
-
 def check_gated(name: str, both: torch.Tensor, on_host: IsHost, dtypes: tuple[torch.dtype, ...] = HALVES) -> None:
     """`silu_and_mul` and its like: activation.py, jit/activation.py, include/flashinfer/activation.cuh."""
     refuse_empty(name, both)
@@ -98,29 +65,6 @@ def check_gated(name: str, both: torch.Tensor, on_host: IsHost, dtypes: tuple[to
     assert both.is_contiguous(), "it counts on through memory"
     assert both.shape[-1] // 2 * size % VECTOR == 0, "the second half begins between two vectors"
     aligned(both)
-
-
-def check_rotation(
-    query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, head_size: int, table: torch.Tensor,
-    on_host: IsHost, dtypes: tuple[torch.dtype, ...] = HALVES,
-) -> None:  # fmt: skip
-    """`apply_rope_with_cos_sin_cache`: rope.py, csrc/rope.cu, include/flashinfer/pos_enc.cuh."""
-    refuse_empty("BatchQKApplyRotaryPosIdsCosSinCache", query, key)
-    if table.dtype != torch.float32:
-        raise ValueError("cos_sin_cache should be float32")
-    heads = [part.view(part.shape[0], -1, head_size) for part in (query, key)]  # torch's own error if it cannot be
-    for name, part in zip("qk", heads, strict=True):
-        check_input(name, part, 3, on_host)
-        refuse(part.dtype not in dtypes, f"failed to dispatch data type {part.dtype}")
-        aligned(part)
-    check_whole("cos_sin_cache", table, 2, on_host)
-    check_whole("pos_ids", positions, 1, on_host)
-    refuse(positions.dtype not in (torch.int32, torch.int64), f"failed to dispatch index type {positions.dtype}")
-    refuse(query.shape[0] != key.shape[0], "q.size(0) == k.size(0)")
-    refuse(table.shape[1] > head_size, f"head_dim ({head_size}) must be >= rotary_dim ({table.shape[1]})")
-    assert key.dtype == query.dtype, "read as the queries' type"
-    assert len(positions) == len(query), "read for every token"
-    assert bool(((positions >= 0) & (positions < len(table))).all()), "read beyond the table"
 
 
 def check_append(

@@ -16,7 +16,7 @@ CHUNK = 12
 
 
 def _sized(heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
-    return tiny_models._common(
+    return tiny_models.common(
         num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=64, num_hidden_layers=3, **changes
     )
 

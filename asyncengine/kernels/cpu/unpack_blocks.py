@@ -1,8 +1,7 @@
 """Blocks of llama.cpp's quantized types into a number a byte, with scales beside: on the way of every file into memory.
 
-About a third of a nanosecond for a number. The layouts are ggml-common.h's; `models.formats.gguf.unpack` says the same
-in numpy, and is what the results are held against. Each function takes addresses: of the first row in the file, of the
-wanted rows' numbers (int64), and of what it writes; scales stay the 16 bits that they are.
+About a third of a nanosecond for a number. The layouts are ggml-common.h's. Each function takes addresses: of the first
+row in the file, of the wanted rows' numbers (int64), and of what it writes; scales stay the 16 bits that they are.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.models.formats.gguf.blocks import BLOCK_TYPES, GONE, BlockType
 from asyncengine.models.formats.gguf.metadata import Broken, Cursor, Metadata, broken, read_metadata
-from asyncengine.models.formats.gguf.types import BLOCK_TYPES, GONE, BlockType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

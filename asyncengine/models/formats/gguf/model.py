@@ -177,7 +177,7 @@ def _entries(path: Path, header: Header, places: dict[str, tuple[GgufFile, Tenso
         parts = parts_of(header, name, known)
         if not parts:
             raise ModelNotFound(f"{path} has a tensor that {header.architecture} does not have: {shorten(name, 100)}")
-        if not place.kind.readable:
+        if place.kind.form is None and place.kind.plain is None:
             raise UnsupportedModel(
                 f"{path} has the tensor {shorten(name, 100)} as {place.kind.name}, which is not read. Pass a file "
                 "quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"

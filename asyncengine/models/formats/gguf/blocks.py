@@ -1,7 +1,7 @@
-"""ggml's tensor types: how many numbers are a block, how many bytes it takes, and what its numbers stand for.
+"""ggml's tensor types: block layouts, and the forms of their numbers.
 
-Source: ggml-common.h (block layouts). A k-quant is a block of 256 numbers in groups of 16 or 32 whose scales are small
-whole numbers times the block's; a legacy type is a block of 32 with a scale, and perhaps a minimum.
+A k-quant is a block of 256 numbers in groups of 16 or 32 whose scales are small whole numbers times the block's; a
+legacy type is a block of 32 numbers with a scale, and perhaps a minimum. Layouts: ggml-common.h.
 """
 
 from __future__ import annotations
@@ -9,40 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncengine.layers.stored import NumberForm
+from asyncengine.layers.stored import Below, NumberForm
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the value of each e2m1 number; the block's scale is half of what the standard calls it."""
+"""Twice the value of each e2m1 number: the block's scale is half of the standard's."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of tensors in a file."""
+    """A type of tensors: blocks of `numbers` numbers of a row take `nbytes` bytes.
+
+    `form` is that of a quantized type and `plain` the name that safetensors has for a type of plain numbers; a type
+    with neither is not read.
+    """
 
     name: str
     numbers: int
-    """Of a block, in a row."""
     nbytes: int
-    """Of a block."""
     form: NumberForm | None = None
-    """None: plain numbers, or a type that is not read here."""
     plain: str | None = None
-    """What safetensors calls it, if its numbers are plain."""
-
-    @property
-    def readable(self) -> bool:
-        return self.form is not None or self.plain is not None
 
 
-def _legacy(name: str, nbytes: int, bits: int, below: str = "middle") -> BlockType:
+def _legacy(name: str, nbytes: int, bits: int, below: Below = "middle") -> BlockType:
+    return BlockType(name, 32, nbytes, NumberForm(bits, 32, below, table=IQ4_TABLE if below == "table" else ()))
+
+
+def _kquant(name: str, nbytes: int, bits: int, group: int, below: Below = "middle") -> BlockType:
     table = IQ4_TABLE if below == "table" else ()
-    return BlockType(name, 32, nbytes, NumberForm(bits, 32, below, table=table))  # type: ignore[arg-type]
-
-
-def _kquant(name: str, nbytes: int, bits: int, group: int, below: str = "middle") -> BlockType:
-    table = IQ4_TABLE if below == "table" else ()
-    return BlockType(name, 256, nbytes, NumberForm(bits, group, below, block=256, table=table))  # type: ignore[arg-type]
+    return BlockType(name, 256, nbytes, NumberForm(bits, group, below, block=256, table=table))
 
 
 _MXFP4 = NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)
@@ -52,7 +47,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     1: BlockType("F16", 1, 2, plain="F16"),
     2: _legacy("Q4_0", 18, 4),
     3: _legacy("Q4_1", 20, 4, "minima"),
-    # of Ollama's first gpt-oss files (August 2025): the standard's order, two neighbours in a byte
+    # Ollama's first gpt-oss files (August 2025) have the standard's order: two neighbours in a byte
     4: BlockType("MXFP4_PAIRS", 32, 17, _MXFP4),
     6: _legacy("Q5_0", 22, 6),
     7: _legacy("Q5_1", 24, 6, "minima"),
@@ -85,7 +80,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18),
 }
-"""By the number that files have."""
+"""Types by their number in files."""
 
 GONE: Mapping[int, str] = {
     5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",

@@ -9,9 +9,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from asyncengine.errors import ModelNotFound, shorten
-from asyncengine.models.formats.gguf.container import is_gguf
+from asyncengine.models.formats.gguf.container import SPLIT, is_gguf
 from asyncengine.models.formats.gguf.model import GgufModel, open_gguf
-from asyncengine.models.formats.gguf.splits import SPLIT
 from asyncengine.models.formats.ollama import PREFIX, find_ollama
 
 _BESIDE = ("mmproj", "imatrix")

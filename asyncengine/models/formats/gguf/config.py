@@ -9,9 +9,8 @@ from typing import Any
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.architectures import ARCHITECTURES, MIXTRAL, OTHER_KINDS
-from asyncengine.models.formats.gguf.container import TensorPlace
+from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
 from asyncengine.models.formats.gguf.header import Header
-from asyncengine.models.formats.gguf.metadata import Metadata
 from asyncengine.models.formats.gguf.rope import Factors, rope_parameters
 
 

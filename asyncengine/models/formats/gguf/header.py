@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.formats.gguf.container import TensorPlace
-from asyncengine.models.formats.gguf.metadata import Metadata
+from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
 from asyncengine.models.sizes import MAX_LAYERS
 
 _MAX_ENDS = 64

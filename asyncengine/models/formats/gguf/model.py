@@ -19,13 +19,11 @@ from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.formats.gguf import joins
 from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.config import architecture_of, header_of, hugging_face_config
-from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
+from asyncengine.models.formats.gguf.container import GgufFile, Metadata, TensorPlace, broken, open_files
 from asyncengine.models.formats.gguf.header import Header, shortest
 from asyncengine.models.formats.gguf.matrix import BlockMatrix
-from asyncengine.models.formats.gguf.metadata import Metadata, broken
 from asyncengine.models.formats.gguf.names import IGNORED, split_name
 from asyncengine.models.formats.gguf.parts import MAX_PARTS, parts_of
-from asyncengine.models.formats.gguf.splits import open_files
 from asyncengine.models.formats.gguf.undo import Undo
 from asyncengine.models.sizes import check_sizes
 

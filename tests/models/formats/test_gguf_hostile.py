@@ -107,7 +107,7 @@ BROKEN: dict[str, tuple[bytes, type[EngineError], str]] = {
     "tokenizer alone": (gguf([LLAMA]), ModelNotFound, "a tokenizer alone"),
     "no hyperparameters": (gguf([LLAMA], [EMBED], b"\0" * BYTES), ModelNotFound, "llama.*is missing"),
     "heads of text": (
-        gguf([LLAMA, string("llama.attention.head_count", "2")], [EMBED], b"\0" * BYTES), ModelNotFound,
+        gguf([*SHAPE[:4], string("llama.attention.head_count", "2")], [EMBED], b"\0" * BYTES), ModelNotFound,
         "llama.attention.head_count must be a whole number",
     ),
     "as many layers as fit": (

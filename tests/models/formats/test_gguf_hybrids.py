@@ -17,8 +17,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import dense
 from asyncengine.models.families import decoder_config_of
-from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
 
 IDS = list(range(3, 24))
@@ -150,10 +150,10 @@ def test_lfm2_as_ollama_makes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "message"),
     [
-        ("qwen3.5", "ssm.time_step_rank", 0, "has 0 heads of values"),
-        ("qwen3.5", "ssm.group_count", 3, "16 heads of values in 256 numbers, 3 of keys"),
-        ("qwen3.5", "ssm.inner_size", 2**31, "heads of values in 2147483648 numbers"),
-        ("qwen3.5", "ssm.state_size", 2**31, "of keys of 2147483648"),
+        ("qwen3.5", "ssm.time_step_rank", 0, "states of 0 heads"),
+        ("qwen3.5", "ssm.group_count", 3, "16 heads in 256 numbers, and 3 groups"),
+        ("qwen3.5", "ssm.inner_size", 2**31, "heads in 2147483648 numbers"),
+        ("qwen3.5", "ssm.state_size", 2**31, "groups of 2147483648"),
         ("qwen3.5", "ssm.state_size", 24, "wrong shape for the tensor"),
         ("qwen3.5", "block_count", 2**31, "layers"),
         ("qwen3.5", "nextn_predict_layers", 2**31, "layers"),

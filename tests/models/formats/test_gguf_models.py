@@ -22,8 +22,8 @@ from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.layers.stored import dense
 from asyncengine.models.families import decoder_config_of
-from asyncengine.models.formats.gguf.matrix import BlockMatrix
 from asyncengine.models.formats.gguf.model import open_gguf
+from asyncengine.models.formats.gguf.tensors import BlockMatrix
 from asyncengine.models.loading import load_model
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

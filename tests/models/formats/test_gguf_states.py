@@ -92,7 +92,7 @@ def test_a_part_of_a_tensor_counts_once(tmp_path: Path) -> None:
         ("kimi-linear", "attention.key_length_mla", 8, "keys of 8, .*of which 8 of a key are shared"),
         ("kimi-linear", "attention.kv_lora_rank", 2**31, "kv_lora_rank must be between"),
         ("qwen3next", "ssm.group_count", 4, "wrong shape for the tensor .*in_proj_qkv.weight"),
-        ("qwen3next", "ssm.time_step_rank", 2**31, "2147483648 heads of values"),
+        ("qwen3next", "ssm.time_step_rank", 2**31, "states of 2147483648 heads"),
     ],
 )
 def test_headers_that_lie(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:

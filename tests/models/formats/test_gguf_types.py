@@ -15,7 +15,7 @@ from support.ollama_gpt_oss import raw_blocks
 from asyncengine.layers.stored import StoredMatrix, dense
 from asyncengine.models.formats.gguf.blocks import BLOCK_TYPES
 from asyncengine.models.formats.gguf.container import GgufFile
-from asyncengine.models.formats.gguf.matrix import BlockMatrix
+from asyncengine.models.formats.gguf.tensors import BlockMatrix
 
 ROWS, COLUMNS = 6, 768
 

@@ -1,6 +1,6 @@
 """Rotary embeddings of a GGUF header as transformers' `rope_parameters`.
 
-Frequencies that converters worked out beforehand lie in a tensor of their own (`rope_freqs`: what each is divided by).
+Frequencies that converters worked out beforehand lie in a tensor (`rope_freqs`: the number each is divided by).
 """
 
 from __future__ import annotations
@@ -13,102 +13,98 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
+from asyncengine.models.formats.gguf.architecture import Architecture
 from asyncengine.models.formats.gguf.header import Header
 
 Factors = Mapping[str, NDArray[np.float32]]
-"""`rope_freqs`, `rope_factors_long` and `rope_factors_short`, as far as a file has them."""
+"""The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has."""
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA_3_LENGTH = 8192
-"""What converters take: they look for `original_max_position_embeddings` where no configuration has it."""
+"""The length that converters take: they look for `original_max_position_embeddings` where no configuration has it."""
 
 
-def rope_parameters(
-    header: Header, factors: Factors, head_dim: int, base: float = 10000.0, scaling: float = 0.0, kind: str = ""
-) -> dict[str, Any]:
-    """Of layers that attend to everything; `base`, `scaling` and its `kind` where the header says nothing.
+def rope_parameters(header: Header, row: Architecture, factors: Factors, head_dim: int) -> dict[str, Any]:
+    """The `rope_parameters`, by kind of layer where those with a window have others.
 
-    Raises `UnsupportedModel` for a scaling that is not known.
+    Raises `UnsupportedModel` for a scaling that is not known, or a part of heads that the family cannot rotate.
     """
-    theta = header.real("rope.freq_base", base)
+    given = row.rope(header)
+    theta = header.real("rope.freq_base", given.base)
     if theta <= 0:
         raise ModelNotFound(f"{header.path}: {header.architecture}.rope.freq_base must be positive, got {theta}")
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     rotated = header.whole("rope.dimension_count", head_dim)
     if not 0 < rotated <= head_dim or rotated % 2:
         raise ModelNotFound(
             f"{header.path}: {header.architecture}.rope.dimension_count is {rotated}, heads have {head_dim}"
         )
-    if rotated != head_dim:
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if row.partial:
         found["partial_rotary_factor"] = rotated / head_dim
-    _check_lengths(header, factors, rotated // 2)
-    if "rope_freqs" in factors:
-        return {**found, **_divided(factors["rope_freqs"], header, theta, rotated)}
-    if "rope_factors_long" in factors and "rope_factors_short" in factors:
-        return {**found, **_long_rope(header, factors)}
-    named = header.value("rope.scaling.type")
-    if named is None:
-        named = kind or None
-    factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", scaling))
-    if named in (None, "linear") and factor not in (0.0, 1.0):
-        return {**found, "rope_type": "linear", "factor": factor}
-    if named == "yarn":
-        return {**found, **_yarn(header, factor)}
-    if named not in (None, "none", "linear"):
-        raise UnsupportedModel(
-            f"{header.path}: {header.architecture}.rope.scaling.type {str(named)[:40]!r} is not read"
-        )
-    return found
-
-
-def _check_lengths(header: Header, factors: Factors, expected: int) -> None:
+    elif rotated != head_dim:
+        raise UnsupportedModel(f"{header.path}: {header.architecture} whose heads are rotated in part is not read")
     for name, values in factors.items():
-        if values.shape != (expected,) or not np.isfinite(values).all() or not (values > 0).all():
-            raise ModelNotFound(f"{header.path}: the tensor {name} must hold {expected} positive numbers")
+        if values.shape != (rotated // 2,) or not np.isfinite(values).all() or not (values > 0).all():
+            raise ModelNotFound(f"{header.path}: the tensor {name} must hold {rotated // 2} positive numbers")
+    kind = header.value("rope.scaling.type")
+    kind = given.kind or None if kind is None else kind
+    factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", given.factor))
+    if "rope_freqs" in factors:
+        found |= _divided(header, factors["rope_freqs"], theta, rotated)
+    elif "rope_factors_long" in factors and "rope_factors_short" in factors:
+        found |= _long(header, factors["rope_factors_long"], factors["rope_factors_short"])
+    elif kind == "yarn":
+        found |= {**_yarn(header, factor), **given.yarn}
+    elif kind not in (None, "none", "linear"):
+        raise UnsupportedModel(f"{header.path}: {header.architecture}.rope.scaling.type {str(kind)[:40]!r} is not read")
+    elif kind != "none" and factor not in (0.0, 1.0):
+        found |= {"rope_type": "linear", "factor": factor}
+    if given.local is None:
+        return found
+    return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": given.local}}
+
+
+def _original_length(header: Header) -> int:
+    return header.whole("rope.scaling.original_context_length", header.whole("context_length"))
 
 
 def _yarn(header: Header, factor: float) -> dict[str, Any]:
+    def beta(name: str, default: float) -> float:
+        return header.real(f"rope.scaling.yarn_{name}", header.real(f"rope.scaling.{name}", default))
+
     found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor or 1.0,
-        "original_max_position_embeddings": header.whole(
-            "rope.scaling.original_context_length", header.whole("context_length")
-        ),
-        "beta_fast": header.real("rope.scaling.yarn_beta_fast", header.real("rope.scaling.beta_fast", 32.0)),
-        "beta_slow": header.real("rope.scaling.yarn_beta_slow", header.real("rope.scaling.beta_slow", 1.0)),
+        "original_max_position_embeddings": _original_length(header),
+        "beta_fast": beta("beta_fast", 32.0),
+        "beta_slow": beta("beta_slow", 1.0),
     }
     if header.value("rope.scaling.yarn_attn_factor") is not None:
         found["attention_factor"] = header.real("rope.scaling.yarn_attn_factor")
     return found
 
 
-def _long_rope(header: Header, factors: Factors) -> dict[str, Any]:
+def _long(header: Header, long: NDArray[np.float32], short: NDArray[np.float32]) -> dict[str, Any]:
     return {
-        "rope_type": "longrope",
-        "long_factor": _listed(factors["rope_factors_long"]),
-        "short_factor": _listed(factors["rope_factors_short"]),
-        "original_max_position_embeddings": header.whole(
-            "rope.scaling.original_context_length", header.whole("context_length")
-        ),
-    }
+        "rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist(),
+        "original_max_position_embeddings": _original_length(header),
+    }  # fmt: skip
 
 
-def _divided(divisors: NDArray[np.float32], header: Header, theta: float, rotated: int) -> dict[str, Any]:
+def _divided(header: Header, divisors: NDArray[np.float32], theta: float, rotated: int) -> dict[str, Any]:
     """Llama 3's scaling where the divisors are what it gives; else the divisors as they are."""
     for length in _original_lengths(divisors, theta, rotated):
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA_3}
         scaling["original_max_position_embeddings"] = length
-        if np.allclose(llama3_divisors(scaling, theta, rotated), divisors, rtol=1e-5):
+        if np.allclose(_llama3_divisors(scaling, theta, rotated), divisors, rtol=1e-5):
             return scaling
-    listed = _listed(divisors)  # long and short alike: the same for every length
-    return {
-        "rope_type": "longrope", "long_factor": listed, "short_factor": listed, "attention_factor": 1.0, "factor": 1.0,
-        "original_max_position_embeddings": header.whole("context_length"),
-    }  # fmt: skip
+    length = header.whole("context_length")  # long and short are alike: the same factors for every length
+    fixed = {"attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": length}
+    return {**_long(header, divisors, divisors), **fixed}
 
 
 def _original_lengths(divisors: NDArray[np.float32], theta: float, rotated: int) -> list[int]:
-    """Lengths that the divisors may have been made for: the usual one, and what those between the bounds give away."""
+    """Lengths that the divisors may be made for: the usual one, and the one that those between the bounds give."""
     most = float(divisors.max())
     between = np.flatnonzero((divisors > 1) & (divisors < most))
     if not len(between):
@@ -120,14 +116,10 @@ def _original_lengths(divisors: NDArray[np.float32], theta: float, rotated: int)
     return [_LLAMA_3_LENGTH, max(round(wave * (share * (high - low) + low)), 1)]
 
 
-def llama3_divisors(scaling: Mapping[str, Any], theta: float, rotated: int) -> NDArray[np.float64]:
-    """What Llama 3.1 divides each frequency by (Dubey et al. 2024)."""
+def _llama3_divisors(scaling: Mapping[str, Any], theta: float, rotated: int) -> NDArray[np.float64]:
+    """The numbers that Llama 3.1 divides frequencies by (Dubey et al. 2024)."""
     waves = 2 * math.pi * theta ** (np.arange(0, rotated, 2) / rotated)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = (scaling["original_max_position_embeddings"] / waves - low) / (high - low)
     divisors: NDArray[np.float64] = 1 / (1 / scaling["factor"] + np.clip(share, 0, 1) * (1 - 1 / scaling["factor"]))
     return divisors
-
-
-def _listed(values: NDArray[np.float32]) -> list[float]:
-    return [float(value) for value in values]

@@ -1,0 +1,346 @@
+"""Tensors of a GGUF file under transformers' names, with all that a converter did to them undone as they are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.layers.stored import GroupedRows, NumberForm, StoredMatrix, dense
+from asyncengine.models.formats.gguf.architecture import FUSED, Architecture, Moved, TensorName, split_name
+from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
+from asyncengine.models.formats.gguf.header import Header
+
+MAX_PARTS = 2**20
+"""Tensors after those of all experts have got names of their own."""
+_IGNORED = (
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|(v|mm|mtp)\..*"
+)
+"""Tensors that became part of the configuration, and parts that Ollama keeps in the same file: of images, and those
+that predict further tokens."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+@dataclass(slots=True, eq=False)
+class BlockMatrix:
+    """A `StoredMatrix` of a mapped file, unpacked when rows are asked for.
+
+    Row i is row `source[i]` of the file's tensor, which may have more rows; without `source` they are the same.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    form: NumberForm
+    file: GgufFile
+    place: TensorPlace
+    source: NDArray[np.int64] | None = None
+    order: NDArray[np.int64] | None = None
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.place.nbytes // self.place.shape[0]
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        """Rows [first, last), unpacked into memory of their own."""
+        from asyncengine.kernels.cpu.unpack_blocks import unpack_blocks  # numba's import is slow
+
+        stored = self.file.array(self.place).reshape(self.place.shape[0], self._row_bytes)
+        wanted = np.arange(first, last) if self.source is None else self.source[first:last]
+        found = unpack_blocks(self.name, stored, wanted)
+        scales = _exponents(found.scales) if self.name.startswith("MXFP4") else _halves(found.scales)
+        minima = _halves(found.minima) if found.minima.size else None
+        if minima is not None and self.name in ("Q4_1", "Q5_1"):
+            minima = -minima  # these types add their minimum
+        return GroupedRows(
+            found.numbers, scales, found.steps if found.steps.size else None,
+            minima=minima, minimum_steps=found.minimum_steps if found.minimum_steps.size else None,
+        )  # fmt: skip
+
+    def release(self, first: int, last: int) -> None:
+        """Rows [first, last) will not be read again; if they lie among others in the file, those may be read again."""
+        if last <= first:
+            return
+        if self.source is not None:
+            first, last = int(self.source[first:last].min()), int(self.source[first:last].max()) + 1
+        self.file.release(self.place.offset + first * self._row_bytes, self.place.offset + last * self._row_bytes)
+
+
+def _halves(stored: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return stored.view("<f2").astype(np.float32)
+
+
+def _exponents(stored: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """Half of 2^(e - 127), as the table holds twice the numbers; below e = 2 that is no normal number."""
+    exponents = stored.astype(np.uint32)
+    bits = np.where(exponents < 2, np.uint32(0x200000) << np.minimum(exponents, 2), (exponents - 1) << 23)
+    return bits.astype(np.uint32).view(np.float32)
+
+
+class Part(NamedTuple):
+    """A tensor of the file, or some of its rows, and the changes to undo.
+
+    `added` is a number that was added to weights, `decay` says that the file has -exp of them, and `reshaped` is the
+    shape in transformers where a converter reshaped it.
+    """
+
+    file: GgufFile
+    place: TensorPlace
+    moved: Moved = Moved()
+    added: float = 0.0
+    decay: bool = False
+    reshaped: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in transformers."""
+        rows = self.moved.rows
+        return self.reshaped or (self.place.shape if rows is None else (len(rows), *self.place.shape[1:]))
+
+    def matrix(self) -> BlockMatrix:
+        """A quantized tensor; matrices of experts lie one below the other."""
+        kind, (*outputs, inputs) = self.place.kind, self.place.shape
+        assert kind.form is not None
+        flat = self.place._replace(shape=(math.prod(outputs), inputs))
+        rows, columns = self.moved.rows, self.moved.columns
+        shape = (flat.shape[0] if rows is None else len(rows), inputs)
+        return BlockMatrix(kind.name, shape, kind.form, self.file, flat, rows, columns)
+
+    def plain(self) -> torch.Tensor:
+        """A tensor of plain numbers, mapped if there is nothing to undo."""
+        tensor = torch.from_numpy(self.file.array(self.place)).view(_DTYPES[self.place.kind.plain or ""])
+        tensor = tensor.view(self.place.shape)
+        if self.moved.rows is not None:
+            tensor = tensor.index_select(0, torch.from_numpy(self.moved.rows))
+        if self.moved.columns is not None:
+            tensor = tensor[:, torch.from_numpy(np.argsort(self.moved.columns))]
+        if self.decay:
+            tensor = torch.log(-tensor.float())
+        tensor = tensor.reshape(self.shape)
+        return tensor - self.added if self.added else tensor
+
+    def dense(self) -> torch.Tensor:
+        """The numbers as float32, whatever the type."""
+        return self.plain().float() if self.place.kind.form is None else dense(self.matrix()).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """A tensor of transformers': one part, or several that are joined as `Architecture.join` says."""
+
+    parts: tuple[Part, ...]
+    join: str
+    shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """The name of its type."""
+        return "F32" if self.join == "latent" else self.parts[0].place.kind.name
+
+    def read(self) -> torch.Tensor | StoredMatrix:
+        """The tensor if it is plain, else the matrix as it is stored, with outputs as rows."""
+        if self.join == "latent":
+            keys, values = (part.dense() for part in self.parts)
+            return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(self.shape)
+        if self.parts[0].place.kind.form is not None:
+            matrices = [part.matrix() for part in self.parts]
+            size = 1 if self.join == "turns" else self.parts[0].place.shape[-2]
+            return matrices[0] if len(matrices) == 1 else TakingTurns(matrices[0], matrices[1], size)
+        tensors = [part.plain() for part in self.parts]
+        if len(tensors) == 1:
+            whole = tensors[0]
+        else:
+            whole = torch.cat(tensors, dim=-2) if self.join == "below" else torch.stack(tensors, 2).flatten(1, 2)
+        return whole.transpose(1, 2) if self.join == "turns" and whole.ndim == 3 else whole
+
+
+class TakingTurns:
+    """A `StoredMatrix`: `size` rows of one matrix, so many of the other, and so on. Both are of one form."""
+
+    order: NDArray[np.int64] | None = None
+
+    def __init__(self, first: StoredMatrix, second: StoredMatrix, size: int) -> None:
+        self.name, self.form = first.name, first.form
+        self.shape = (2 * first.shape[0], first.shape[1])
+        self._matrices, self._size = (first, second), size
+
+    def _spans(self, first: int, last: int) -> list[tuple[StoredMatrix, int, int, NDArray[np.bool_]]]:
+        """Of each matrix that rows [first, last) are of: its first and last row, and where they come."""
+        rows = np.arange(first, last)
+        piece, inner = np.divmod(rows, self._size)
+        own = piece // 2 * self._size + inner  # ascending and without gaps among the rows of one matrix
+        found = []
+        for index, matrix in enumerate(self._matrices):
+            if (here := piece % 2 == index).any():
+                found.append((matrix, int(own[here][0]), int(own[here][-1]) + 1, here))
+        return found or [(self._matrices[0], 0, 0, np.zeros(0, np.bool_))]
+
+    def rows(self, first: int, last: int) -> GroupedRows:
+        """Rows [first, last), unpacked into memory of their own."""
+        spans = self._spans(first, last)
+        parts = [matrix.rows(begin, end) for matrix, begin, end, _ in spans]
+        if len(parts) == 1:
+            return parts[0]
+
+        def woven(fields: Sequence[NDArray[Any] | None]) -> Any:
+            if fields[0] is None:
+                return None
+            whole = np.empty((last - first, *fields[0].shape[1:]), dtype=fields[0].dtype)
+            for field, (*_, here) in zip(fields, spans, strict=True):
+                whole[here] = field
+            return whole
+
+        return GroupedRows(*map(woven, zip(*parts, strict=True)))
+
+    def release(self, first: int, last: int) -> None:
+        """Rows [first, last) will not be read again."""
+        for matrix, begin, end, _ in self._spans(first, last):
+            matrix.release(begin, end)
+
+
+Held = tuple[GgufFile, TensorPlace]
+
+
+def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, ModelTensor]:
+    """Every tensor by its name in transformers.
+
+    Raises `ModelNotFound` for one that the architecture has not or whose shape cannot be, `UnsupportedModel` for a type
+    that is not read.
+    """
+    named: dict[str, dict[str, Part]] = {}
+    layers = range(header.layers, header.whole("block_count"))
+    for whole, (file, place) in places.items():
+        if re.fullmatch(_IGNORED, whole):
+            continue
+        name = split_name(whole)
+        if name is not None and name.layer in layers:
+            continue  # it predicts further tokens
+        parts = [] if name is None else _parts(header, row, name, place)
+        if not parts:
+            shown = shorten(whole, 100)
+            raise ModelNotFound(f"{header.path} has a tensor that {header.architecture} does not have: {shown}")
+        if place.kind.form is None and place.kind.plain is None:
+            raise UnsupportedModel(
+                f"{header.path} has the tensor {shorten(whole, 100)} as {place.kind.name}, which is not read. Pass a "
+                "file quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
+            )
+        for there, part, own, piece in parts:
+            try:
+                named.setdefault(there, {})[part] = _undone(header, row, own, Part(file, piece), joined=bool(part))
+            except ValueError as error:
+                raise ModelNotFound(f"{header.path} has a wrong shape for the tensor {there}: {error}") from None
+        if len(named) > MAX_PARTS:
+            raise ModelNotFound(f"{header.path} has more than {MAX_PARTS} tensors")
+    return {there: _joined(header, row, there, parts) for there, parts in named.items()}
+
+
+def _parts(
+    header: Header, row: Architecture, name: TensorName, place: TensorPlace
+) -> list[tuple[str, str, TensorName, TensorPlace]]:
+    """The tensors of transformers' that a tensor of the file holds or is part of: name and part as `name_of` has them,
+    the name that it would have alone in the file, and its place. Empty if the architecture has no such tensor."""
+    found = row.name_of(name)
+    if found is not None:
+        there, part = found
+        if "[]" not in there:
+            if there.endswith("shared_expert_gate.weight") and len(place.shape) == 1:
+                place = place._replace(shape=(1, *place.shape))  # converters write a matrix of one row as a vector
+            return [(there, part, name, place)]
+        slices = _along_first(header, name, place)
+        return [(there.replace("[]", str(index)), part, name, piece) for index, piece in enumerate(slices)]
+    if name.layer is None or name.stem not in row.fused:
+        return []
+    every = []
+    for stem, pieces in zip(row.fused[name.stem], _unfused(header, name, place), strict=True):
+        own = name._replace(stem=stem)
+        found = row.name_of(own)
+        if found is None or (len(pieces) > 1 and "[]" not in found[0]):
+            return []
+        every += [(found[0].replace("[]", str(index)), found[1], own, piece) for index, piece in enumerate(pieces)]
+    return every
+
+
+def _along_first(header: Header, name: TensorName, place: TensorPlace) -> list[TensorPlace]:
+    if len(place.shape) < 2 or place.shape[0] > MAX_PARTS:
+        raise ModelNotFound(f"{header.path}: {name} has the shape {list(place.shape)}")
+    count, size = place.shape[0], place.nbytes // place.shape[0]
+    return [TensorPlace(place.kind, place.shape[1:], place.offset + index * size, size) for index in range(count)]
+
+
+def _unfused(header: Header, name: TensorName, place: TensorPlace) -> list[list[TensorPlace]]:
+    """For each stem that a fused one stands for: its tensor, or one for each expert."""
+    if name.stem not in FUSED:
+        return [[place], [place]]  # rows of both lie among each other, and `Moved` has which
+    if name.stem == "attn_qkv":
+        heads = header.whole("attention.head_count")
+        dim = header.whole("attention.key_length", header.whole("embedding_length") // max(heads, 1))
+        others = header.whole("attention.head_count_kv", heads) * dim
+        return [[part] for part in _rows(header, name, place, (heads * dim, others, others))]
+    half = place.shape[1] // 2 if len(place.shape) > 1 else 0
+    pairs = [_rows(header, name, part, (half, half)) for part in _along_first(header, name, place)]
+    return [[pair[index] for pair in pairs] for index in range(2)]
+
+
+def _rows(header: Header, name: TensorName, place: TensorPlace, counts: Sequence[int]) -> list[TensorPlace]:
+    """The places of so many rows each, one below the other."""
+    if sum(counts) != place.shape[0] or 0 in counts:
+        wanted = " and ".join(map(str, counts))
+        raise ModelNotFound(f"{header.path}: {name} has {place.shape[0]} rows, not {wanted}")
+    size, begin, found = place.nbytes // place.shape[0], place.offset, []
+    for count in counts:
+        found.append(TensorPlace(place.kind, (count, *place.shape[1:]), begin, count * size))
+        begin += count * size
+    return found
+
+
+def _undone(header: Header, row: Architecture, name: TensorName, part: Part, *, joined: bool) -> Part:
+    """The part with its changes. Raises `ValueError` for a shape that it cannot have."""
+    kind, shape = part.place.kind, part.place.shape
+    moved = row.moved(header, name, shape[0]) or Moved()
+    rows, columns = moved.rows, moved.columns
+    reshaped: tuple[int, ...] = ()
+    fits = rows is None or (moved.total or len(rows)) == shape[0]
+    if columns is not None:
+        fits = fits and len(shape) == 2 and len(columns) == shape[1]
+    if kind.form is not None:
+        fits = fits and len(shape) in ((2, 3) if joined else (2,))
+    if name.stem.startswith(("ssm_conv1d", "shortconv.conv")) and name.suffix == "weight":
+        fits = fits and len(shape) > 1
+        reshaped = (math.prod(shape[:-1]), 1, shape[-1])
+    elif name.stem in ("ssm_a", "ssm_d", "ssm_norm"):
+        wanted = row.decay_shape if name.stem == "ssm_a" else (-1,)
+        reshaped = tuple(math.prod(shape) if size < 0 else size for size in wanted)
+    if not fits:
+        raise ValueError(f"its shape is {list(shape)}")
+    if kind.form is not None and reshaped:
+        raise UnsupportedModel(f"{header.path} has the tensor {name} as {kind.name}, which is not read of it")
+    norm = name.suffix == "weight" and name.stem.endswith("norm") and name.stem != "ssm_norm"
+    return Part(part.file, part.place, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a", reshaped)
+
+
+def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Part]) -> ModelTensor:
+    if "" in parts:
+        return ModelTensor((parts[""],), "", parts[""].shape)
+    given = tuple(parts[key] for key in sorted(parts))
+    first, last, count = given[0].place.shape, given[-1].place.shape, len(given)
+    shape: tuple[int, ...] = ()
+    if row.join == "latent":
+        if len(first) == len(last) == 3 and first[:2] == (last[0], last[2]):
+            shape = (first[0] * (first[2] + last[1]), first[1])
+    elif first == last and len(first) == (2 if there.endswith("_bias") else 3) and row.join == "turns":
+        shape = (first[0], *first[2:], first[1] * count)
+    elif first == last and len(first) > 1 and row.join == "below":
+        shape = (*first[:-2], first[-2] * count, first[-1])
+    if not shape or parts.keys() not in ({"#"}, {"#0", "#1"}):
+        shapes = " and ".join(str(list(part.place.shape)) for part in given)
+        raise ModelNotFound(f"{header.path} has parts of {there} that do not go together, of the shapes {shapes}")
+    kinds = sorted({part.place.kind.name for part in given})
+    if len(kinds) > 1 and row.join != "latent":
+        raise UnsupportedModel(f"{header.path} has parts of {there} as {' and '.join(kinds)}: of one type only")
+    return ModelTensor(given, row.join, shape)

@@ -114,7 +114,7 @@ def test_wheel_contents(tmp_path: Path) -> None:
     assert "llama_index/__init__.py" not in names
     for part in ("llms", "embeddings", "postprocessor"):
         assert f"llama_index/{part}/__init__.py" not in names, "a package of LlamaIndex's would be hidden"
-    assert "asyncengine/py.typed" in names
+    assert {"asyncengine/py.typed", "asyncengine/text/gguf/harmony.jinja"} <= set(names)
     for module, path in sources():
         assert module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py") in names
     for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 from support.gguf_metadata import byte_level_metadata, sentencepiece_metadata
 from text.gguf_zoo import SENTENCEPIECE, published
 
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel
-from asyncengine.text.gguf import load_gguf_tokenizer, tokenizer_from_gguf
-from asyncengine.text.gguf.metadata import MAX_TOKEN_CHARS, read_header
+from asyncengine.text.gguf import load_gguf_tokenizer
+from asyncengine.text.gguf.header import MAX_TOKEN_CHARS
 
 MUTATIONS = int(os.environ.get("ASYNCENGINE_GGUF_HEADERS", "300"))
 """Mutated headers; 20,000 make the long form (a few minutes)."""
 P = "tokenizer.ggml."
-
-
-class Huge:
-    """An array that claims to be endless and must not be read."""
-
-    def __len__(self) -> int:
-        return 2**60
-
-    def __iter__(self) -> Any:
-        raise AssertionError("read")
-
-    tolist = __iter__
 
 
 def byte_level() -> dict[str, Any]:
@@ -62,15 +50,12 @@ def refused(metadata: dict[str, Any], kind: type[EngineError] = ModelNotFound) -
         ("tokens", [], "tokens is missing or empty"),
         ("tokens", "abc", "tokens is a str, not an array"),
         ("tokens", 12, "tokens is a int, not an array"),
-        ("tokens", np.float32(3), "tokens is a float32, not an array"),
         ("tokens", {"a": 1}, "tokens is a dict, not an array"),
-        ("tokens", np.zeros((3, 3)), "tokens holds something else than strings"),
         ("tokens", ["a", 3, None], "tokens holds something else than strings"),
         ("tokens", ["a", b"b"], "tokens holds something else than strings"),
         ("tokens", ["a", "\ud800"], "tokens holds a string that is not valid Unicode"),
         ("tokens", ["a", "b", "a"], "tokens holds 'a' twice, as 0 and 2"),
         ("tokens", ["a"] * 10_000_000, "tokens has 10000000 entries, the limit is 1000000"),
-        ("tokens", Huge(), f"tokens has {2**60} entries"),
         ("tokens", ["a", "b" * 3_000_000], f"holds a token of 3000000 characters, the limit is {MAX_TOKEN_CHARS}"),
         ("tokens", ["ab" * 1000] * 5_000, "tokens has 10000000 characters"),
         ("token_type", [1, 2], "token_type has 2 entries for"),
@@ -78,17 +63,14 @@ def refused(metadata: dict[str, Any], kind: type[EngineError] = ModelNotFound) -
         ("token_type", [1.5] * 4, "token_type holds something else than whole numbers"),
         ("token_type", [1, 1, 99, 1], r"token_type holds 99 at token 2; known are 0 \(undefined\), 1 \(normal\)"),
         ("token_type", [1, 1, 3, -1], "token_type holds -1 at token 3"),
-        ("token_type", Huge(), "token_type has"),
         ("scores", [0.5], "scores has 1 entries for"),
         ("scores", ["a"], "scores holds something else than numbers"),
         ("scores", [float("nan")], "scores holds a number that is not finite"),
-        ("scores", np.array([np.inf], np.float32), "scores holds a number that is not finite"),
         ("merges", None, "merges is missing"),
         ("merges", ["ab"], "merges holds 'ab' at 0, which is no pair"),
         ("merges", ["a "], "merges holds 'a ' at 0, which is no pair"),
         ("merges", [""], "merges holds '' at 0, which is no pair"),
         ("merges", [["a", "b"]], "merges holds something else than strings"),
-        ("merges", Huge(), "merges has"),
         ("merges", ["a nowhere"], "cannot be built: .*nowhere"),
         ("merges", ["Ġ zzz"], "cannot be built: .*zzz"),
         ("bos_token_id", 10**9, "bos_token_id is 1000000000, outside the vocabulary of"),
@@ -107,9 +89,7 @@ def test_one_broken_key(key: str, value: Any, message: str) -> None:
         del metadata[P + key]
     else:
         metadata[P + key] = value
-    with pytest.raises(ModelNotFound, match=message):
-        tokenizer_from_gguf(metadata)
-    refused(metadata)
+    assert re.search(message, refused(metadata))
 
 
 def test_scores_that_are_missing_or_short() -> None:
@@ -181,17 +161,16 @@ def test_too_many_templates() -> None:
     assert "comes in more than 64 forms" in refused(byte_level() | more)
 
 
-def test_numbers_and_flags_may_be_numpys_and_tokens_nameless() -> None:
+def test_tokens_may_be_nameless_and_an_id_may_be_none() -> None:
     metadata = byte_level()
     plain = load_gguf_tokenizer(metadata)
-    metadata[P + "token_type"] = np.array(metadata[P + "token_type"], np.int32)
-    metadata[P + "tokens"] = np.array(metadata[P + "tokens"], object)
-    metadata[P + "bos_token_id"] = np.uint32(metadata[P + "bos_token_id"])
     metadata[P + "eot_token_id"] = 0xFFFF_FFFF  # how some writers say none
-    metadata[P + "add_bos_token"] = np.bool_(True)
-    assert load_gguf_tokenizer(metadata).encode("quick fox") == plain.encode("quick fox")
-    metadata[P + "tokens"][5] = metadata[P + "tokens"][6] = ""
-    assert read_header(metadata).tokens[5:7] == ["[EMPTY_5]", "[EMPTY_6]"]
+    count = len(metadata[P + "tokens"])
+    metadata[P + "tokens"] += ["", ""]
+    metadata[P + "token_type"] += [1, 1]
+    built = load_gguf_tokenizer(metadata)
+    assert built.encode("quick fox") == plain.encode("quick fox")
+    assert built.hf.convert_ids_to_tokens([count, count + 1]) == [f"[EMPTY_{count}]", f"[EMPTY_{count + 1}]"]
 
 
 def mutated(metadata: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -226,9 +205,9 @@ def test_mutated_headers_build_a_tokenizer_or_are_refused(source: Any) -> None:
     built = 0
     for _ in range(MUTATIONS):
         try:
-            tokenizer = tokenizer_from_gguf(mutated(metadata, rng)).backend
+            tokenizer = load_gguf_tokenizer(mutated(metadata, rng))
         except EngineError:
             continue
         built += 1
-        assert isinstance(tokenizer.decode(tokenizer.encode("The quick fox").ids), str)
+        assert isinstance(tokenizer.decode(tokenizer.encode("The quick fox")), str)
     assert 0 < built < MUTATIONS

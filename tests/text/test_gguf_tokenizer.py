@@ -20,7 +20,7 @@ from asyncengine.chat.harmony import MARKS
 from asyncengine.demo import MODEL_PATH
 from asyncengine.errors import InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.text import TextTokenizer
-from asyncengine.text.gguf import load_gguf_tokenizer, tokenizer_from_gguf
+from asyncengine.text.gguf import load_gguf_tokenizer
 from asyncengine.text.gguf.families import FAMILIES
 
 FUZZ = int(os.environ.get("ASYNCENGINE_GGUF_TEXTS", "150"))
@@ -80,7 +80,7 @@ def test_transformers_reads_the_same_header_alike(pre: str) -> None:
     fields = module.GGUF_TOKENIZER_MAPPING["tokenizer"]
     given = {name: metadata[f"tokenizer.{key}"] for key, name in fields.items() if f"tokenizer.{key}" in metadata}
     theirs, _ = module.convert_gguf_tokenizer("llama", given)
-    ours = tokenizer_from_gguf(metadata).backend
+    ours = load_gguf_tokenizer(metadata).hf.backend_tokenizer
     apart = ["   ", "\t\t\t"]  # added tokens of white space, which it respells
     apart += ["quick", "iPhone", "Ab", "33", "===", "tude"] * FAMILIES[pre].ignore_merges
     for text in (unicodedata.normalize("NFC", text) for text in TEXTS):
@@ -96,7 +96,7 @@ def test_transformers_reads_the_same_scores_alike(architecture: str) -> None:
     fields = module.GGUF_TOKENIZER_MAPPING["tokenizer"]
     given = {name: metadata[f"tokenizer.{key}"] for key, name in fields.items() if f"tokenizer.{key}" in metadata}
     theirs, _ = module.convert_gguf_tokenizer(architecture, given)
-    ours = tokenizer_from_gguf(metadata).backend
+    ours = load_gguf_tokenizer(metadata).hf.backend_tokenizer
     for text in TEXTS:
         if "<" not in text:  # it does not know which marks swallow spaces
             assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids

@@ -1,6 +1,5 @@
 """Tokenizers from the metadata of GGUF files: the vocabulary, the way of cutting, special tokens, chat templates."""
 
-from asyncengine.text.gguf.build import GgufTokenizer, tokenizer_from_gguf
-from asyncengine.text.gguf.load import load_gguf_tokenizer
+from asyncengine.text.gguf.build import load_gguf_tokenizer
 
-__all__ = ["GgufTokenizer", "load_gguf_tokenizer", "tokenizer_from_gguf"]
+__all__ = ["load_gguf_tokenizer"]

@@ -1,89 +1,126 @@
-"""From a GGUF header's metadata to a tokenizer."""
+"""Tokenizers as a GGUF header describes them: byte-level BPE, SentencePiece's BPE, WordPiece, or a tokenizer.json."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
 from asyncengine.errors import EngineError, ModelNotFound, UnsupportedModel, shorten
-from asyncengine.text.gguf.byte_level import build_byte_level
-from asyncengine.text.gguf.families import family_of, pre_of
-from asyncengine.text.gguf.metadata import HUGGINGFACE_KEY, PREFIX, TokenizerHeader, broken, read_header
-from asyncengine.text.gguf.sentencepiece import build_sentencepiece
-from asyncengine.text.gguf.special import add_tokens, end_ids, set_template, vocabulary_of
-from asyncengine.text.gguf.wordpiece import build_wordpiece
+from asyncengine.text.gguf.families import family_of
+from asyncengine.text.gguf.header import HUGGINGFACE_KEY, PREFIX, SPACE, TokenizerHeader, TokenType, broken
+from asyncengine.text.tokenizer import MAX_CHAT_CHARS, TextTokenizer
 
 KINDS = ("gpt2", "llama", "gemma4", "bert")
-LLAMA_NAMES = {"unk": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
-"""The tokens of a vocabulary of the kind "llama" whose header does not name them: files from 2023."""
+MAX_SPLIT_CHARS = 100_000_000
+"""Bound on the characters looked at to find the merges. Gemma's 262,144 tokens take 20 million."""
+LONGEST_WORD = 100
+"""Characters of a word that WordPiece looks up; a longer one is unknown (BERT's own limit)."""
+END_MARKS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<turn|>", "<|tool_response>",
+    "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "[|endofturn|]",
+    "<|end_of_turn|>", "<|flush|>", "<|calls|>", "<end_of_utterance>", "<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>",
+    "<|eos|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)  # fmt: skip
+"""Names that end a turn wherever they are control tokens: a GGUF header has room for three such ids, models have more
+(their generation_config.json, which a GGUF does not carry, lists them). From llama.cpp's list and the models' own."""
+ENDS_A_MESSAGE_ONLY = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
+"""Where a vocabulary has all of the first, the second ends a message inside a turn (gpt-oss, Solar)."""
+_CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"))
 
 
-@dataclass(frozen=True)
-class GgufTokenizer:
-    """A tokenizer built from a GGUF header."""
-
-    backend: Any
-    """The `tokenizers.Tokenizer`."""
-    header: TokenizerHeader
-    end_ids: tuple[int, ...]
-    """Every id that ends an answer, the header's end-of-sequence id first."""
-
-
-def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> GgufTokenizer:
+def load_gguf_tokenizer(
+    metadata: Mapping[str, Any], *, max_chat_chars: int = MAX_CHAT_CHARS, chat_template: str | None = None
+) -> TextTokenizer:
     """The tokenizer that a GGUF header describes: the same ids as the Hugging Face tokenizer of the same model.
 
     `metadata` has the keys of a GGUF header (`tokenizer.ggml.*`, `tokenizer.chat_template*`, `general.architecture`).
     Takes about half a second for 150,000 tokens. A header that carries the model's tokenizer.json
-    (`tokenizer.huggingface.json`) is taken at that word. What any other header leaves out cannot be restored: which
-    of the control tokens are not special, and which added tokens are looked for in normalized text.
+    (`tokenizer.huggingface.json`) is taken at that word. Any other header leaves out, and nothing restores, which of
+    the control tokens are not special, and which added tokens are looked for in normalized text. `chat_template`
+    replaces the header's own; gpt-oss gets one where its header has none.
 
     Raises `ModelNotFound` for a header that is broken, `UnsupportedModel` for a kind of tokenizer that is not known.
     """
-    header = read_header(metadata)
+    from transformers import PreTrainedTokenizerFast
+
+    header = TokenizerHeader(metadata)
     if header.kind not in KINDS and not header.huggingface:
         raise UnsupportedModel(
             f"this GGUF file's tokenizer is of the kind {shorten(repr(header.kind), 60)} (tokenizer.ggml.model); "
             f"known are {', '.join(KINDS)}"
         )
-    if header.kind == "llama":
-        header = _with_llama_names(header)
     try:
         backend = _build(header)
     except BaseException as error:  # the Rust library raises plain Exceptions, and panics, for what does not fit
-        if isinstance(error, EngineError) or not (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        ):
+        panic = type(error).__name__ == "PanicException"
+        if isinstance(error, EngineError) or not (isinstance(error, Exception) or panic):
             raise
         raise ModelNotFound(f"the GGUF header's tokenizer cannot be built: {shorten(str(error), 300)}") from error
-    return GgufTokenizer(backend, header, end_ids(header))
+    templates: Any = header.chat_templates
+    if templates.keys() == {"default"}:
+        templates = templates["default"]
+    if not templates and _CHANNELS.issubset(header.tokens):
+        templates = Path(__file__).with_name("harmony.jinja").read_text(encoding="utf-8")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=_HandedOver(backend),
+        bos_token=header.name_of("bos"),
+        eos_token=header.name_of("eos"),
+        unk_token=header.name_of("unk"),
+        chat_template=templates or None,
+        clean_up_tokenization_spaces=False,
+    )
+    return TextTokenizer(
+        wrapped, max_chat_chars=max_chat_chars, chat_template=chat_template, end_token_ids=_end_ids(header)
+    )
+
+
+class _HandedOver:
+    """A tokenizer given away: transformers copies what it is given, which takes as long as building it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self._backend
 
 
 def _build(header: TokenizerHeader) -> Any:
+    """The `tokenizers.Tokenizer`."""
     if header.huggingface:
         return _from_json(header)
     if header.kind == "bert":
-        return build_wordpiece(header)
-    vocabulary = vocabulary_of(header)
-    if header.kind == "gpt2":
-        family = family_of(pre_of(header))
+        return _wordpiece(header)
+    names = header.spelled()
+    vocabulary = {  # without the fillers by which converters pad it to the size of the embedding
+        token: index
+        for index, (token, kind) in enumerate(zip(names, header.types, strict=True))
+        if kind != TokenType.UNUSED or token != f"[PAD{index}]"
+    }
+    if header.kind == "llama":
+        tokenizer, add_bos = _sentencepiece(header, vocabulary), True
+    else:
+        family = family_of(header.pre, header.architecture) if header.kind == "gpt2" else None
         if not header.merges:
             raise broken(PREFIX + "merges", "is missing")
-        tokenizer = build_byte_level(header, vocabulary, family)
-        add_bos = family.add_bos
-    else:
-        if header.kind == "gemma4" and not header.merges:
-            raise broken(PREFIX + "merges", "is missing")
-        tokenizer = build_sentencepiece(header, vocabulary)
-        add_bos = True
-    add_tokens(tokenizer, header, vocabulary)
-    set_template(tokenizer, header, add_bos=add_bos)
+        if family is None:
+            tokenizer, add_bos = _sentencepiece(header, vocabulary), True
+        else:
+            ignored = family.ignore_merges
+            model = models.BPE(vocab=vocabulary, merges=header.merges, fuse_unk=False, ignore_merges=ignored)
+            tokenizer, add_bos = Tokenizer(model), family.add_bos
+            if family.normalizer is not None:
+                tokenizer.normalizer = family.normalizer
+            tokenizer.pre_tokenizer = family.pre_tokenizer()
+            tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, header, names, vocabulary)
+    _set_edges(tokenizer, header, add_bos=add_bos)
     return tokenizer
 
 
 def _from_json(header: TokenizerHeader) -> Any:
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_str(header.huggingface)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -93,10 +130,134 @@ def _from_json(header: TokenizerHeader) -> Any:
     return tokenizer
 
 
-def _with_llama_names(header: TokenizerHeader) -> TokenizerHeader:
-    named = {
-        name: index
-        for name, (index, token) in LLAMA_NAMES.items()
-        if name not in header.ids and index < len(header.tokens) and header.tokens[index] == token
-    }
-    return replace(header, ids={**header.ids, **named}) if named else header
+def _sentencepiece(header: TokenizerHeader, vocabulary: dict[str, int]) -> Any:
+    """BPE over characters with a fallback to bytes, as transformers builds the same model's.
+
+    Llama's (and Mistral's) puts a space before the text, but not after a special token; Phi-3's puts one before every
+    stretch of text; Gemma's puts none.
+    """
+    merges = header.merges or _merges_from_scores(header, vocabulary)
+    unknown = header.name_of("unk")
+    settings = {"unk_token": unknown} if unknown in vocabulary else {}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True, **settings))
+    prefix = header.space_prefix is not False and not header.is_gemma and header.kind != "gemma4"
+    if header.is_gemma or header.kind == "gemma4":
+        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    elif header.architecture == "phi3" and prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
+    else:
+        scheme = "first" if prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _merges_from_scores(header: TokenizerHeader, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges that a SentencePiece vocabulary implies: every way to make a token of two others, best score first.
+
+    Of equal scores, the longer left part and then the longer right part goes first, so that a run of spaces becomes
+    the longest token there is, as SentencePiece makes it; then the token's place in the vocabulary decides. This is
+    the order in which transformers derives them; vocabularies converted before it had the rule of lengths differ in
+    runs of more spaces than the longest token has.
+    """
+    if not header.scores:
+        raise broken(PREFIX + "scores", "is missing, and there are no merges either")
+    work = sum(len(token) ** 2 for token in vocabulary)
+    if work > MAX_SPLIT_CHARS:
+        raise broken(PREFIX + "tokens", f"are too long to find their merges ({work} steps, limit {MAX_SPLIT_CHARS})")
+    found = []
+    for place, (token, index) in enumerate(vocabulary.items()):
+        # converters overwrite the scores of user-defined tokens, which SentencePiece holds at nought
+        score = 0.0 if header.types[index] == TokenType.USER_DEFINED else header.scores[index]
+        for cut in range(1, len(token)):
+            if token[:cut] in vocabulary and token[cut:] in vocabulary:
+                found.append((-score, -cut, cut - len(token), place, token))
+    found.sort()
+    return [(token[:-cut], token[-cut:]) for _, cut, _, _, token in found]
+
+
+def _wordpiece(header: TokenizerHeader) -> Any:
+    """BERT's tokenizer, with its special tokens and the two that go around every text."""
+
+    def written(token: str) -> str:
+        # as vocab.txt has it: converters mark the pieces that begin a word instead of those that go on
+        if token.startswith("[") and token.endswith("]"):
+            return token
+        return token[1:] if token.startswith(SPACE) and len(token) > 1 else f"##{token}"
+
+    names = [written(token) for token in header.tokens]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    if len(vocabulary) != len(names):
+        raise broken(PREFIX + "tokens", "holds a token twice, as a word and as a part of one")
+    for which in ("unk", "cls", "sep"):
+        if which not in header.ids:
+            raise broken(PREFIX + "model", f"is 'bert', but the token called {which} is not named")
+    model = models.WordPiece(
+        vocab=vocabulary, unk_token=names[header.ids["unk"]], max_input_chars_per_word=LONGEST_WORD,
+        continuing_subword_prefix="##",
+    )  # fmt: skip
+    tokenizer = Tokenizer(model)
+    lowercase = header.lowercase is not False
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=header.strip_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    control = [name for name, kind in zip(names, header.types, strict=True) if kind in (2, TokenType.CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in control])
+    edge = [("begin", header.ids["cls"]), ("end", header.ids["sep"])]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["begin", "$A", "end"], pair=["begin", "$A", "end", "$B:1", "end:1"], special_tokens=edge
+    )
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Any, header: TokenizerHeader, names: list[str], vocabulary: dict[str, int]) -> None:
+    """Make control tokens special and user-defined ones whole, under the ids that they have."""
+    named = {header.ids[name] for name in ("bos", "eos", "unk") if name in header.ids}
+    phi3 = header.architecture == "phi3" and header.kind == "llama"
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for index, (name, kind) in enumerate(zip(names, header.types, strict=True)):
+        control = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or index in named
+        if control or kind == TokenType.USER_DEFINED:
+            # Phi-3's marks swallow the white space behind them, all but three; the header does not say so
+            strip = phi3 and name not in ("<unk>", "<s>", "<|endoftext|>")
+            added[control].append(AddedToken(name, normalized=False, special=control, rstrip=strip))
+    tokenizer.add_special_tokens(added[True])
+    tokenizer.add_tokens(added[False])
+    for token in (*added[True], *added[False]):
+        if tokenizer.token_to_id(token.content) != vocabulary.get(token.content):
+            raise broken(PREFIX + "tokens", f"holds {token.content!r}, which is special but not part of the vocabulary")
+
+
+def _set_edges(tokenizer: Any, header: TokenizerHeader, *, add_bos: bool) -> None:
+    """The tokens around a prompt where `add_special_tokens` is on; `add_bos` is the family's habit.
+
+    Raises `ModelNotFound` where the header asks for a token that it does not name.
+    """
+
+    def edge(name: str, asked: bool | None, habit: bool) -> list[int]:
+        if not (habit if asked is None else asked) or (asked is None and name not in header.ids):
+            return []
+        if name not in header.ids:
+            raise broken(f"{PREFIX}add_{name}_token", f"is set, but there is no {PREFIX}{name}_token_id")
+        return [header.ids[name]]
+
+    before, after = edge("bos", header.add_bos, add_bos), edge("eos", header.add_eos, False)
+    if header.kind == "gemma4" and "default" in header.chat_templates:
+        before = []  # converters set the flag for llama.cpp's sake; the template writes the token itself
+    # names stand in for the tokens: the library's notation has no way to write some characters
+    names = {index: f"edge{index}" for index in (*before, *after)}
+    single = [*map(names.__getitem__, before), "$A", *map(names.__getitem__, after)]
+    pair = [*single, *map(names.__getitem__, before), "$B", *map(names.__getitem__, after)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=[(name, index) for index, name in names.items()]
+    )
+
+
+def _end_ids(header: TokenizerHeader) -> tuple[int, ...]:
+    """The ids at which an answer ends: those that the header names, then control tokens known to end a turn."""
+    typed = enumerate(zip(header.tokens, header.types, strict=True))
+    control = {token: index for index, (token, kind) in typed if kind == TokenType.CONTROL}
+    inner = {mark for others, mark in ENDS_A_MESSAGE_ONLY if others <= control.keys()}
+    named = [header.ids[name] for name in ("eos", "eot", "eom") if name in header.ids]
+    return tuple(dict.fromkeys([*named, *(control[mark] for mark in END_MARKS if mark in control.keys() - inner)]))

@@ -1,29 +1,17 @@
-"""How each family of byte-level vocabularies cuts text into words before merging: `tokenizer.ggml.pre`.
+"""Families of byte-level vocabularies, by how they cut text into words before merging: `tokenizer.ggml.pre`.
 
-The names are llama.cpp's. What each stands for is what the tokenizer.json of the family's models says (normalizer,
-regular expressions, digits), not llama.cpp's own rewriting of it, which leaves Unicode normalization out.
+The names are llama.cpp's. Their meaning is that of the tokenizer.json of the family's models (normalizer, regular
+expressions, digits), not llama.cpp's own rewriting of it, which leaves Unicode normalization out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
+from typing import Any
+
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from asyncengine.errors import UnsupportedModel, shorten
-from asyncengine.text.gguf.metadata import TokenizerHeader
-
-
-class Step(Enum):
-    """A step of pre-tokenization that is no regular expression."""
-
-    WORDS = auto()
-    """GPT-2's own words, and every byte written as a printable character (Radford et al. 2019)."""
-    DIGIT = auto()
-    """Each digit is a word of its own."""
-    DIGITS = auto()
-    """Each run of digits is a word of its own."""
-    PUNCTUATION = auto()
-    """Each run of punctuation is a word of its own."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +22,28 @@ class Family:
     begin with the beginning-of-sequence token where the file does not say otherwise.
     """
 
-    steps: tuple[str | Step, ...]
-    normalizer: str = ""
+    steps: tuple[Any, ...]
+    normalizer: Any = None
     ignore_merges: bool = False
     add_bos: bool = False
 
+    def pre_tokenizer(self) -> Any:
+        """All steps; the last also writes every byte as a printable character (Radford et al. 2019)."""
+        steps = [
+            pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in self.steps
+        ]
+        if _WORDS not in steps:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(steps)
+
+
+_WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+"""GPT-2's words."""
+_DIGIT = pre_tokenizers.Digits(individual_digits=True)
+"""Each digit is a word of its own."""
+_DIGITS = pre_tokenizers.Digits(individual_digits=False)
+_PUNCTUATION = pre_tokenizers.Punctuation("contiguous")
+_NFC, _NFKC = normalizers.NFC(), normalizers.NFKC()
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,7 +97,7 @@ _DEEPSEEK = (
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
     r"\s+$",
     _ASIAN,
-    Step.DIGIT,
+    _DIGIT,
 )
 _NOT_HAN_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _NOT_HAN_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -102,46 +107,53 @@ _KIMI = (
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
 
-_TABLE = {
-    Family((_LLAMA3,), ignore_merges=True, add_bos=True): (
+_TABLE: tuple[tuple[Family, tuple[str, ...]], ...] = (
+    (Family((_LLAMA3,), ignore_merges=True, add_bos=True), (
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-    ),
-    Family((_LLAMA3,), ignore_merges=True): ("glm4", "chatglm-bpe"),
-    Family((_LLAMA3,)): ("dbrx", "smaug-bpe"),
-    Family((_QWEN2,), "NFC"): (
+    )),
+    (Family((_LLAMA3,), ignore_merges=True), ("glm4", "chatglm-bpe")),
+    (Family((_LLAMA3,)), ("dbrx", "smaug-bpe")),
+    (Family((_QWEN2,), _NFC), (
         "qwen2", "deepseek-r1-qwen", "megrez", "f2llmv2", "kormo", "stablelm2", "hunyuan",
-    ),
-    Family((_QWEN2,)): ("grok-2", "solar-open"),
-    Family((_QWEN35,), "NFC"): ("qwen35",),
-    Family((_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),), ignore_merges=True): ("gpt-4o", "llama4", "kanana2"),
-    Family((_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),), "NFC"): ("minimax-m2",),
-    Family((_o200k("", r"\p{N}"),), ignore_merges=True, add_bos=True): ("tekken",),
-    Family((r"\d{1,3}(?=(?:\d{3})*\b)", _o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")), "NFC"): ("tiny_aya",),
-    Family((_KIMI,), ignore_merges=True): ("kimi-k2",),
-    Family((_SEED,)): ("seed-coder",),
-    Family((_LING,)): ("bailingmoe", "bailingmoe2", "llada-moe"),
-    Family((r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True): ("minicpm5",),
-    Family(_DEEPSEEK): ("deepseek-llm",),
-    Family(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, Step.DIGIT)): ("deepseek-coder",),
-    Family(_DEEPSEEK3): ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
-    Family((Step.PUNCTUATION, Step.WORDS, Step.DIGITS, "[0-9][0-9][0-9]")): ("falcon",),
-    Family((Step.WORDS,)): ("gpt-2", "phi-2", "jais", "mellum", "a.x-4.0", "trillion", "granite-docling"),
-    Family((Step.WORDS,), "NFC"): ("mpt", "olmo"),
-    Family((Step.WORDS,), "NFKC"): ("exaone4",),
-    Family((Step.DIGIT, Step.WORDS)): ("starcoder", "refact", "smollm", "codeshell", "minerva-7b", "mellum2"),
-    Family((Step.DIGIT, Step.WORDS), "NFC"): ("command-r",),
-    Family((Step.DIGIT, Step.WORDS), "NFKC"): ("exaone",),
-    Family((_BLOOM,)): ("bloom", "poro-chat", "gpt3-finnish"),
-    Family((_BLOOM, Step.DIGIT)): ("viking",),
-    Family((r"\p{N}+", r"(?=(\d{3})+(?!\d))")): ("superbpe",),
-    Family((r"[\p{P}\$\+<=>\^~\|]+", Step.WORDS, r"\p{N}+", "[0-9][0-9][0-9]")): ("default",),
-}  # fmt: skip
-
-FAMILIES = {name: family for family, names in _TABLE.items() for name in names}
+    )),
+    (Family((_QWEN2,)), ("grok-2", "solar-open")),
+    (Family((_QWEN35,), _NFC), ("qwen35",)),
+    (Family((_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),), ignore_merges=True), ("gpt-4o", "llama4", "kanana2")),
+    (Family((_o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),), _NFC), ("minimax-m2",)),
+    (Family((_o200k("", r"\p{N}"),), ignore_merges=True, add_bos=True), ("tekken",)),
+    (Family((r"\d{1,3}(?=(?:\d{3})*\b)", _o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")), _NFC), ("tiny_aya",)),
+    (Family((_KIMI,), ignore_merges=True), ("kimi-k2",)),
+    (Family((_SEED,)), ("seed-coder",)),
+    (Family((_LING,)), ("bailingmoe", "bailingmoe2", "llada-moe")),
+    (Family((r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True), ("minicpm5",)),
+    (Family(_DEEPSEEK), ("deepseek-llm",)),
+    (Family(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, _DIGIT)), ("deepseek-coder",)),
+    (Family(_DEEPSEEK3), ("deepseek-v3", "hunyuan-dense", "joyai-llm")),
+    (Family((_PUNCTUATION, _WORDS, _DIGITS, "[0-9][0-9][0-9]")), ("falcon",)),
+    (Family((_WORDS,)), ("gpt-2", "phi-2", "jais", "mellum", "a.x-4.0", "trillion", "granite-docling")),
+    (Family((_WORDS,), _NFC), ("mpt", "olmo")),
+    (Family((_WORDS,), _NFKC), ("exaone4",)),
+    (Family((_DIGIT, _WORDS)), ("starcoder", "refact", "smollm", "codeshell", "minerva-7b", "mellum2")),
+    (Family((_DIGIT, _WORDS), _NFC), ("command-r",)),
+    (Family((_DIGIT, _WORDS), _NFKC), ("exaone",)),
+    (Family((_BLOOM,)), ("bloom", "poro-chat", "gpt3-finnish")),
+    (Family((_BLOOM, _DIGIT)), ("viking",)),
+    (Family((r"\p{N}+", r"(?=(\d{3})+(?!\d))")), ("superbpe",)),
+    (Family((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")), ("default",)),
+)  # fmt: skip
 
 
-def family_of(pre: str) -> Family:
+FAMILIES = {name: family for family, names in _TABLE for name in names}
+
+
+_OLLAMA = {"gptoss": "gpt-4o", "lfm2": "lfm2", "mistral3": "tekken"}
+"""By `general.architecture`: Ollama's converter says "default" of every vocabulary that it does not recognize."""
+
+
+def family_of(pre: str, architecture: str) -> Family:
     """The family called `pre`. Raises `UnsupportedModel` for a name that is not known, or for none at all."""
+    if pre in ("", "default"):
+        pre = _OLLAMA.get(architecture, pre)
     if pre in FAMILIES:
         return FAMILIES[pre]
     known = ", ".join(FAMILIES)
@@ -154,12 +166,3 @@ def family_of(pre: str) -> Family:
         f"this GGUF file's tokenizer cuts text into words as {shorten(repr(pre), 60)} does (tokenizer.ggml.pre), "
         f"which is not known here. Known: {known}"
     )
-
-
-_OLLAMA = {"gptoss": "gpt-4o", "lfm2": "lfm2", "mistral3": "tekken"}
-"""By `general.architecture`: Ollama's converter says "default" of every vocabulary that it does not recognize."""
-
-
-def pre_of(header: TokenizerHeader) -> str:
-    """What a header says of how its text is cut into words, or would say if its converter had known."""
-    return _OLLAMA.get(header.architecture, header.pre) if header.pre in ("", "default") else header.pre

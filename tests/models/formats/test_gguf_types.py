@@ -31,10 +31,7 @@ def matrix_of(folder: Path, kind: str, blocks: np.ndarray) -> BlockMatrix:
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    place = file.tensors["m"]
-    form = place.kind.form
-    assert form is not None
-    return BlockMatrix(kind, (place.shape[0], place.shape[1]), form, file, place)
+    return BlockMatrix(file, file.tensors["m"])
 
 
 def test_the_table_is_ggmls() -> None:
@@ -70,10 +67,7 @@ def test_ollamas_blocks_with_neighbours_in_a_byte(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(path)
-    place = file.tensors["m"]
-    assert place.kind.form is not None
-    found = BlockMatrix(place.kind.name, (ROWS, COLUMNS), place.kind.form, file, place)
-    assert torch.equal(dense(found), dequantized(blocks, "MXFP4"))
+    assert torch.equal(dense(BlockMatrix(file, file.tensors["m"])), dequantized(blocks, "MXFP4"))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -42,43 +42,33 @@ def _kquant(name: str, nbytes: int, bits: int, group: int, below: Below = "middl
 
 _MXFP4 = NumberForm(4, 32, "table", scale_dtype="bfloat16", table=MXFP4_TABLE)
 
+_UNREAD = {
+    9: ("Q8_1", 32, 40), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 29: ("IQ1_M", 256, 56),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
 BLOCK_TYPES: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4, plain="F32"),
     1: BlockType("F16", 1, 2, plain="F16"),
+    28: BlockType("F64", 1, 8, plain="F64"),
+    30: BlockType("BF16", 1, 2, plain="BF16"),
     2: _legacy("Q4_0", 18, 4),
     3: _legacy("Q4_1", 20, 4, "minima"),
-    # Ollama's first gpt-oss files (August 2025) have the standard's order: two neighbours in a byte
-    4: BlockType("MXFP4_PAIRS", 32, 17, _MXFP4),
     6: _legacy("Q5_0", 22, 6),
     7: _legacy("Q5_1", 24, 6, "minima"),
     8: _legacy("Q8_0", 34, 8),
-    9: BlockType("Q8_1", 32, 40),
+    20: _legacy("IQ4_NL", 18, 4, "table"),
     10: _kquant("Q2_K", 84, 4, 16, "minima"),
     11: _kquant("Q3_K", 110, 4, 16),
     12: _kquant("Q4_K", 144, 4, 32, "minima"),
     13: _kquant("Q5_K", 176, 6, 32, "minima"),
     14: _kquant("Q6_K", 210, 6, 16),
-    15: BlockType("Q8_K", 256, 292),
-    16: BlockType("IQ2_XXS", 256, 66),
-    17: BlockType("IQ2_XS", 256, 74),
-    18: BlockType("IQ3_XXS", 256, 98),
-    19: BlockType("IQ1_S", 256, 50),
-    20: _legacy("IQ4_NL", 18, 4, "table"),
-    21: BlockType("IQ3_S", 256, 110),
-    22: BlockType("IQ2_S", 256, 82),
     23: _kquant("IQ4_XS", 136, 4, 32, "table"),
-    24: BlockType("I8", 1, 1),
-    25: BlockType("I16", 1, 2),
-    26: BlockType("I32", 1, 4),
-    27: BlockType("I64", 1, 8),
-    28: BlockType("F64", 1, 8, plain="F64"),
-    29: BlockType("IQ1_M", 256, 56),
-    30: BlockType("BF16", 1, 2, plain="BF16"),
-    34: BlockType("TQ1_0", 256, 54),
-    35: BlockType("TQ2_0", 256, 66),
     39: BlockType("MXFP4", 32, 17, _MXFP4),
-    40: BlockType("NVFP4", 64, 36),
-    41: BlockType("Q1_0", 128, 18),
+    # Ollama's first gpt-oss files (August 2025) have the standard's order: two neighbours in a byte
+    4: BlockType("MXFP4_PAIRS", 32, 17, _MXFP4),
+    **{number: BlockType(*given) for number, given in _UNREAD.items()},
 }
 """Types by their number in files."""
 

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.formats.gguf.architecture import Architecture
-from asyncengine.models.formats.gguf.architectures import ARCHITECTURES, LLAMA_ROW, MIXTRAL_ROW, OTHER_KINDS
+from asyncengine.models.formats.gguf.architectures import (
+    ARCHITECTURES,
+    LLAMA_ROW,
+    MIXTRAL_ROW,
+    OTHER_KINDS,
+    Architecture,
+)
 from asyncengine.models.formats.gguf.container import Metadata, TensorPlace
 from asyncengine.models.formats.gguf.header import Header
 from asyncengine.models.formats.gguf.rope import Factors, rope_parameters
@@ -142,7 +147,7 @@ def hugging_face_config(header: Header, row: Architecture, factors: Factors) -> 
     ends = header.ends()
     config: dict[str, Any] = {
         "model_type": row.model_type,
-        "architectures": [row.causal],
+        "architectures": ["ForCausalLM"],  # the ending is what tells text generators
         "vocab_size": table.shape[0],
         "hidden_size": header.positive("embedding_length"),
         "intermediate_size": header.whole("feed_forward_length", 0),

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.models.formats.gguf.architecture import Architecture
+from asyncengine.models.formats.gguf.architectures import Architecture
 from asyncengine.models.formats.gguf.header import Header
 
 Factors = Mapping[str, NDArray[np.float32]]

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.layers.stored import GroupedRows, NumberForm, StoredMatrix, dense
-from asyncengine.models.formats.gguf.architecture import FUSED, Architecture, Moved, TensorName, split_name
+from asyncengine.layers.stored import GroupedRows, StoredMatrix, dense
+from asyncengine.models.formats.gguf.architectures import Architecture, Moved
 from asyncengine.models.formats.gguf.container import GgufFile, TensorPlace
 from asyncengine.models.formats.gguf.header import Header
+from asyncengine.models.formats.gguf.names import FUSED, TensorName, split_name
 
 MAX_PARTS = 2**20
 """Tensors after those of all experts have got names of their own."""
@@ -28,20 +29,23 @@ that predict further tokens."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class BlockMatrix:
     """A `StoredMatrix` of a mapped file, unpacked when rows are asked for.
 
     Row i is row `source[i]` of the file's tensor, which may have more rows; without `source` they are the same.
     """
 
-    name: str
-    shape: tuple[int, int]
-    form: NumberForm
     file: GgufFile
     place: TensorPlace
     source: NDArray[np.int64] | None = None
     order: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.place.kind.form is not None
+        self.name, self.form = self.place.kind.name, self.place.kind.form
+        rows, columns = self.place.shape
+        self.shape = (rows if self.source is None else len(self.source), columns)
 
     @property
     def _row_bytes(self) -> int:
@@ -105,12 +109,9 @@ class Part(NamedTuple):
 
     def matrix(self) -> BlockMatrix:
         """A quantized tensor; matrices of experts lie one below the other."""
-        kind, (*outputs, inputs) = self.place.kind, self.place.shape
-        assert kind.form is not None
+        *outputs, inputs = self.place.shape
         flat = self.place._replace(shape=(math.prod(outputs), inputs))
-        rows, columns = self.moved.rows, self.moved.columns
-        shape = (flat.shape[0] if rows is None else len(rows), inputs)
-        return BlockMatrix(kind.name, shape, kind.form, self.file, flat, rows, columns)
+        return BlockMatrix(self.file, flat, self.moved.rows, self.moved.columns)
 
     def plain(self) -> torch.Tensor:
         """A tensor of plain numbers, mapped if there is nothing to undo."""
@@ -153,11 +154,10 @@ class ModelTensor:
             size = 1 if self.join == "turns" else self.parts[0].place.shape[-2]
             return matrices[0] if len(matrices) == 1 else TakingTurns(matrices[0], matrices[1], size)
         tensors = [part.plain() for part in self.parts]
-        if len(tensors) == 1:
-            whole = tensors[0]
-        else:
-            whole = torch.cat(tensors, dim=-2) if self.join == "below" else torch.stack(tensors, 2).flatten(1, 2)
-        return whole.transpose(1, 2) if self.join == "turns" and whole.ndim == 3 else whole
+        if self.join != "turns":
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-2)
+        whole = torch.stack(tensors, 2).flatten(1, 2) if len(tensors) > 1 else tensors[0]
+        return whole.transpose(1, 2) if whole.ndim == 3 else whole
 
 
 class TakingTurns:

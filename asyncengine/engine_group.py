@@ -32,7 +32,7 @@ class EngineGroup(Mapping[str, AsyncEngine]):
             completion = await group.chat([...], model="chat")
 
     Each engine is an actor of its own with its own batches; `group["chat"]` is an ordinary `AsyncEngine`. What they
-    share is the memory, divided when they are loaded (`models.memory_shares`), and the processors: an engine that
+    share is the memory, divided when they are loaded (`models.memory`), and the processors: an engine that
     works through ten thousand documents leaves half of the cores to one that answers a chat (`device.cores`).
     """
 

@@ -1,7 +1,7 @@
 """What fits where layers with windows have pages of their own: python -m benchmarks.window_pages [--memory 4GiB]
 
 For the attention of some models, the tokens of context that a KV cache of so many bytes holds, in one pool for all
-layers and in two (`attention.pool_sizes`), and how many requests of some lengths run beside each other. Then, for
+layers and in two (`models.memory.caches`), and how many requests of some lengths run beside each other. Then, for
 caches of the same bytes, what the prefix cache finds: prompts that share a beginning (vllm #45238), one after another
 and all at once, and chats that take turns. No model is run: the scheduler, over an executor that answers at once.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from asyncengine.attention.base import LayerSpec
-from asyncengine.attention.pool_sizes import TwoPools, two_pools
 from asyncengine.config import EngineConfig, parse_bytes
 from asyncengine.kvcache import KVCache
+from asyncengine.models.memory.caches import TwoPools, two_pools
 from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams
 from asyncengine.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Choosing an attention backend and the size of its KV pool."""
+"""The choice of an attention backend."""
 
 from __future__ import annotations
 
@@ -8,75 +8,15 @@ from collections.abc import Sequence
 
 import torch
 
-from asyncengine.attention.base import AttentionBackend, LayerSpec, page_bytes
+from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend, load_flashinfer
 from asyncengine.attention.flashinfer_plan import why_not
 from asyncengine.attention.torch_paged import TorchPagedBackend
 from asyncengine.config import EngineConfig
-from asyncengine.device.memory import limited_by
-from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.errors import InvalidParameter
 from asyncengine.kernels.cpu import compiler_missing
 
 logger = logging.getLogger("asyncengine")
-
-_CPU_SHARE, _CPU_CAP = 0.25, 4 * 2**30
-_CUDA_KEPT_BACK = (0.15, 4 * 2**30)
-"""The memory that a GPU's pool leaves of what the largest step leaves: this share or these bytes, whichever is less.
-For CUDA graphs, adapters that are loaded later, and gaps in torch's allocator."""
-_BARE_PAGES = 2**17
-"""Pages of a model without attention, beside those of one request of its whole context: they take no memory of keys
-and values, and each is a number in the books."""
-MODEST_TOKENS = 256
-"""A pool that cannot hold one request of this length (or of the model's whole context, if less) is refused."""
-
-
-def num_pages_for(
-    layers: Sequence[LayerSpec],
-    config: EngineConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    free_bytes: int,
-) -> int:
-    """Pages of the pool, page 0 included.
-
-    `kv_cache_memory` bytes if given; else a share of `free_bytes`, at most what `max_num_seqs` requests of
-    `max_model_len` tokens fill, and on CPU at most 4 GiB (the machine has other work). Raises `OutOfMemory` with the
-    numbers if a request of modest length would not fit, or if more is asked for than is free.
-
-    Without layers, pages are numbers that requests are counted by.
-    """
-    size = page_bytes(layers, config.page_size, kv_dtype(config, dtype))
-    per_request = -(-max_model_len // config.page_size)
-    if not layers:
-        return min(config.max_num_seqs * per_request, max(per_request, _BARE_PAGES)) + 1
-    budget = kv_budget(config, device, free_bytes)
-    pages = min(budget // size, config.max_num_seqs * per_request + 1)
-    least = -(-min(MODEST_TOKENS, max_model_len) // config.page_size) + 1
-    if config.kv_cache_memory is not None:
-        least = 2
-    if pages < least:
-        raise OutOfMemory(
-            f"the KV cache gets {_mib(budget)}, which is {pages} pages of {config.page_size} tokens "
-            f"({size / 1024:.0f} KiB each); at least {least} are needed"
-        )
-    return pages
-
-
-def kv_budget(config: EngineConfig, device: torch.device, free_bytes: int) -> int:
-    """Bytes that keys and values may take. Raises `OutOfMemory` if more are asked for than are free."""
-    assert config.kv_cache_memory is None or isinstance(config.kv_cache_memory, int)
-    if config.kv_cache_memory is not None:
-        if config.kv_cache_memory > free_bytes:
-            raise OutOfMemory(
-                f"kv_cache_memory asks for {_mib(config.kv_cache_memory)}, but only {_mib(free_bytes)} are free on "
-                f"{device}{limited_by(device)}"
-            )
-        return config.kv_cache_memory
-    if device.type == "cpu":
-        return min(int(free_bytes * _CPU_SHARE), _CPU_CAP)
-    share, most = _CUDA_KEPT_BACK
-    return free_bytes - min(int(free_bytes * share), most)
 
 
 def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
@@ -184,7 +124,3 @@ def _try_flashinfer(
         backend.close()
         return f"its kernels do not run: {type(error).__name__}: {error}"
     return backend
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB"

@@ -20,7 +20,7 @@ from asyncengine.config import EngineConfig
 
 if TYPE_CHECKING:
     from asyncengine.device.machine import Machine
-    from asyncengine.models.needs import ModelNeeds
+    from asyncengine.models.memory.needs import ModelNeeds
 
 HERE = "this machine"
 
@@ -45,7 +45,7 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
     """Imports torch, which takes a second."""
     from asyncengine.device.machine import this_machine
     from asyncengine.engine.wiring import resolve_model
-    from asyncengine.models.needs import read_needs
+    from asyncengine.models.memory.needs import read_needs
 
     needs = read_needs(resolve_model(model), config)
     return (replace(needs, name=model) if model == "demo" else needs), this_machine()

@@ -102,8 +102,7 @@ def divide_memory(
     Blocking: configurations and headers of files are read, no weights. Raises `InvalidParameter` for a budget that is
     too small, and what reading the files raises.
     """
-    from asyncengine.models.memory_shares import claim_of, share_memory
-    from asyncengine.models.needs import read_needs
+    from asyncengine.models.memory.needs import claim_of, read_needs, share_memory
 
     claims = [
         claim_of(name, read_needs(resolve_model(model), config), config) for name, (model, config) in setups.items()
@@ -121,7 +120,7 @@ def needed_memory(model: str | os.PathLike[str], config: EngineConfig, device: s
     """
     import torch
 
-    from asyncengine.models.needs import read_needs
+    from asyncengine.models.memory.needs import read_needs
 
     needs = read_needs(resolve_model(model), config, device=torch.device(device))
     return needs.total(needs.kv_tokens(config))
@@ -156,7 +155,7 @@ def load_frontend(model: str | os.PathLike[str], config: EngineConfig, attempt: 
 
 def _load_on_own_thread(path: str, config: EngineConfig, trying: LoadAttempt, ahead: CompileAhead) -> Frontend:
     from asyncengine.device.transfer import on_device
-    from asyncengine.models.loading import resolve_device
+    from asyncengine.models.reading import resolve_device
 
     device = resolve_device(config.device)
 

@@ -20,9 +20,9 @@ from asyncengine.models.checkpoint import StoredTensor, open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import MULTIMODAL
 from asyncengine.models.formats import CheckpointSource
-from asyncengine.models.loading import read_config
 from asyncengine.models.multimodal import text_part
 from asyncengine.models.progress import LoadProgress
+from asyncengine.models.reading import read_config
 from asyncengine.models.weights import assign, load_weights, settle_tie, slots_of
 from asyncengine.options import WeightSource
 

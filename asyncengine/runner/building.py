@@ -14,16 +14,15 @@ from functools import partial
 import torch
 
 from asyncengine.attention.factory import make_backend
-from asyncengine.attention.pool_sizes import pool_sizes
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import free_bytes, in_words, release_cached
 from asyncengine.device.transfer import on_device
 from asyncengine.errors import InvalidParameter
-from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.lora.layers.slots import LoraLayers
 from asyncengine.models.first_kernels import sampling_kernels
 from asyncengine.models.loading import LoadedModel
+from asyncengine.models.memory.caches import num_states_for, pool_sizes, state_bytes
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import Pooler
 from asyncengine.request_spec import Pooled, RequestSpec

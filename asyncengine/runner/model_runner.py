@@ -19,12 +19,12 @@ from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.errors import UnsupportedModel
 from asyncengine.kernels.elsewhere import elsewhere
 from asyncengine.layers.fused import MOST_TOKENS
-from asyncengine.layers.state_memory import state_bytes
 from asyncengine.layers.states import LoneTokens, StatePools, StateSegments, state_step
 from asyncengine.layers.step import CausalLM, StepContext
 from asyncengine.lora.layers.slots import LoraLayers, StepAdapters
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import LoadedModel
+from asyncengine.models.memory.caches import state_bytes
 from asyncengine.pooling.pool import Pooler
 from asyncengine.runner.graphs import Capture, DecodeGraphs
 from asyncengine.runner.parts import launch_in_parts

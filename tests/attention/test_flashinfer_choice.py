@@ -18,6 +18,7 @@ from asyncengine.attention.base import AttentionBackend, LayerSpec
 from asyncengine.attention.flashinfer import FlashInferBackend
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter
+from asyncengine.models.memory.caches import num_pages_for
 
 LAYERS = [LayerSpec(index, 8, 4, 64, 64, 0.125) for index in range(2)]
 CPU = torch.device("cpu")
@@ -139,7 +140,7 @@ def test_eight_bit_memory_counts_half(machine: Machine) -> None:
     full, half = machine.make(), machine.make(kv_cache_dtype="fp8")
     assert half.kv_bytes * 2 == full.kv_bytes
     pages = [
-        factory.num_pages_for(
+        num_pages_for(
             LAYERS, EngineConfig(kv_cache_memory="64MiB", kv_cache_dtype=kind), 10**6, torch.bfloat16, CPU, 2**30
         )
         for kind in ("auto", "fp8")

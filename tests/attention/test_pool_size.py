@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from asyncengine.attention.base import LayerSpec
-from asyncengine.attention.factory import num_pages_for
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
+from asyncengine.models.memory.caches import num_pages_for
 
 LAYERS = [LayerSpec(index, 8, 4, 64, 64, 0.125) for index in range(2)]
 PAGE = 2 * 4 * 128 * 16 * 2  # layers * kv heads * (key + value) * tokens * bytes

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from asyncengine.attention.base import LayerSpec, page_bytes
-from asyncengine.attention.factory import num_pages_for
-from asyncengine.attention.pool_sizes import PoolSizes, pool_sizes, two_pools, why_one_pool, window_of
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.models.memory.caches import PoolSizes, num_pages_for, pool_sizes, two_pools, why_one_pool, window_of
 
 CPU = torch.device("cpu")
 GIB = 2**30

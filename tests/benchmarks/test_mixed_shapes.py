@@ -15,7 +15,7 @@ from support.tiny_models import FAMILIES, VOCAB
 
 from asyncengine.config import EngineConfig
 from asyncengine.models.loading import load_model
-from asyncengine.models.needs import read_needs
+from asyncengine.models.memory.needs import read_needs
 from benchmarks.peers import gguf_file
 from benchmarks.peers.mixed_shapes import MIXED, counts
 

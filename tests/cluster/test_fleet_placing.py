@@ -27,7 +27,7 @@ from asyncengine.cluster.fleet.placing import (
 )
 from asyncengine.cluster.fleet.replica import unpacked
 from asyncengine.demo import MODEL_PATH
-from asyncengine.models.needs import read_needs
+from asyncengine.models.memory.needs import read_needs
 
 GIB = 2**30
 

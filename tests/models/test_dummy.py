@@ -77,7 +77,7 @@ def compiled() -> bool:
 def test_more_than_there_is_room_for_is_refused_before_it_is_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncengine.models.loading.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("asyncengine.models.memory.needs.free_bytes", lambda _: 1000)
     for fuse in (True, False):
         with pytest.raises(OutOfMemory, match="the weights take"):
             load_model(str(folder), DUMMY.replace(fuse=fuse))

@@ -14,7 +14,8 @@ from asyncengine.errors import ModelNotFound, UnsupportedModel
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.families import NATIVE, layer_kinds
 from asyncengine.models.layer_kinds import misnamed
-from asyncengine.models.loading import load_model, read_config
+from asyncengine.models.loading import load_model
+from asyncengine.models.reading import read_config
 
 CONFIG = EngineConfig(device="cpu", load_format="dummy", show_progress=False)
 GATED = "linear_attention, full_attention"

@@ -118,7 +118,7 @@ def test_wrong_shape(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 
 def test_too_large_for_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.models.loading.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("asyncengine.models.memory.needs.free_bytes", lambda device: 1000)
     for fuse in (True, False):
         with pytest.raises(OutOfMemory, match=r"weights take .* GiB as float32"):
             load_model(str(checkpoint("llama")), CONFIG.replace(fuse=fuse))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from asyncengine.errors import InvalidParameter
-from asyncengine.models.memory_shares import MemoryClaim, share_memory
+from asyncengine.models.memory.needs import MemoryClaim, share_memory
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH
 from asyncengine.errors import ModelNotFound
 from asyncengine.models.encoder_loading import load_encoder
 from asyncengine.models.loading import load_model
-from asyncengine.models.needs import read_needs
+from asyncengine.models.memory.needs import read_needs
 from asyncengine.runner.building import build_runner
 
 

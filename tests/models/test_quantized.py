@@ -18,7 +18,8 @@ from support.tiny_models import VOCAB
 from asyncengine import AsyncEngine, Engine, EngineConfig, InvalidParameter, SamplingParams
 from asyncengine.demo import MODEL_PATH
 from asyncengine.models.decoder import Decoder
-from asyncengine.models.loading import load_model, quantization_bits
+from asyncengine.models.loading import load_model
+from asyncengine.models.reading import quantization_bits
 
 pytest.importorskip("numba")
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.attention.pool_sizes import PoolSizes
 from asyncengine.config import EngineConfig
 from asyncengine.device import transfer
 from asyncengine.engine import wiring
 from asyncengine.errors import OutOfMemory
 from asyncengine.layers.states import StateSpec
 from asyncengine.models import loading
+from asyncengine.models.memory.caches import PoolSizes
 from asyncengine.runner import building
 from asyncengine.runner.building import build_runner
 
@@ -203,7 +203,7 @@ def test_everything_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(transfer, "on_device", on)
     monkeypatch.setattr(building, "on_device", on)
     monkeypatch.setattr(building, "_build", told("pool"))
-    monkeypatch.setattr(loading, "resolve_device", lambda _: CUDA)
+    monkeypatch.setattr("asyncengine.models.reading.resolve_device", lambda _: CUDA)
     monkeypatch.setattr(loading, "load_model", told("model"))
     for name in ("make_adapters", "_assemble"):
         monkeypatch.setattr(wiring, name, lambda *_: SimpleNamespace(list=list, close=lambda: None))

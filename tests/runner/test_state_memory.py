@@ -10,8 +10,8 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, OutOfMemory
-from asyncengine.layers.state_memory import num_states_for, state_bytes
 from asyncengine.layers.states import StatePools, StateSpec
+from asyncengine.models.memory.caches import num_states_for, state_bytes
 from asyncengine.runner.building import largest_step
 
 SPECS = (StateSpec((4, 8, 8), (64, 3)), StateSpec((), (64, 3)))

@@ -1,7 +1,7 @@
 """Where a fleet's replicas go: Ray's nodes as `place` knows them, and what one replica claims. Plain data, no Ray.
 
 Ray says what each node has, what of that nobody has reserved, and which labels it bears. Of a GPU it does not know the
-memory: a label tells it, or the node is asked. What a replica takes is told from the checkpoint (`models.needs`).
+memory: a label tells it, or the node is asked. What a replica takes is told from the checkpoint (`models.memory`).
 """
 
 from __future__ import annotations

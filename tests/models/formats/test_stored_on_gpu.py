@@ -17,9 +17,9 @@ from asyncengine.config import EngineConfig
 from asyncengine.layers import stored_weight
 from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.layers.stored_weight import ChunkedWeight
-from asyncengine.models import outline
 from asyncengine.models.loading import load_model
-from asyncengine.models.outline import kept_forms
+from asyncengine.models.memory import needs
+from asyncengine.models.memory.needs import kept_forms
 from asyncengine.models.updates import prepare_update
 
 Pair = Callable[..., tuple[Path, Path]]
@@ -33,7 +33,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that a CPU's kernels would multiply are kept as a GPU keeps them."""
 
     monkeypatch.setattr(stored_weight, "on_gpu", lambda device: True)
-    for module in (stored_weight, outline):
+    for module in (stored_weight, needs):
         monkeypatch.setattr(module, "stored_missing", lambda dtype, device: None)
 
 

@@ -24,7 +24,7 @@ from asyncengine.layers.stored import NumberForm, StoredForm
 from asyncengine.lora.adapter import LoraWeights
 from asyncengine.models.decoder import Decoder
 from asyncengine.models.loading import load_model
-from asyncengine.models.outline import kept_forms
+from asyncengine.models.memory.needs import kept_forms
 from asyncengine.models.updates import prepare_update
 
 Pair = Callable[..., tuple[Path, Path]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncengine.attention import pool_sizes
+from asyncengine.models.memory import caches
 from asyncengine.runner import building, model_runner, parts
 from asyncengine.step import FinishedStep, StepResult
 from tools.gpucheck import memory
@@ -58,6 +58,6 @@ async def test_others_that_end_with_it_are_found(folder: Path, monkeypatch: pyte
 
 async def test_kv_memory_that_is_granted_for_nothing_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "free_bytes", lambda _: 2**62)
-    monkeypatch.setattr(pool_sizes, "num_pages_for", lambda *_: 64)
+    monkeypatch.setattr(caches, "num_pages_for", lambda *_: 64)
     with pytest.raises(CheckFailed, match="were granted"):
         await memory.too_much_kv(CPU, folder)

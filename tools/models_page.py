@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 from asyncengine.config import EngineConfig
 from asyncengine.errors import EngineError, UnsupportedModel
 from asyncengine.models.checking import check_config
-from asyncengine.models.checkpoint import Checkpoint, first_line
+from asyncengine.models.checkpoint import Checkpoint
 from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of
 from asyncengine.models.families.encoders import ENCODERS
 from asyncengine.models.families.encoders import REFUSED as REFUSED_ENCODERS
+from asyncengine.models.formats import first_line
 from asyncengine.models.loading import load_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

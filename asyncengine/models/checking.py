@@ -9,10 +9,9 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel
-from asyncengine.models.checkpoint import first_line
 from asyncengine.models.decoder import DecoderConfig, has_chunks
 from asyncengine.models.families import MULTIMODAL, NATIVE
-from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.formats import CheckpointSource, first_line
 from asyncengine.models.kinds import not_causal
 from asyncengine.models.layer_kinds import misnamed
 

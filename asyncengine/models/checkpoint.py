@@ -14,10 +14,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
+from asyncengine.models.formats import (
+    ITEM_BYTES,
+    UNREAD,
+    CheckpointSource,
+    StoredTensor,
+    first_line,
+    read_json,
+)
 from asyncengine.models.hub import download, parse_name
 from asyncengine.models.kinds import check_architectures, check_files
 from asyncengine.models.mapped import OpenFiles
@@ -27,40 +35,13 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.layers.stored import StoredMatrix
-    from asyncengine.models.formats import CheckpointSource
     from asyncengine.models.formats.mapped_matrix import FoundMatrix
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
-}  # fmt: skip
-"""Kinds of tensors, by safetensors' names for dtypes."""
-_UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
-"""Those that nothing here is stored in."""
 _LONGEST_HEADER = 100_000_000
 """Bytes: safetensors' own limit."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor as files have it, or a quantized matrix, which may be several tensors there."""
-
-    kind: str
-    """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
-    shape: tuple[int, ...]
-    """Of a matrix, that of what it stands for."""
-    file: Path
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def quantized(self) -> bool:
-        """Whether reading it gives a `StoredMatrix`."""
-        return self.kind not in _ITEM_BYTES and self.kind not in _UNREAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +179,6 @@ def _find_folder(path_or_id: str) -> Path:
     raise ModelNotFound(f"{shown} is neither a folder here nor a valid Hugging Face hub id")
 
 
-def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
-    """The JSON object in a file of a model's folder. Raises `ModelNotFound`."""
-    if not file.is_file():
-        raise ModelNotFound(f"{path_or_id} has no {file.name}")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelNotFound(f"{file} cannot be read: {first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise ModelNotFound(f"{file} does not hold a JSON object")
-    return content
-
-
 def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
@@ -275,14 +243,9 @@ def _check_places(header: dict[str, Any]) -> int:
         kind, shape = entry["dtype"], entry["shape"]
         if first != end or last < first or any(size < 0 for size in shape):
             raise ValueError(f"the tensor {shorten(name, 200)} does not begin where the one before it ends")
-        if kind not in _ITEM_BYTES and kind not in _UNREAD:
+        if kind not in ITEM_BYTES and kind not in UNREAD:
             raise ValueError(f"the tensor {shorten(name, 200)} is of the unknown type {shorten(repr(kind), 40)}")
-        if kind in _ITEM_BYTES and last - first != math.prod(shape) * _ITEM_BYTES[kind]:
+        if kind in ITEM_BYTES and last - first != math.prod(shape) * ITEM_BYTES[kind]:
             raise ValueError(f"the tensor {shorten(name, 200)} is not as long as its shape says")
         end = last
     return end
-
-
-def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says, in one short line."""
-    return shorten(" ".join(str(error).split()), 300) or type(error).__name__

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from asyncengine.layers.stored import StoredMatrix
-    from asyncengine.models.checkpoint import StoredTensor
     from asyncengine.models.decoder import DecoderConfig
+    from asyncengine.models.formats import StoredTensor
 
 _SPELLINGS = (
     ("model.language_model.", "lm_head."),

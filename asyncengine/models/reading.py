@@ -20,12 +20,11 @@ from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.checking import check_config, load_config, passed_over
-from asyncengine.models.checkpoint import first_line
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
 from asyncengine.models.families import MULTIMODAL, decoder_config_of
 from asyncengine.models.families.encoders import encoder_config_of
-from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.formats import CheckpointSource, first_line
 from asyncengine.models.layer_kinds import named
 from asyncengine.models.multimodal import text_part
 from asyncengine.models.plain_config import plain_config

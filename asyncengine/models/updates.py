@@ -16,10 +16,10 @@ import torch
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, ModelNotFound
-from asyncengine.models.checkpoint import StoredTensor, open_checkpoint
+from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder, DecoderConfig
 from asyncengine.models.families import MULTIMODAL
-from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.multimodal import text_part
 from asyncengine.models.progress import LoadProgress
 from asyncengine.models.reading import read_config

@@ -17,9 +17,8 @@ import torch
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.slots import TensorSlot
 from asyncengine.layers.stored import NumberForm, StoredForm
-from asyncengine.models.checkpoint import StoredTensor
 from asyncengine.models.decoder import Decoder, DecoderConfig
-from asyncengine.models.formats import CheckpointSource
+from asyncengine.models.formats import CheckpointSource, StoredTensor
 from asyncengine.models.progress import LoadProgress
 
 FLOATS = ("F32", "BF16", "F16", "F64")

@@ -10,8 +10,8 @@ import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.errors import UnsupportedModel
-from asyncengine.models.checkpoint import first_line
 from asyncengine.models.fallback.attention_function import NAME, Recorder, attach, register
+from asyncengine.models.formats import first_line
 
 _PROBE_TOKENS = 7
 _PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}

@@ -7,15 +7,46 @@ checked against them. Everything is checked before the first weight is written.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from asyncengine.errors import ModelNotFound, shorten
 
 if TYPE_CHECKING:
     import torch
 
     from asyncengine.layers.stored import StoredMatrix
-    from asyncengine.models.checkpoint import StoredTensor
+
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+"""Kinds of tensors, by safetensors' names for dtypes."""
+UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
+"""Those that nothing here is stored in."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as files have it, or a quantized matrix, which may be several tensors there."""
+
+    kind: str
+    """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
+    shape: tuple[int, ...]
+    """Of a matrix, that of what it stands for."""
+    file: Path
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether reading it gives a `StoredMatrix`."""
+        return self.kind not in ITEM_BYTES and self.kind not in UNREAD
 
 
 class CheckpointSource(Protocol):
@@ -64,3 +95,21 @@ class CheckpointSource(Protocol):
     def stored_types(self) -> dict[str, str]:
         """What each tensor is stored as, by name."""
         ...
+
+
+def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder. Raises `ModelNotFound`."""
+    if not file.is_file():
+        raise ModelNotFound(f"{path_or_id} has no {file.name}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelNotFound(f"{file} cannot be read: {first_line(error)}") from None
+    if not isinstance(content, dict):
+        raise ModelNotFound(f"{file} does not hold a JSON object")
+    return content
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says, in one short line."""
+    return shorten(" ".join(str(error).split()), 300) or type(error).__name__

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.checkpoint import StoredTensor, read_json
+from asyncengine.models.formats import StoredTensor, read_json
 
 if TYPE_CHECKING:  # both import torch, and a wrong path is to be refused before that
     from collections.abc import Callable

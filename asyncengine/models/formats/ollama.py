@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
-from asyncengine.models.checkpoint import read_json
+from asyncengine.models.formats import read_json
 
 PREFIX = "ollama:"
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncengine.errors import ModelNotFound, shorten
-from asyncengine.models.checkpoint import StoredTensor
+from asyncengine.models.formats import StoredTensor
 
 SCALES = ("F16", "BF16", "F32")
 """Kinds of tensors that scales come in."""

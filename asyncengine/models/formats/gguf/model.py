@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import StoredMatrix
-from asyncengine.models.checkpoint import StoredTensor
+from asyncengine.models.formats import StoredTensor
 from asyncengine.models.formats.gguf.config import header_of, hugging_face_config
 from asyncengine.models.formats.gguf.container import GgufFile, Metadata, broken, open_files
 from asyncengine.models.formats.gguf.header import shortest

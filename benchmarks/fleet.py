@@ -168,12 +168,12 @@ async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> Kill:
     streams = [fleet.stream(text, long) for text in texts]
     for stream in streams:
         await anext(stream)
-    members = fleet.door.fleet.crew.members
-    elsewhere = [member for member in members.values() if member.host.node != cluster.head_node.node_id]
-    victim = max(elsewhere, key=lambda member: len(member.flights))
-    if not victim.flights:
+    replicas = fleet.core.fleet.dispatcher.replicas
+    elsewhere = [replica for replica in replicas.values() if replica.process.node != cluster.head_node.node_id]
+    victim = max(elsewhere, key=lambda replica: len(replica.requests))
+    if not victim.requests:
         raise RuntimeError("all streams had ended before a node could be killed: --tokens is too small")
-    node = next(node for node in cluster.worker_nodes if node.node_id == victim.host.node)
+    node = next(node for node in cluster.worker_nodes if node.node_id == victim.process.node)
     at, before = time.monotonic(), fleet.stats()
     killing = asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
 
@@ -186,7 +186,7 @@ async def _lose_one(fleet: Fleet, cluster: Any, tokens: int) -> Kill:
         return 0.0, 0.0, said
 
     ends = (await asyncio.gather(killing, *(end(stream) for stream in streams)))[1:]
-    while fleet.stats().lost == before.lost or len(members) < 3:  # noqa: ASYNC110  # nobody tells
+    while fleet.stats().lost == before.lost or len(replicas) < 3:  # noqa: ASYNC110  # nobody tells
         await asyncio.sleep(0.01)
     whole = time.monotonic() - at
     dead = [(kill, word) for kill, word, said in ends if said is None]

@@ -138,8 +138,8 @@ class Router:
         self.index.update(self._replicas[name].bit, news)
 
     def loads(self) -> dict[str, float]:
-        """Load of every replica, closing ones too."""
-        return {replica.name: replica.load for replica in self._replicas.values()}
+        """Load of every replica, closing ones too. From any thread."""
+        return {replica.name: replica.load for replica in list(self._replicas.values())}
 
     # ---------------------------------------------------------------- requests
 

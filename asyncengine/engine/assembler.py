@@ -48,7 +48,7 @@ class Assembler:
 
     def feed(self, chunks: list[Chunk]) -> list[Chunk]:
         """`chunks` with each run of chunks of the same sample merged into one."""
-        merged = chunks if len(chunks) == 1 else _merge(chunks)
+        merged = chunks if len(chunks) == 1 else merge(chunks)
         self.keep(merged)
         return merged
 
@@ -142,7 +142,7 @@ class Assembler:
         return None if check is None else check(text)
 
 
-def _merge(chunks: list[Chunk]) -> list[Chunk]:
+def merge(chunks: list[Chunk]) -> list[Chunk]:
     """One chunk for each run of chunks of the same sample."""
     merged: list[Chunk] = []
     for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.index):

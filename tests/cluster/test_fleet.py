@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import until
-from support.local_fleet import ENGINE, LocalCarrier, LocalHost, local_fleet
+from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced
 
 from asyncengine import (
     AdapterNotFound,
@@ -30,11 +30,11 @@ from asyncengine import (
 )
 from asyncengine.cluster.fleet import Fleet, FleetConfig
 from asyncengine.cluster.fleet.replica import Replica
-from asyncengine.cluster.fleet.wire import Hello
 from asyncengine.demo import resolve_adapter
 from asyncengine.grammar import Grammar
 
 TEXTS = [f"Question {number}: what is the capital of the country numbered {number * 7}?" for number in range(12)]
+NEEDS_ZMQ = 'needs pyzmq: pip install "asyncengine[cluster]"'
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
 
 
@@ -54,26 +54,8 @@ def same(one: Completion, other: Completion) -> None:
     assert one.usage.prompt_tokens == other.usage.prompt_tokens
 
 
-async def empty(fleet: Fleet, carrier: LocalCarrier) -> None:
-    """No replica holds anything, and neither does the fleet."""
-    loop = fleet.door.fleet
-
-    def holds() -> bool:  # its loop is another thread's: one after the other goes
-        return any((
-            loop.flights, loop._by_ticket, loop._homeless, loop.delivery.streams, any(loop.router.loads().values()),
-            loop.router.index._expected, loop.queue_limit.waiting,
-        ))  # fmt: skip
-
-    await until(lambda: not holds(), "a fleet without requests")
-    for host in list(carrier.hosts.values()):
-        scheduler = host.replica.engine.core.loop.scheduler
-        await until(lambda s=scheduler: not s.requests and not s.num_in_flight, "an empty replica")
-        pages = host.replica.engine.stats().pages
-        assert pages.free + pages.cached == pages.total
-
-
 async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
     async with fleet:
         assert fleet.info == alone.info
         assert fleet.count_tokens("hello") == alone.count_tokens("hello")
@@ -97,7 +79,7 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
             await fleet.generate("x", SamplingParams(max_tokens=10**9))
         with pytest.raises(AdapterNotFound, match="nobody"):
             await fleet.generate("x", adapter="nobody")
-        await empty(fleet, carrier)
+        await cluster.settle(fleet)
         await until(lambda: fleet.stats().generated_tokens > 100, "the replicas' figures")
         stats = fleet.stats()
         assert len(stats.replicas) == 2
@@ -106,18 +88,18 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
         assert sum(each.total for each in (s.pages for s in (await fleet.replica_stats()).values())) > 0
     with pytest.raises(EngineClosed):
         await fleet.generate("x")
-    assert all(host.killed for host in carrier.ever)
+    assert all(process.killed for process in cluster.ever)
 
 
 def seed_free() -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=30)
 
 
-@pytest.mark.parametrize("connected", [True, False], ids=["connected", "carried"])
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "by Ray"])
 async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, connected: bool) -> None:
     rng = random.Random(3)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
-    fleet, carrier = await local_fleet(monkeypatch, replicas=3, connected=connected)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=3, connected=connected)
 
     async def visit(number: int) -> None:
         text, stays = TEXTS[number % len(TEXTS)], rng.randrange(-20, 40)
@@ -132,33 +114,30 @@ async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: Asy
 
     async with fleet:
         await asyncio.gather(*(visit(number) for number in range(100)))
-        carrier.hold(after=2)
+        cluster.hold(after=2)
         stream = fleet.stream(TEXTS[0], SAMPLED, request_id="mine")
         await anext(stream)
         assert fleet.abort("mine")
-        carrier.release()
+        cluster.release()
         assert (await stream.result()).finish_reason == "abort"
-        await empty(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 async def test_a_lost_replica_ends_its_own_streams_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
 ) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=3)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=3)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     async with fleet:
-        carrier.hold(after=3)
+        cluster.hold(after=3)
         streams = {text: fleet.stream(text, SAMPLED) for text in TEXTS}
         for stream in streams.values():
             await stream.__aenter__()
-        members = fleet.door.fleet.crew.members
-        await until(lambda: sum(len(member.flights) for member in members.values()) == len(TEXTS), "all on their way")
-        victim = max(members.values(), key=lambda member: len(member.flights))
-        doomed = len(victim.flights)
-        lost = carrier.hosts[victim.name]
+        await until(lambda: sum(fleet.stats().loads.values()) == len(TEXTS), "all on their way")
+        lost, doomed = cluster.busiest(fleet), max(fleet.stats().loads.values())
         await until(lambda: lost.held is not None and lost.held.reached.is_set(), "answers in the middle")
         lost.lose()
-        carrier.release()
+        cluster.release()
         ended = await asyncio.gather(*(stream.result() for stream in streams.values()), return_exceptions=True)
         dead = [outcome for outcome in ended if isinstance(outcome, EngineDead)]
         assert len(dead) == doomed > 0
@@ -166,10 +145,10 @@ async def test_a_lost_replica_ends_its_own_streams_and_is_replaced(
         assert "was lost" in str(dead[0])
         for text, outcome in zip(streams, ended, strict=True):
             assert isinstance(outcome, EngineDead) or outcome.token_ids == right[text]
-        await until(lambda: len(members) == 3, "a replacement")
+        await replaced(fleet, 3)
         assert fleet.stats().lost == 1
         same(await fleet.generate(TEXTS[0], SAMPLED), await alone.generate(TEXTS[0], SAMPLED))
-        await empty(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 RESUMED = {
@@ -187,27 +166,25 @@ async def test_a_lost_replicas_requests_go_on_elsewhere_exactly(
     monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
 ) -> None:
     """Each kind of request, its replica lost in the middle: the rest is what it would have been."""
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, on_loss="resume")
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume")
     async with fleet:
         for kind, params in RESUMED.items():
             resumed = fleet.stats().resumed
-            carrier.hold(after=3)
+            cluster.hold(after=3)
             stream = fleet.stream(TEXTS[0], params)
             await anext(stream)
-            (flight,) = fleet.door.fleet.flights.values()
-            assert flight.route is not None
-            carrier.hosts[flight.route.replica].lose()
-            carrier.release()
+            cluster.busiest(fleet).lose()
+            cluster.release()
             one, other = await stream.result(), await alone.generate(TEXTS[0], params)
             same(one, other)
             assert one.prompt_logprobs == other.prompt_logprobs, kind
             assert fleet.stats().resumed > resumed, kind
-            await until(lambda: len(fleet.door.fleet.crew.members) == 2, "a replacement")
-        await empty(fleet, carrier)
+            await replaced(fleet, 2)
+        await cluster.settle(fleet)
 
 
 async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     done = asyncio.Event()
 
@@ -221,54 +198,54 @@ async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyP
     async with fleet:
         asking = [asyncio.create_task(keep_asking(text)) for text in TEXTS]
         await fleet.scale(3)
-        assert len(carrier.hosts) == 3
-        before = set(carrier.hosts)
+        assert len(cluster.processes) == 3
+        before = set(cluster.processes)
         await fleet.restart()
-        assert len(carrier.hosts) == 3
-        assert not before & set(carrier.hosts)
-        carrier.room = 3  # no room for both: the old one goes first
+        assert len(cluster.processes) == 3
+        assert not before & set(cluster.processes)
+        cluster.room = 3  # no room for both: the old one goes first
         await fleet.restart()
         await fleet.scale(1)
-        assert len(carrier.hosts) == 1
-        carrier.room = 1
+        assert len(cluster.processes) == 1
+        cluster.room = 1
         with pytest.raises(FleetError, match="only replica"):
             await fleet.restart()
         done.set()
         assert min(await asyncio.gather(*asking)) >= 1
         assert fleet.stats().lost == 0
-        await empty(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by who is least busy alone: that decides among equals."""
-    fleet, carrier = await local_fleet(monkeypatch, replicas=4)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=4)
     async with fleet:
-        first, second, third, fourth = carrier.hosts
-        carrier.hold()
+        first, second, third, fourth = cluster.processes
+        cluster.hold()
         asking = asyncio.create_task(fleet.generate(TEXTS[0], SAMPLED))
-        await until(lambda: sum(fleet.door.fleet.router.loads().values()) > 0)
-        busy = max(fleet.door.fleet.router.loads().items(), key=lambda pair: pair[1])[0]
+        await until(lambda: sum(fleet.stats().loads.values()) > 0)
+        busy = cluster.busiest(fleet).name
         idle = [name for name in (first, second, third, fourth) if name != busy]
-        carrier.scores = {busy: 0.25, idle[0]: 0.5}
-        carrier.release()
+        cluster.scores = {busy: 0.25, idle[0]: 0.5}
+        cluster.release()
         await fleet.scale(3)
-        assert {*carrier.hosts} == {*idle}
+        assert {*cluster.processes} == {*idle}
         await fleet.scale(2)
-        assert {*carrier.hosts} == {*idle[1:]}
+        assert {*cluster.processes} == {*idle[1:]}
         assert (await asking).finish_reason == "length"
 
 
-async def test_the_door_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2)
+async def test_a_full_fleet_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2)
     async with fleet:
-        carrier.hold()
+        cluster.hold()
         streams = [fleet.stream(text, SAMPLED) for text in TEXTS]
         outcomes = await asyncio.gather(*(stream._started() for stream in streams), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
         assert len(refused) >= len(TEXTS) - 3  # one runs, two wait
-        carrier.release()
+        cluster.release()
         await asyncio.gather(*(s.result() for s, o in zip(streams, outcomes, strict=True) if o not in refused))
-        await empty(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 async def test_closing_drains_or_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,26 +264,26 @@ async def test_closing_drains_or_aborts(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_an_adapter_is_also_where_a_replica_was_about_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks it while it loads, and what it was told to load is older."""
     loading, go_on = threading.Event(), threading.Event()
-    call = LocalHost.call
+    call = LocalProcess.call
 
-    async def held(self: LocalHost, method: str, *arguments: Any, timeout: float) -> Any:
+    async def held(self: LocalProcess, method: str, *arguments: Any, timeout: float) -> Any:
         answer = await call(self, method, *arguments, timeout=timeout)
         if method == "start":
             loading.set()
             await asyncio.to_thread(go_on.wait)
         return answer
 
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
     async with fleet:
-        first, _ = carrier.ever
-        monkeypatch.setattr(LocalHost, "call", held)
+        first, _ = cluster.ever
+        monkeypatch.setattr(LocalProcess, "call", held)
         first.lose()
         await until(loading.is_set, "a replacement that loads")
         await fleet.load_adapter("pirate", resolve_adapter("demo/pirate", None))
         go_on.set()
-        await until(lambda: len(fleet.door.fleet.crew.members) == 2, "a replacement")
-        assert len(carrier.ever) == 3
-        assert all(host.replica.engine.adapters() for host in carrier.hosts.values())
+        await replaced(fleet, 2)
+        assert len(cluster.ever) == 3
+        assert all(process.replica.engine.adapters() for process in cluster.processes.values())
 
 
 async def test_adapters_are_everywhere(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
@@ -314,16 +291,16 @@ async def test_adapters_are_everywhere(monkeypatch: pytest.MonkeyPatch, alone: A
     chat = [{"role": "user", "content": "Hello!"}]
     await alone.load_adapter("pirate", path)
     wanted = await alone.chat(chat, seed_free(), adapter="pirate")
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
     async with fleet:
         info = await fleet.load_adapter("pirate", path)
         assert fleet.adapters() == (info,)
         same(await fleet.chat(chat, seed_free(), adapter="pirate"), wanted)
         await fleet.scale(3)  # who comes later has it too
-        assert all(host.replica.engine.adapters() for host in carrier.hosts.values())
+        assert all(process.replica.engine.adapters() for process in cluster.processes.values())
         await fleet.unload_adapter("pirate", wait=True)
         assert fleet.adapters() == ()
-        assert not any(host.replica.engine.adapters() for host in carrier.hosts.values())
+        assert not any(process.replica.engine.adapters() for process in cluster.processes.values())
         with pytest.raises(AdapterNotFound):
             await fleet.chat(chat, adapter="pirate")
 
@@ -331,75 +308,74 @@ async def test_adapters_are_everywhere(monkeypatch: pytest.MonkeyPatch, alone: A
 async def test_what_cannot_go_on_exactly_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter is not there any more where the request would go on."""
     adapters = {"pirate": "demo/pirate"}
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, on_loss="resume", adapters=adapters)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume", adapters=adapters)
     async with fleet:
-        carrier.hold(after=3)
+        cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED, adapter="pirate")
         await anext(stream)
-        (flight,) = fleet.door.fleet.flights.values()
-        assert flight.route is not None
-        other = next(host for name, host in carrier.hosts.items() if name != flight.route.replica)
+        busy = cluster.busiest(fleet)
+        (other,) = (process for process in cluster.processes.values() if process is not busy)
         await other.call("unload_adapter", "pirate", timeout=120)
-        carrier.hosts[flight.route.replica].lose()
-        carrier.release()
+        busy.lose()
+        cluster.release()
         with pytest.raises(EngineDead, match="no other could go on: adapter: its content has changed"):
             await stream.result()
-        await until(lambda: len(fleet.door.fleet.crew.members) == 2, "a replacement")
-        await empty(fleet, carrier)
+        await replaced(fleet, 2)
+        await cluster.settle(fleet)
 
 
 async def test_a_fleet_made_smaller_while_one_is_replaced_is_as_small_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
     async with fleet:
-        next(iter(carrier.hosts.values())).lose()
+        next(iter(cluster.processes.values())).lose()
         await until(lambda: fleet.stats().lost == 1, "the loss")
         await fleet.scale(1)
-        await until(lambda: len(carrier.ever) == 3 and len(carrier.hosts) == 1, "a fleet of one")
+        await until(lambda: len(cluster.ever) == 3 and len(cluster.processes) == 1, "a fleet of one")
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
 
 
 async def test_a_node_with_another_release_is_named_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
 
-    async def hello(replica: Replica) -> Hello:
-        return Hello("0.0.1", 1)
+    async def hello(replica: Replica) -> tuple[str, int]:
+        return "0.0.1", 1
 
     async with fleet:
         monkeypatch.setattr(Replica, "hello", hello)
         said = r"version skew: this program has asyncengine .*, node node-1 has 0\.0\.1 \(wire 1\): install the same"
         with pytest.raises(FleetError, match=said):
             await fleet.scale(2)
-        assert len(carrier.hosts) == 1
-        assert carrier.ever[1].killed
+        assert len(cluster.processes) == 1
+        assert cluster.ever[1].killed
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
     with pytest.raises(FleetError, match=said.replace("node-1", "node-0")):
         await local_fleet(monkeypatch, replicas=1)
 
 
 async def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1, silence_limit=1.5)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1, silence_limit=1.5)
     async with fleet:
-        carrier.hold(after=3)
+        cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
-        (host,) = carrier.hosts.values()
-        host.speaks.clear()
+        (process,) = cluster.processes.values()
+        process.speaks.clear()
         with pytest.raises(EngineDead, match="said nothing"):
             await stream.result()
-        await until(lambda: len(fleet.door.fleet.crew.members) == 1, "a replacement")
+        await replaced(fleet, 1)
         assert (await fleet.generate("The", SAMPLED)).token_ids
 
 
 async def test_what_has_no_replica_waits_and_then_the_fleet_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.cluster.fleet.crew.RETRY_SECONDS", 0.01)
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1, on_loss="resume")
+    monkeypatch.setattr("asyncengine.cluster.fleet.replicas.RETRY_SECONDS", 0.01)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1, on_loss="resume")
     async with fleet:
-        carrier.hold(after=3)
+        cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
-        carrier.room = 0
-        (host,) = carrier.hosts.values()
-        host.lose()
+        cluster.room = 0
+        (process,) = cluster.processes.values()
+        process.lose()
         with pytest.raises((EngineDead, RequestFailed), match="none can be started"):
             await stream.result()
         with pytest.raises(EngineDead):
@@ -407,36 +383,81 @@ async def test_what_has_no_replica_waits_and_then_the_fleet_gives_up(monkeypatch
 
 
 async def test_a_head_that_is_gone_ends_the_fleet_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncengine.cluster.fleet.crew.HEAD_SECONDS", 0.05)
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1)
+    monkeypatch.setattr("asyncengine.cluster.fleet.replicas.HEAD_SECONDS", 0.05)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
     async with fleet:
-        carrier.hold(after=3)
+        cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
-        carrier.head = False
+        cluster.head = False
         with pytest.raises(EngineDead, match="the head of the Ray cluster is gone"):
             await stream.result()
-        carrier.release()
+        cluster.release()
         with pytest.raises(EngineDead, match="head"):
             await fleet.generate("x")
-    assert all(host.killed for host in carrier.ever)
+    assert all(process.killed for process in cluster.ever)
 
 
 async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept, a debugger: whatever the replicas said meanwhile has not been read yet."""
-    fleet, carrier = await local_fleet(monkeypatch, replicas=1, silence_limit=3.0)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=1, silence_limit=3.0)
     async with fleet:
         await fleet.generate("The", SAMPLED)
-        loop, (host,) = fleet.door.fleet.runs_on.result(), carrier.hosts.values()
+        loop, (process,) = fleet.core.fleet.runs_on.result(), cluster.processes.values()
 
         def stand_still() -> None:
-            host.speaks.clear()
+            process.speaks.clear()
             time.sleep(3.2)
-            loop.call_later(0.2, host.speaks.set)
+            loop.call_later(0.2, process.speaks.set)
 
         loop.call_soon_threadsafe(stand_still)
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
         assert fleet.stats().lost == 0
+
+
+async def test_a_connection_that_breaks_between_two_who_live_is_a_lost_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could tell what was lost with it. Its streams go on elsewhere, and what is left of it is ended."""
+    pytest.importorskip("zmq", reason=NEEDS_ZMQ)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume")
+    async with fleet:
+        right = {text: (await fleet.generate(text, SAMPLED)).token_ids for text in TEXTS}
+        cluster.hold(after=3)
+        streams = {text: fleet.stream(text, SAMPLED) for text in TEXTS}
+        for stream in streams.values():
+            await stream.__aenter__()
+        await until(lambda: sum(fleet.stats().loads.values()) == len(TEXTS), "all on their way")
+        cut = cluster.busiest(fleet)
+        await until(lambda: cut.held is not None and cut.held.reached.is_set(), "answers in the middle")
+        cut.cut()
+        cluster.release()
+        assert {text: (await stream.result()).token_ids for text, stream in streams.items()} == right
+        assert fleet.stats().lost == 1
+        assert fleet.stats().resumed > 0
+        await until(lambda: cut.killed and len(fleet.stats().loads) == 2, "a replacement")
+
+
+@pytest.mark.parametrize("refusal", ["no port", "nobody there"])
+async def test_without_connections_ray_s_calls_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: str
+) -> None:
+    """From the first request on, which was submitted while the connection was being made."""
+    zmq = pytest.importorskip("zmq", reason=NEEDS_ZMQ)
+
+    async def listen(replica: Replica, address: str, fleet_key: bytes) -> tuple[int, bytes]:
+        if refusal == "no port":
+            raise PermissionError("no ports here")
+        return 1, zmq.curve_keypair()[0]
+
+    connected, _ = await local_fleet(monkeypatch, replicas=1)
+    async with connected:
+        right = [(await connected.generate(text, SAMPLED)).token_ids for text in TEXTS]
+    monkeypatch.setattr(Replica, "listen", listen)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
+    async with fleet:
+        answers = await asyncio.gather(*(fleet.generate(text, SAMPLED) for text in TEXTS))
+        assert [answer.token_ids for answer in answers] == right
+        assert caplog.text.count("Ray carries all") == 2
+        assert all("updates by Ray" in process.calls for process in cluster.processes.values())
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ async def reserved(fleet: Fleet) -> None:
     """Each replica is on a node of its own, and has there what was claimed for it, no more and no less."""
     from ray._private import state
 
-    hosts = [member.host for member in fleet.door.fleet.crew.members.values()]
+    hosts = [replica.process for replica in fleet.core.fleet.dispatcher.replicas.values()]
     assert len({host.node for host in hosts}) == len(hosts)
 
     def taken(node: str) -> list[float]:
@@ -164,7 +164,7 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
     rng = random.Random(1)
     settings = {**ENGINE, "address": cluster.address, "start_timeout": 120.0}
     async with await Fleet.from_pretrained("demo", replicas=REPLICAS, name="three", **settings) as fleet:
-        members = fleet.door.fleet.crew.members
+        members = fleet.core.fleet.dispatcher.replicas
         await reserved(fleet)
         await refusals(fleet, cluster)
 
@@ -176,11 +176,11 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         streams = [fleet.stream(text, long) for text in TEXTS]
         heads = [(await anext(stream)).token_ids for stream in streams]
         head_node = cluster.head_node.node_id
-        victim = next(m for m in members.values() if m.host.node != head_node and m.flights)
-        doomed = {flight.spec.prompt for flight in victim.flights.values()}
+        victim = next(m for m in members.values() if m.process.node != head_node and m.requests)
+        doomed = {request.spec.prompt for request in victim.requests.values()}
         killed_at = time.monotonic()
         cluster.remove_node(
-            next(n for n in cluster.worker_nodes if n.node_id == victim.host.node), allow_graceful=False
+            next(n for n in cluster.worker_nodes if n.node_id == victim.process.node), allow_graceful=False
         )
         for text, stream, head in zip(TEXTS, streams, heads, strict=True):
             if tuple(fleet.tokenize(text)) in doomed:
@@ -198,7 +198,7 @@ async def test_three_raylets(cluster: Any, right: dict[str, list[int]]) -> None:
         assert (await fleet.generate(TEXTS[0], PARAMS)).token_ids == right[TEXTS[0]]
         await fleet.scale(3)  # on the two nodes that are left
         await fleet.scale(2)
-        assert len({member.host.node for member in members.values()}) == 2, "one of those that shared a node went"
+        assert len({replica.process.node for replica in members.values()}) == 2, "one of those that shared a node went"
 
 
 @pytest.mark.ray
@@ -214,10 +214,10 @@ async def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         await Fleet.from_pretrained("demo", **ENGINE)
 
 
-def test_only_the_carrier_imports_ray() -> None:
+def test_only_one_file_imports_ray() -> None:
     """And that not before a fleet is made."""
     importers = {module for module, path in sources() if any(name.split(".")[0] == "ray" for name in imported(path))}
-    assert importers == {"asyncengine.cluster.fleet.carrier"}
+    assert importers == {"asyncengine.cluster.fleet.ray_cluster"}
     probe = "import sys, asyncengine, asyncengine.cluster, asyncengine.cluster.fleet; print('ray' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"

@@ -1,8 +1,7 @@
-"""What a fleet is made of, each by itself: outbox, going on behind given output, errors and tokenizers that travel."""
+"""Parts of a fleet by themselves: statistics, resuming behind given output, messages, adapters, frameworks."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import pickle
@@ -12,15 +11,16 @@ from typing import Any
 
 import pytest
 from support.fake_engine import Steps
-from support.local_fleet import LocalCarrier, local_fleet
+from support.local_fleet import LocalCluster, local_fleet
 
 from asyncengine import EngineConfig, errors
 from asyncengine.cli import fleet_demo
 from asyncengine.cli.show import Show
-from asyncengine.cluster.fleet import Fleet, door
+from asyncengine.cluster.fleet import Fleet, frontend
 from asyncengine.cluster.fleet.adapters import FleetAdapters
-from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot
-from asyncengine.cluster.fleet.stats import summed
+from asyncengine.cluster.fleet.replica import OutboxMailbox
+from asyncengine.cluster.fleet.stats import sum_stats
+from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.lora.naming import AdapterInfo
@@ -41,14 +41,14 @@ def test_nothing_that_an_engine_reports_is_left_out_of_a_fleet_s_figures() -> No
             (4, 5), (ThreadStats(1, 2, 0.5), ThreadStats(3, 4, 0.9)), guesses, strict=True
         )
     )
-    found = summed({"a": first, "b": second, "c": own}, own)
+    found = sum_stats({"a": first, "b": second, "c": own}, own)
     assert set(found) == {item.name for item in fields(EngineStats)}
     assert found["steps"] == 9
     assert found["states"] == StateCounts(free=9, total=18)
     assert found["speculation"] == SpeculationStats(3, 6, 4, (3, 1), 1, 1)
     assert found["threads"] == ThreadStats(5, 7, pytest.approx((0.5 + 3 * 0.9 + 1) / 5))
-    assert summed({}, own)["speculation"] is None
-    assert summed({}, own)["threads"] == ThreadStats()
+    assert sum_stats({}, own)["speculation"] is None
+    assert sum_stats({}, own)["threads"] == ThreadStats()
 
 
 # ---------------------------------------------------------------- resuming
@@ -118,41 +118,23 @@ def test_errors_travel_as_what_they_are(kind: type[errors.EngineError]) -> None:
     assert {name: str(value) for name, value in vars(other).items()} == {n: str(v) for n, v in vars(error).items()}
 
 
-async def test_a_delivery_merges_what_waits() -> None:
-    outbox = Outbox()
-    slot = OutboxSlot(7, outbox)
+def test_an_update_merges_what_waits() -> None:
+    outbox: Inbox[Any] = Inbox()
+    mailbox = OutboxMailbox(7, outbox)
     for count in range(1000):
-        slot.put(Chunk(f"{count},", [count]))
-    slot.put(Chunk("b", [1], "stop", 1))
-    slot.started_at, slot.first_token_at, slot.cached_tokens = 1.0, 1.5, 32
-    (parcel,) = outbox.take()
-    one, two = parcel.pieces
+        mailbox.put(Chunk(f"{count},", [count]))
+    mailbox.put(Chunk("b", [1], "stop", 1))
+    mailbox.started_at, mailbox.first_token_at, mailbox.cached_tokens = 1.0, 1.5, 32
+    assert outbox.take() == [mailbox]  # once
+    output = pickle.loads(pickle.dumps(mailbox.take_output()))
+    one, two = output.chunks
     assert one.token_ids == list(range(1000))
     assert one.text == "".join(f"{count}," for count in range(1000))
-    assert (two.sample, two.text, two.reason) == (1, "b", "stop")
-    assert parcel.beginning is not None
-    assert parcel.beginning[:2] == (32, 0.5)
-    assert outbox.take() == []
-    slot.put(Chunk("c", [2]))
-    assert outbox.take()[0].beginning is None  # told once
-
-
-async def test_an_outbox_wakes_its_reader_at_once_or_after_a_while() -> None:
-    outbox = Outbox()
-    slot = OutboxSlot(7, outbox)
-    waiting = asyncio.create_task(outbox.wait(3600))
-    await asyncio.sleep(0)
-    waiter = slot.put(Chunk("a", [1]))
-    assert isinstance(waiter, asyncio.Future)
-    waiter.set_result(None)
-    await asyncio.wait_for(waiting, 120)
-    await outbox.wait(3600)  # something is there: no wait
-    outbox.take()
-    await asyncio.wait_for(outbox.wait(0.01), 120)
-    outbox.refuse(9, [0, 1], ValueError("no"))
-    (parcel,) = outbox.take()
-    assert [piece.reason for piece in parcel.pieces] == ["error", "error"]
-    assert isinstance(parcel.cause, ValueError)
+    assert (two.index, two.text, two.finish_reason) == (1, "b", "stop")
+    assert (output.cached_tokens, output.computing) == (32, 0.5)
+    mailbox.put(Chunk("c", [2]))
+    assert outbox.take() == [mailbox]
+    assert mailbox.take_output().computing is None  # told once
 
 
 def test_adapters_are_claimed_and_forgotten() -> None:
@@ -209,16 +191,16 @@ async def test_the_fleets_demo_tells_its_story(
 
 async def test_replicas_of_different_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Named, and what was started is ended."""
-    made: list[LocalCarrier] = []
-    crew_of = door.Crew.recruit
+    made: list[LocalCluster] = []
+    start = frontend.start_replicas
 
-    async def recruit(crew: Any) -> Any:
-        made.append(crew.carrier)
-        first, second = await crew_of(crew)
-        object.__setattr__(second.info, "vocab_size", 17)
+    async def start_two(cluster: Any, *arguments: Any) -> Any:
+        made.append(cluster)
+        first, second = await start(cluster, *arguments)
+        object.__setattr__(second[1].info, "vocab_size", 17)
         return [first, second]
 
-    monkeypatch.setattr(door.Crew, "recruit", recruit)
+    monkeypatch.setattr(frontend, "start_replicas", start_two)
     with pytest.raises(errors.FleetError, match="not loaded the same model"):
         await local_fleet(monkeypatch, replicas=2)
-    assert all(host.killed for host in made[0].ever)
+    assert all(process.killed for process in made[0].ever)

@@ -14,18 +14,18 @@ import pytest
 from asyncengine import EngineConfig, FleetError, ModelNotFound
 from asyncengine.cluster import Claim, Instance, Placement, Refusal
 from asyncengine.cluster.fleet import FleetConfig
-from asyncengine.cluster.fleet.carrier import Carrier
 from asyncengine.cluster.fleet.placing import (
     DEVICE_MEMORY,
     RayNode,
-    asked_claim,
-    asked_devices,
     claim_of,
     place_replica,
     read_claim,
+    read_devices,
     removal_scores,
+    try_read_claim,
 )
-from asyncengine.cluster.fleet.replica import unpacked
+from asyncengine.cluster.fleet.ray_cluster import RayCluster
+from asyncengine.cluster.fleet.replica import unpack
 from asyncengine.demo import MODEL_PATH
 from asyncengine.models.memory.needs import read_needs
 
@@ -174,10 +174,10 @@ def test_a_claim_is_what_the_checkpoint_needs() -> None:
 
 def test_a_node_answers_with_a_claim_or_with_what_was_raised() -> None:
     settings = FleetConfig()
-    assert unpacked(asked_claim("demo", EngineConfig(), settings)) == read_claim("demo", EngineConfig(), settings)
+    assert unpack(try_read_claim("demo", EngineConfig(), settings)) == read_claim("demo", EngineConfig(), settings)
     with pytest.raises(ModelNotFound):
-        unpacked(asked_claim("/no/such/model", EngineConfig(), settings))
-    assert pickle.loads(pickle.dumps(asked_devices)) is asked_devices  # by name: the node has the same program
+        unpack(try_read_claim("/no/such/model", EngineConfig(), settings))
+    assert pickle.loads(pickle.dumps(read_devices)) is read_devices  # by name: the node has the same program
 
 
 class AskedRay:
@@ -203,22 +203,22 @@ class AskedRay:
         assert num_returns == len(answers)
 
 
-def carrier_on(ray: AskedRay, settings: FleetConfig) -> Carrier:
+def cluster_on(ray: AskedRay, settings: FleetConfig) -> RayCluster:
     """One that is connected to it."""
-    carrier = object.__new__(Carrier)
-    carrier._ray, carrier._config, carrier._devices = ray, settings, {}
-    carrier._hosts, carrier._lost_on, carrier._claim = {}, {}, None
-    carrier.name, carrier._serial, carrier._lock = "fleet", itertools.count(), threading.Lock()
-    return carrier
+    cluster = object.__new__(RayCluster)
+    cluster._ray, cluster._config, cluster._devices = ray, settings, {}
+    cluster._processes, cluster._lost_on, cluster._claim = {}, {}, None
+    cluster.name, cluster._serial, cluster._lock = "fleet", itertools.count(), threading.Lock()
+    return cluster
 
 
 def test_files_that_are_not_here_are_read_on_a_node() -> None:
     ray = AskedRay()
-    carrier = carrier_on(ray, FleetConfig(labels={"zone": "x"}))
-    carrier.prepare("demo", EngineConfig())
+    cluster = cluster_on(ray, FleetConfig(labels={"zone": "x"}))
+    cluster.prepare("demo", EngineConfig())
     assert not ray.asked
     with pytest.raises(ModelNotFound):
-        carrier.prepare("nobody/nothing", EngineConfig())
+        cluster.prepare("nobody/nothing", EngineConfig())
     assert ray.asked == [{"num_cpus": 0, "label_selector": {"zone": "x"}}]
 
 
@@ -228,21 +228,21 @@ def test_gpus_that_no_label_tells_of_are_asked_for_once() -> None:
 
     answers = iter([(5 * GIB, 5 * GIB), none, (GIB, GIB)])
     ray = AskedRay(lambda: next(answers))
-    carrier = carrier_on(ray, FleetConfig(num_gpus=1))
+    cluster = cluster_on(ray, FleetConfig(num_gpus=1))
     known = [ray_node("a"), ray_node("b", **{DEVICE_MEMORY: "24GiB"}), ray_node("c")]
-    assert carrier._devices_of(known) == {"a": (5 * GIB, 5 * GIB), "b": (24 * GIB, 24 * GIB)}
-    assert carrier._devices_of(known)["c"] == (GIB, GIB)  # it is asked again, the others are not
+    assert cluster._devices_of(known) == {"a": (5 * GIB, 5 * GIB), "b": (24 * GIB, 24 * GIB)}
+    assert cluster._devices_of(known)["c"] == (GIB, GIB)  # it is asked again, the others are not
     assert [options["label_selector"]["ray.io/node-id"] for options in ray.asked] == ["a", "c", "c"]
-    assert carrier_on(ray, FleetConfig())._devices_of(known) == {}
+    assert cluster_on(ray, FleetConfig())._devices_of(known) == {}
 
 
 def test_a_node_on_which_others_were_quicker_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray tells of its nodes is a moment old."""
-    carrier = carrier_on(AskedRay(), FleetConfig())
-    carrier.prepare("demo", EngineConfig())
+    cluster = cluster_on(AskedRay(), FleetConfig())
+    cluster.prepare("demo", EngineConfig())
     tried: list[str] = []
-    monkeypatch.setattr(carrier, "_known", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
-    monkeypatch.setattr(carrier, "_reserve", lambda share: tried.append(share.node))
+    monkeypatch.setattr(cluster, "_known", lambda: [ray_node("a"), ray_node("b"), ray_node("c", {"CPU": 0})])
+    monkeypatch.setattr(cluster, "_reserve", lambda share: tried.append(share.node))
     with pytest.raises(FleetError, match=r"1 nodes: 1 with fewer than 1 free CPUs; 2 were taken by others meanwhile$"):
-        carrier.spawn()
+        cluster.spawn()
     assert tried == ["a", "b"]

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fake_engine import until
-from support.local_fleet import LocalCarrier, local_fleet
+from support.local_fleet import local_fleet, replaced
 from support.random_reranker import make_reranker
 
 from asyncengine import AsyncEngine, Engine, EngineDead, InvalidParameter, QueueFull, RequestTimeout
-from asyncengine.cluster.fleet import Fleet
 from asyncengine.integrations.langchain import AsyncEngineEmbeddings
 from asyncengine.integrations.llama_index import AsyncEngineEmbedding
 
@@ -27,29 +26,14 @@ def alone() -> Iterator[AsyncEngine]:
         yield engine.aengine
 
 
-async def nothing_held(fleet: Fleet, carrier: LocalCarrier) -> None:
-    loop = fleet.door.fleet
-
-    def holds() -> bool:  # its loop is another thread's: one after the other goes
-        return any((
-            loop.flights, loop._by_ticket, loop._homeless, loop.delivery.windows, any(loop.router.loads().values()),
-            loop.queue_limit.waiting,
-        ))  # fmt: skip
-
-    await until(lambda: not holds(), "a fleet without requests")
-    for host in carrier.hosts.values():
-        inner = host.replica.engine.core.loop
-        await until(lambda of=inner: not (of.delivery.windows or of.scheduler.requests), "an empty replica")
-
-
 async def test_the_same_vectors_as_of_one_engine(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, model="demo-embed")
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed")
     async with fleet:
         assert fleet.info == alone.info
         one, other = await fleet.embed(TEXTS), await alone.embed(TEXTS)
         np.testing.assert_allclose(one.vectors, other.vectors, atol=1e-6)
         assert one.usage == other.usage
-        computed = [host.replica.engine.stats().prompt_tokens for host in carrier.hosts.values()]
+        computed = [process.replica.engine.stats().prompt_tokens for process in cluster.processes.values()]
         assert min(computed) > sum(computed) / 5  # both had work
         query, wanted = "who?", {"prompt_name": "query", "dimensions": 8}
         blocking = await asyncio.to_thread(lambda: Engine(fleet).embed(query, **wanted))
@@ -66,58 +50,56 @@ async def test_the_same_vectors_as_of_one_engine(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(RequestTimeout):
             await fleet.embed(TEXTS, timeout=1e-6)
         await until(lambda: fleet.stats().finished.get("stop", 0) > len(TEXTS), "figures")
-        await nothing_held(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 async def test_rerankers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = str(make_reranker(tmp_path))
     async with await AsyncEngine.from_pretrained(folder, **EMBEDDER) as engine:
         right = await engine.rerank("Who?", TEXTS[:40], top_n=5)
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, model=folder)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model=folder)
     async with fleet:
         ranking = await fleet.rerank("Who?", TEXTS[:40], top_n=5)
         assert [each.index for each in ranking.results] == [each.index for each in right.results]
         assert [each.score for each in ranking.results] == pytest.approx([each.score for each in right.results])
-        await nothing_held(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 @pytest.mark.parametrize("on_loss", ["error", "resume"])
 async def test_a_replica_lost_in_mid_call(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, on_loss: str) -> None:
     """It ends the calls that had texts there, or they are computed elsewhere, and nobody notices."""
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, model="demo-embed", on_loss=on_loss)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed", on_loss=on_loss)
     async with fleet:
-        carrier.hold()
+        cluster.hold()
         call = asyncio.create_task(fleet.embed(TEXTS))
-        loop = fleet.door.fleet
-        await until(lambda: any(member.flights for member in loop.crew.members.values()), "texts under way")
-        busy = max(loop.crew.members.values(), key=lambda member: len(member.flights))
-        carrier.hosts[busy.name].lose()
-        carrier.release()
+        await until(lambda: any(fleet.stats().loads.values()), "texts under way")
+        cluster.busiest(fleet).lose()
+        cluster.release()
         if on_loss == "error":
             with pytest.raises(EngineDead, match="was lost"):
                 await call
         else:
             np.testing.assert_allclose((await call).vectors, (await alone.embed(TEXTS)).vectors, atol=1e-6)
             assert fleet.stats().resumed
-        await until(lambda: len(loop.crew.members) == 2, "a replacement")
+        await replaced(fleet, 2)
         assert len((await fleet.embed(TEXTS[:3])).vectors) == 3
-        await nothing_held(fleet, carrier)
+        await cluster.settle(fleet)
 
 
 async def test_a_call_that_is_left_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, carrier = await local_fleet(monkeypatch, replicas=2, model="demo-embed", max_queued_requests=64)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed", max_queued_requests=64)
     async with fleet:
-        carrier.hold()
+        cluster.hold()
         calls = [asyncio.create_task(fleet.embed(TEXTS)) for _ in range(3)]
-        await until(lambda: fleet.door.fleet.flights, "texts under way")
+        await until(lambda: any(fleet.stats().loads.values()), "texts under way")
         refused = [call for call in calls if call.done() and isinstance(call.exception(), QueueFull)]
         for call in calls:
             call.cancel()
-        carrier.release()
+        cluster.release()
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, (asyncio.CancelledError, QueueFull)) for end in ended)
         assert len(refused) < 3
-        await nothing_held(fleet, carrier)
+        await cluster.settle(fleet)
         assert len((await fleet.embed(TEXTS[:3])).vectors) == 3
     with pytest.raises(Exception, match="closed"):
         await fleet.embed("x")

@@ -1,4 +1,4 @@
-"""A fleet whose replicas are engines in this process, each on a thread of its own: what Ray carries, without Ray."""
+"""A fleet whose replicas are engines in this process, each on a thread of its own: a `RayCluster` without Ray."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from support.fake_engine import until
 from support.held_steps import HeldSteps
 
 from asyncengine import EngineConfig
-from asyncengine.cluster.fleet import Fleet, FleetConfig, door
-from asyncengine.cluster.fleet.carrier import ReplicaProcess
-from asyncengine.cluster.fleet.link import Link, new_context
-from asyncengine.cluster.fleet.replica import Replica, unpacked
+from asyncengine.cluster.fleet import Fleet, FleetConfig, frontend
+from asyncengine.cluster.fleet.connection import Connection, new_context
+from asyncengine.cluster.fleet.replica import Replica, unpack
 from asyncengine.device.process import LoadAttempt
 from asyncengine.errors import FleetError
 
@@ -25,8 +25,8 @@ ENGINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LocalHost:
-    """As `ReplicaProcess`. `lose` makes it a killed process; while `speaks` is not set it is a network that is down."""
+class LocalProcess:
+    """A `ReplicaProcess` on a thread. `lose` kills it; while `speaks` is not set its network is down."""
 
     def __init__(self, name: str, node: str, silence_limit: float, context: Any) -> None:
         self.name, self.node = name, node
@@ -37,15 +37,15 @@ class LocalHost:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self.held: HeldSteps | None = None
-        self.link = Link(self, "127.0.0.1", silence_limit, context)
-        self._listen = self.link.deliveries
-        self.link.deliveries = self._heard  # type: ignore[method-assign]
+        self.connection = Connection(self, "127.0.0.1", silence_limit, context)
+        self._updates = self.connection.updates
+        self.connection.updates = self._received  # type: ignore[method-assign]
         self._gone = threading.Event()
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
     def hold(self, after: int = 0) -> None:
-        """Its engine lets so many steps pass, and then none before `release`: what runs there then is not at its end
+        """Let its engine make so many steps, and then none before `release`: what runs there then is not at its end
         when it is lost."""
         self.held = HeldSteps(self.replica.engine, after)
 
@@ -57,12 +57,12 @@ class LocalHost:
         self._gone.set()
         self.release()
         self.cut()
-        self.loop.call_soon_threadsafe(self.replica._outbox.wake)
+        self.replica._outbox.post()
 
     def cut(self) -> None:
         """Break its connection."""
-        if self.replica._linked is not None:
-            self.loop.call_soon_threadsafe(self.replica._linked.cancel)
+        if self.replica._connection is not None:
+            self.loop.call_soon_threadsafe(self.replica._connection.cancel)
 
     def _check(self) -> None:
         if self._gone.is_set():
@@ -74,28 +74,25 @@ class LocalHost:
     async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
         self._check()
         self.calls.append(method)
-        return unpacked(await self._here(self.replica.answer(method, pickle.dumps(arguments))))
+        return unpack(await self._here(self.replica.answer(method, pickle.dumps(arguments))))
 
-    def carry(self, commands: bytes) -> None:
+    def post_by_ray(self, commands: bytes) -> None:
         if not self._gone.is_set():
             asyncio.run_coroutine_threadsafe(self.replica.post(commands), self.loop)
 
-    async def carried(self) -> AsyncGenerator[bytes, None]:
-        self.calls.append("deliveries by Ray")
-        source = self.replica.deliveries()
-        while True:
-            try:
-                item = await self._here(anext(source))
-            except StopAsyncIteration:
-                return
-            yield item
+    async def updates_by_ray(self) -> AsyncGenerator[bytes, None]:
+        self.calls.append("updates by Ray")
+        source = self.replica.updates()
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield await self._here(anext(source))
 
-    async def _heard(self) -> AsyncGenerator[bytes, None]:
-        async with contextlib.aclosing(self._listen()) as told:
-            async for item in told:
+    async def _received(self) -> AsyncGenerator[bytes, None]:
+        async with contextlib.aclosing(self._updates()) as updates:
+            async for update in updates:
                 self._check()
                 await self.speaks.wait()
-                yield item
+                yield update
 
     def kill(self) -> None:
         if self.killed:
@@ -109,8 +106,8 @@ class LocalHost:
         self.loop.close()
 
 
-class LocalCarrier:
-    """As `Carrier`. `room`: replicas that fit at once."""
+class LocalCluster:
+    """A `RayCluster` of `LocalProcess`es. `room`: replicas that fit at once."""
 
     def __init__(self, config: FleetConfig, name: str, *, connected: bool) -> None:
         self.name = name
@@ -119,65 +116,95 @@ class LocalCarrier:
         self.room = 100
         self.head = True
         self.scores: dict[str, float] = {}
-        """The worth of keeping replicas, as tests say; others have 1."""
-        self.hosts: dict[str, LocalHost] = {}
-        self.ever: list[LocalHost] = []
+        """Scores of keeping replicas; others have 1."""
+        self.processes: dict[str, LocalProcess] = {}
+        self.ever: list[LocalProcess] = []
         self._serial = itertools.count()
 
     def prepare(self, model: str, config: EngineConfig) -> None:
         pass
 
-    def spawn(self) -> ReplicaProcess:
-        if len(self.hosts) >= self.room:
+    def spawn(self) -> LocalProcess:
+        if len(self.processes) >= self.room:
             raise FleetError("no node has room")
         name, node = f"{self.name}/{next(self._serial)}", f"node-{len(self.ever)}"
-        host = LocalHost(name, node, self._config.silence_limit, self._context)
-        self.hosts[host.name] = host
-        self.ever.append(host)
-        return host  # type: ignore[return-value]
+        process = LocalProcess(name, node, self._config.silence_limit, self._context)
+        self.processes[name] = process
+        self.ever.append(process)
+        return process
 
     def hold(self, after: int = 0) -> None:
-        """All that are there now."""
-        for host in list(self.hosts.values()):
-            host.hold(after)
+        """Hold all that are there now."""
+        for process in list(self.processes.values()):
+            process.hold(after)
 
     def release(self) -> None:
-        for host in list(self.hosts.values()):
-            host.release()
+        for process in list(self.processes.values()):
+            process.release()
+
+    def busiest(self, fleet: Fleet) -> LocalProcess:
+        loads = fleet.stats().loads
+        return self.processes[max(loads, key=lambda name: loads[name])]
+
+    async def settle(self, fleet: Fleet) -> None:
+        """Wait until neither the fleet nor a replica holds anything of a request."""
+        dispatcher = fleet.core.fleet.dispatcher  # type: ignore[attr-defined]
+
+        def holds() -> bool:  # its loop is another thread's: one after the other goes
+            stats, delivery = fleet.stats(), dispatcher.delivery
+            return any((
+                *stats.requests.values(), *stats.loads.values(), dispatcher._by_ticket, dispatcher._waiting,
+                delivery.streams, delivery.windows, dispatcher.router.index._expected, dispatcher.queue_limit.waiting,
+            ))  # fmt: skip
+
+        await until(lambda: not holds(), "a fleet without requests")
+        for process in list(self.processes.values()):
+            loop = process.replica.engine.core.loop
+            await until(
+                lambda of=loop: not (of.scheduler.requests or of.scheduler.num_in_flight or of.delivery.windows),
+                "an empty replica",
+            )
+            pages = process.replica.engine.stats().pages
+            assert pages.free + pages.cached == pages.total
 
     def removal_scores(self) -> dict[str, float]:
-        return {name: self.scores.get(name, 1.0) for name in self.hosts}
+        return {name: self.scores.get(name, 1.0) for name in self.processes}
 
     def head_answers(self) -> bool:
         return self.head
 
-    def end(self, host: Any, *, lost: bool = False) -> None:
-        self.hosts.pop(host.name, None)
-        host.kill()
+    def end(self, process: LocalProcess, *, lost: bool = False) -> None:
+        self.processes.pop(process.name, None)
+        process.kill()
 
     def close(self) -> None:
-        for host in list(self.hosts.values()):
-            self.end(host)
+        for process in list(self.processes.values()):
+            self.end(process)
         if self._context is not None:
             self._context.destroy(linger=0)
 
 
+async def replaced(fleet: Fleet, replicas: int) -> None:
+    """Wait until the fleet has so many replicas again."""
+    await until(lambda: len(fleet.stats().loads) == replicas, "a replacement")
+
+
 async def local_fleet(
     monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True, **settings: Any
-) -> tuple[Fleet, LocalCarrier]:
-    """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray
-    carries them. `settings` of the fleet and of its engines."""
-    made: list[LocalCarrier] = []
+) -> tuple[Fleet, LocalCluster]:
+    """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray's.
+    `settings` of the fleet and of its engines."""
+    made: list[LocalCluster] = []
 
-    def carrier(config: FleetConfig, name: str) -> LocalCarrier:
-        made.append(LocalCarrier(config, name, connected=connected))
+    def cluster(config: FleetConfig, name: str) -> LocalCluster:
+        made.append(LocalCluster(config, name, connected=connected))
         return made[0]
 
-    monkeypatch.setattr(door, "Carrier", carrier)
+    monkeypatch.setattr(frontend, "RayCluster", cluster)
     ours = {name: value for name, value in settings.items() if name in FleetConfig.names()}
     theirs = {name: value for name, value in settings.items() if name not in ours}
     attempt, config = LoadAttempt(), EngineConfig(**{**ENGINE, **theirs})
     fleet_config = FleetConfig(replicas=replicas, **ours)
-    fleet = Fleet(lambda: door.open_fleet(model, config, fleet_config, attempt), hosted=True, attempt=attempt)
+    fleet = Fleet(lambda: frontend.open_fleet(model, config, fleet_config, attempt), hosted=True, attempt=attempt)
     await fleet.start()
     return fleet, made[0]

@@ -1,7 +1,7 @@
-"""Replicas of an engine on many machines, carried by Ray, behind the methods of one engine.
+"""Replicas of an engine on many machines of a Ray cluster, behind the methods of one engine.
 
-Needs `pip install "asyncengine[cluster]"`. Read `fleet` for what it offers, `loop` for how it works, `replica` for what
-runs on the other machines; `carrier` is the only file that knows Ray.
+Needs `pip install "asyncengine[cluster]"`. Read `fleet` for its methods, `loop`, `dispatcher` and `replicas` for how
+they work, `replica` for what runs on the other machines; `ray_cluster` is the only file that imports Ray.
 """
 
 from asyncengine.cluster.fleet.fleet import Fleet

@@ -1,4 +1,4 @@
-"""The fleet's adapters: which names mean what on every replica, and who uses them."""
+"""The fleet's adapters: their names, as all replicas have them, and the requests that use them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncengine.lora.naming import AdapterInfo
 
 
 class FleetAdapters:
-    """Names as all replicas know them; an `AdapterStore` to whoever checks requests. Thread-safe."""
+    """Adapters by name, with the methods of an `AdapterStore`. Thread-safe."""
 
     def __init__(self, adapters: Sequence[AdapterInfo]) -> None:
         self._lock = threading.Lock()
@@ -23,7 +23,7 @@ class FleetAdapters:
         self._leaving: dict[str, builtins.list[Future[None]]] = {}
 
     def set(self, info: AdapterInfo) -> None:
-        """Every replica knows it."""
+        """Add an adapter that every replica has loaded."""
         with self._lock:
             self._names[info.name] = info
 
@@ -38,7 +38,7 @@ class FleetAdapters:
             return digest
 
     def claimed(self, ticket: int) -> str:
-        """The digest that the ticket was promised; "" for none."""
+        """Digest of the adapter that the ticket was promised; "" for none."""
         with self._lock:
             return self._claims.get(ticket, "")
 
@@ -52,7 +52,10 @@ class FleetAdapters:
             future.set_result(None)
 
     def forget(self, name: str, wait: bool) -> Future[None]:
-        """No later request can use it. Done when no earlier one does. Raises `AdapterNotFound`, `AdapterInUse`."""
+        """Remove a name: no later request can use it. The future is done when no earlier one does.
+
+        Raises `AdapterNotFound`, `AdapterInUse`.
+        """
         done: Future[None] = Future()
         with self._lock:
             digest = self._find(name).digest
@@ -82,7 +85,7 @@ class FleetAdapters:
             }
 
     def start(self, ticket: int, done: AdapterDone) -> None:
-        """The replicas' business: here it is always there."""
+        """Report an adapter as ready at once: the replicas load it."""
         done(ticket, self.claimed(ticket))
 
     def check(self) -> None:

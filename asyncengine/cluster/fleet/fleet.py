@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Coroutine, Mapping
+from typing import Any, Self, TypeVar
 
 import anyio.to_thread
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer, check_known
-from asyncengine.cluster.fleet.door import FleetDoor, open_fleet
+from asyncengine.cluster.fleet.frontend import FleetFrontend, open_fleet
 from asyncengine.cluster.fleet.settings import MAX_REPLICAS, FleetConfig
 from asyncengine.cluster.fleet.stats import FleetStats
 from asyncengine.config import EngineConfig
@@ -18,6 +18,8 @@ from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.threads import finished, finished_blocking
 from asyncengine.engine.wiring import engine_config
 from asyncengine.errors import FleetError, InvalidParameter
+
+T = TypeVar("T")
 
 
 class Fleet(AsyncEngine):
@@ -59,65 +61,63 @@ class Fleet(AsyncEngine):
         return fleet
 
     async def start(self) -> None:
-        """As `AsyncEngine.start`; then the replicas are there to be asked."""
+        """Start as an `AsyncEngine` does; then the replicas can be asked."""
         await super().start()
-        await finished(self.door.fleet.runs_on)
+        await finished(self._frontend.fleet.runs_on)
 
     def start_blocking(self) -> None:
-        """The same for a plain thread."""
+        """Start from a plain thread."""
         super().start_blocking()
-        finished_blocking(self.door.fleet.runs_on)
+        finished_blocking(self._frontend.fleet.runs_on)
 
     @property
-    def door(self) -> FleetDoor:
+    def _frontend(self) -> FleetFrontend:
         """Raises `EngineClosed` before it has started."""
         core = self.core
-        if not isinstance(core, FleetDoor):
+        if not isinstance(core, FleetFrontend):
             raise FleetError("a fleet is made by from_pretrained")
         return core
 
     def stats(self) -> FleetStats:
         """A snapshot: all replicas together, and each. From any thread."""
-        return self.door.stats()
+        return self._frontend.stats()
 
     async def replica_stats(self) -> Mapping[str, Any]:
-        """What each replica says now, by name (`stats` tells what it said last). Raises `FleetError`."""
-        crew = self.door.fleet.crew
+        """Statistics of each replica as of now, by name (`stats` has the last that it sent). Raises `FleetError`."""
+        return await self._on_fleet(self._frontend.fleet.manager.call_all("stats"))
 
-        async def ask() -> dict[str, Any]:
-            return await crew.on_all("stats")
-
-        return dict(await finished(self.door.on_fleet(ask())))
+    async def _on_fleet(self, work: Coroutine[Any, Any, T]) -> T:
+        return await finished(self._frontend.on_fleet(work))
 
     async def kill_one(self) -> str:
         """End the process of the busiest replica as a crash would, to see what becomes of its requests. Its name."""
-        fleet = self.door.fleet
 
         async def kill() -> str:
-            member = max(fleet.crew.members.values(), key=lambda member: len(member.flights))
-            await anyio.to_thread.run_sync(member.host.kill)
-            return member.name
+            replicas = self._frontend.fleet.dispatcher.replicas.values()
+            busiest = max(replicas, key=lambda replica: len(replica.requests))
+            await anyio.to_thread.run_sync(busiest.process.kill)
+            return busiest.name
 
-        return str(await finished(self.door.on_fleet(kill())))
+        return await self._on_fleet(kill())
 
     async def scale(self, replicas: int) -> None:
-        """Have so many replicas from now on. No stream is dropped: replicas that go finish what they have.
+        """Have `replicas` replicas from now on. No stream is dropped: replicas that go finish what they have.
 
         Raises `FleetError` if no node has room for one more; those that were started stay.
         """
         target = as_integer("replicas", replicas, 1, MAX_REPLICAS)
-        await finished(self.door.on_fleet(self.door.fleet.crew.scale(target)))
+        await self._on_fleet(self._frontend.fleet.manager.scale(target))
 
     async def restart(self) -> None:
-        """Start every replica anew, one after the other (after new files of model or program, say), dropping nothing.
+        """Start every replica anew, one after the other (after new files of model or program). No stream is dropped.
 
         Where no node has room for one more, a replica ends before the next one starts. Raises `FleetError`.
         """
-        await finished(self.door.on_fleet(self.door.fleet.crew.restart()))
+        await self._on_fleet(self._frontend.fleet.manager.restart())
 
 
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of the fleet, and those of its engines. Raises `InvalidParameter` for an unknown one."""
+    """The settings of the fleet, and those of its engines. Raises `InvalidParameter` for an unknown one."""
     ours, engine = FleetConfig.names(), list(EngineConfig.__dataclass_fields__)
     check_known(settings, [*ours, *engine])
     return {n: v for n, v in settings.items() if n in ours}, {n: v for n, v in settings.items() if n not in ours}

@@ -1,7 +1,7 @@
-"""Where a fleet's replicas go: Ray's nodes as `place` knows them, and what one replica claims. Plain data, no Ray.
+"""Placement of a fleet's replicas: Ray's nodes as `place` describes them, and the claim of a replica. No Ray here.
 
-Ray says what each node has, what of that nobody has reserved, and which labels it bears. Of a GPU it does not know the
-memory: a label tells it, or the node is asked. What a replica takes is told from the checkpoint (`models.memory`).
+Ray tells each node's resources, those that nobody has reserved, and its labels, but not the memory of a GPU: a label
+gives it, or the node is asked. What a replica needs is read from its checkpoint (`models.memory`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KIND = "ray.io/accelerator-type"
 
 
 def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim:
-    """What one replica takes, of the headers of the model's files, which must be here.
+    """The claim of one replica, read from the headers of the model's files, which must be here.
 
     Raises what loading would raise of the files: `ModelNotFound`, `UnsupportedModel`, `InvalidParameter`.
     """
@@ -36,17 +36,17 @@ def read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> Claim
     return claim_of(model, needed_memory(model, config, "cuda" if settings.num_gpus else "cpu"), settings)
 
 
-def asked_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
-    """The same on a node, pickled: (True, the claim) or (False, what was raised), so that errors keep their types."""
+def try_read_claim(model: str, config: EngineConfig, settings: FleetConfig) -> bytes:
+    """`read_claim` on a node, pickled: (True, claim) or (False, error), so that errors keep their types."""
     try:
         return pickle.dumps((True, read_claim(model, config, settings)))
     except EngineError as error:
         return pickle.dumps((False, error))
 
 
-def asked_devices() -> tuple[int, ...]:
-    """Bytes of each GPU of the node that this runs on. In a process of its own: Ray hides the GPUs from this one, which
-    may become a replica's and must not have touched them."""
+def read_devices() -> tuple[int, ...]:
+    """Memory in bytes of each GPU of the node that this runs on. In a process of its own: Ray hides the GPUs from this
+    one, which may become a replica's and must not have touched them."""
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     probe = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
     said = subprocess.run([sys.executable, "-c", probe], env=visible, capture_output=True, text=True, check=True)
@@ -54,7 +54,8 @@ def asked_devices() -> tuple[int, ...]:
 
 
 def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
-    """An engine computes on one device, or on its host's processors. Of a device that Ray divides it has its part."""
+    """The claim of a replica that takes `memory` bytes of one device, or of its host; of a device that Ray divides, its
+    part."""
     name = model.rstrip("/").rsplit("/", 1)[-1]
     claim = Claim(model=name, cpu_bytes=memory, cpus=settings.num_cpus, labels=tuple(settings.labels.items()))
     if not settings.num_gpus:
@@ -64,7 +65,7 @@ def claim_of(model: str, memory: int, settings: FleetConfig) -> Claim:
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """What Ray says of a node that is alive."""
+    """A node that is alive, as Ray describes it."""
 
     id: str
     address: str
@@ -72,10 +73,10 @@ class RayNode:
     total: Mapping[str, float]
     """Resources by name: CPU, GPU, memory in bytes."""
     free: Mapping[str, float]
-    """What of these nobody has reserved."""
+    """The part of these that nobody has reserved."""
 
     def device_memory(self) -> tuple[int, ...] | None:
-        """Of each GPU, as its label says; None: it says nothing. Raises `FleetError` for a label that is no number."""
+        """Memory in bytes of each GPU, from the node's label; None without one. Raises `FleetError` for a bad label."""
         said, count = self.labels.get(DEVICE_MEMORY), int(self.total.get("GPU", 0))
         if not count:
             return ()
@@ -97,9 +98,9 @@ def place_replica(
     lost_on: Mapping[str, int],
     settings: FleetConfig,
 ) -> Placement | Refusal:
-    """Where one more replica goes, beside `ours`. Nodes on which fewer were lost come first, whatever runs on them.
+    """Place one more replica beside `ours`. Nodes on which fewer were lost come first, whatever runs on them.
 
-    `devices`: bytes of the GPUs of each node, by its id. Raises `InvalidParameter` for a node that says nonsense.
+    `devices`: bytes of the GPUs of each node, by its id. Raises `InvalidParameter` for a node whose data make no sense.
     """
     found: Placement | Refusal | None = None
     for most in sorted({lost_on.get(each.id, 0) for each in known}):
@@ -119,7 +120,7 @@ def place_replica(
 def removal_scores(
     known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
 ) -> dict[str, float]:
-    """The worth of keeping each of `ours` where it is, by name; those on nodes that are gone are not in it."""
+    """Score of keeping each of `ours` where it is, by name. Those on nodes that are gone have none."""
     on = {node.id: [one for one in ours if one.shares[0].node == node.id] for node in known}
     nodes = [_as_node(each, on[each.id], devices.get(each.id, ()), settings) for each in known]
     table = Cluster(nodes, [one for here in on.values() for one in here])
@@ -129,7 +130,7 @@ def removal_scores(
 
 
 def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], settings: FleetConfig) -> Node:
-    """With all that is free, and what `ours` have reserved there: `place` takes theirs off again."""
+    """The node with everything free there and what `ours` have reserved: `place` takes theirs off again."""
     shares = [one.shares[0] for one in ours]
     memory = each.free.get("memory", 0) + sum(share.host_bytes for share in shares)
     cpus = each.free.get("CPU", 0) + sum(share.cpus for share in shares)
@@ -152,6 +153,6 @@ def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], se
 
 
 def _not_ours(count: int, taken: set[int], others: int) -> set[int]:
-    """GPUs that other programs have. Which ones Ray does not say: the last of those that none of ours is on."""
+    """Indices of GPUs that other programs have. Ray does not say which: the last of those that none of ours is on."""
     free = [index for index in range(count) if index not in taken]
     return set(free[max(0, len(free) - others) :]) if others > 0 else set()

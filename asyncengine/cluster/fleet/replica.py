@@ -1,7 +1,8 @@
-"""What runs on the other machines: one engine in a process of its own, as a fleet's replica. Knows no Ray.
+"""A replica: one engine in a process of its own, on some machine. Knows no Ray.
 
-Its methods are called from afar. Requests come as specifications that the fleet has checked, and are posted to the
-engine as they are; what the engine makes of them goes out through one outbox.
+Requests come as specifications that the fleet has checked, and are posted to the engine as they are. The output of all
+of them leaves through one outbox: an update carries everything new since the last one, each sample's chunks merged. The
+slower the reader, the fewer and larger the updates, and what waits is bounded by the requests' own `max_tokens`.
 """
 
 from __future__ import annotations
@@ -10,45 +11,107 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from asyncengine import AsyncEngine, EngineConfig, __version__
-from asyncengine.cluster.fleet import wire
-from asyncengine.cluster.fleet.link import LinkEnd
-from asyncengine.cluster.fleet.outbox import Outbox, OutboxSlot, OutboxWindow
-from asyncengine.cluster.fleet.wire import Hello, Leave, Loaded, Order
+from asyncengine.cluster.fleet.connection import Listener
+from asyncengine.cluster.fleet.messages import VERSION, Loaded, RequestOutput, Submit, Update
+from asyncengine.engine.assembler import merge
+from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.mailbox import Mailbox, Waiter
 from asyncengine.engine.validation import PreparedRequest
+from asyncengine.engine.vector_window import VectorWindow
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
+from asyncengine.outputs import Chunk
 from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import Output
 from asyncengine.stats import EngineStats
 
 logger = logging.getLogger("asyncengine")
 
-BEAT = 0.5
-"""Seconds after which a replica says that it lives, if it has nothing else to say."""
-FIGURES = 0.1
-"""Seconds between two times that it tells its figures while it works; making them takes milliseconds."""
+ALIVE_SECONDS = 0.5
+"""Seconds after which a replica that has nothing else to say sends an empty update."""
+STATS_SECONDS = 0.1
+"""Seconds between two times that it sends its statistics while it works; making them takes milliseconds."""
+
+
+class OutboxMailbox(Mailbox):
+    """A request's mailbox that puts itself into the outbox when it has something new."""
+
+    __slots__ = ("_noted", "_outbox", "_told", "key")
+
+    def __init__(self, key: int, outbox: Outbox) -> None:
+        super().__init__()
+        self.key = key
+        self._outbox = outbox
+        self._noted = self._told = False
+
+    def put(self, chunk: Chunk) -> Waiter | None:
+        super().put(chunk)
+        if not self._noted:
+            self._noted = True
+            self._outbox.post(self)
+        return None
+
+    def take_output(self) -> RequestOutput:
+        """Everything new."""
+        self._noted = False
+        output = RequestOutput(self.key, merge(self.take()), cause=self.cause)
+        if self._told or self.started_at is None:
+            return output
+        self._told = True
+        at = self.started_at if self.first_token_at is None else self.first_token_at
+        return output._replace(
+            computing=at - self.started_at, cached_tokens=self.cached_tokens, prompt_logprobs=self.prompt_logprobs
+        )
+
+
+class OutboxWindow(VectorWindow):
+    """Texts of one request, which go into the outbox together when the last of them has ended."""
+
+    __slots__ = ("_outbox", "key")
+
+    def __init__(self, key: int, specs: Sequence[RequestSpec], outbox: Outbox) -> None:
+        super().__init__(specs)
+        self.key = key
+        self._outbox = outbox
+
+    def put(self, output: Output) -> Waiter | None:
+        super().put(output)
+        if not self.tickets:
+            vectors = None
+            if self.fault is None:
+                import numpy as np
+
+                vectors = np.stack([vector for vector in self.vectors if vector is not None])
+            self._outbox.post(
+                RequestOutput(self.key, cached_tokens=self.cached_tokens, vectors=vectors, fault=self.fault)
+            )
+        return None
+
+
+Outbox = Inbox[OutboxMailbox | RequestOutput]
 
 
 class Replica:
-    """One engine. All of it runs on one event loop."""
+    """One engine, and its connection to the fleet. All of it runs on one event loop."""
 
     def __init__(self) -> None:
-        self._outbox = Outbox()
+        self._outbox: Outbox = Inbox()
         self._engine: AsyncEngine | None = None
         self._stopped = False
-        self._linked: asyncio.Task[None] | None = None
+        self._connection: asyncio.Task[None] | None = None
         self._stats_at = 0.0
-        self._untold = True
-        """Something has happened since the last figures."""
+        self._changed = True
+        """Whether something has happened since the last statistics."""
 
-    # ---------------------------------------------------------------- called from afar
+    # ---------------------------------------------------------------- called by the fleet
 
     async def answer(self, method: str, arguments: bytes) -> bytes:
-        """Call `method` and return (True, its result) or (False, what it raises): errors keep their types."""
+        """Call `method` and return (True, its result) or (False, its error), pickled: errors keep their types."""
         try:
             outcome = (True, await getattr(self, method)(*pickle.loads(arguments)))
         except Exception as error:
@@ -58,29 +121,27 @@ class Replica:
         except Exception as error:
             return pickle.dumps((False, FleetError(f"a replica's answer cannot be sent: {error!r} ({outcome[1]!r})")))
 
-    async def hello(self) -> Hello:
-        return Hello(__version__, wire.VERSION)
+    async def hello(self) -> tuple[str, int]:
+        """Release of this program, and version of the messages."""
+        return __version__, VERSION
 
-    async def listen(self, address: str, door_key: bytes) -> tuple[int, bytes]:
-        """The port at which the owner of this public key may give orders and take deliveries, instead of calling `post`
-        and `deliveries`; and the public key by which it knows this end. Raises `OSError`."""
-        end = LinkEnd(address, door_key)
-        self._linked = asyncio.create_task(self._serve(end))
-        # However it ends, and be it before it began: the door then knows that nothing more comes.
-        self._linked.add_done_callback(lambda done: end.close())
-        return end.port, end.public_key
+    async def listen(self, address: str, fleet_key: bytes) -> tuple[int, bytes]:
+        """Listen for the fleet, which then uses the connection instead of `post` and `updates`: returns the port, and
+        the public key by which it knows this end. Raises `OSError`."""
+        listener = Listener(address, fleet_key)
+        self._connection = asyncio.create_task(self._serve(listener))
+        # However it ends, and be it before it began: the fleet then knows that nothing more comes.
+        self._connection.add_done_callback(lambda done: listener.close())
+        return listener.port, listener.public_key
 
-    async def start(self, model: str, config: EngineConfig, pinned: tuple[str, ...]) -> Loaded:
-        """Load. Raises what loading raises."""
+    async def start(self, model: str, config: EngineConfig) -> Loaded:
+        """Load the model. Raises what loading raises."""
         engine = await AsyncEngine.from_pretrained(model, config=config)
         kv = engine.core.loop.scheduler.kv
         kv.keep_log(kv.pool.capacity)
         self._engine = engine
-        for name in pinned:
-            await engine.load_adapter(name, dict(config.adapters)[name], pinned=True)
         desk = engine.core.desk
-        vectors = None if desk is None else desk.model
-        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), vectors)
+        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), None if desk is None else desk.model)
 
     async def load_adapter(self, name: str, path: str, pinned: bool) -> AdapterInfo:
         return await self.engine.load_adapter(name, path, pinned=pinned)
@@ -92,24 +153,24 @@ class Replica:
         return self.engine.stats()
 
     async def stop(self) -> None:
-        """End everything there is, and the deliveries."""
+        """Close the engine, end the updates and close the connection."""
         if self._engine is not None:
             await self._engine.aclose()
         self._stopped = True
-        self._outbox.wake()
-        if self._linked is not None:
-            self._linked.cancel()
-            await asyncio.gather(self._linked, return_exceptions=True)
+        self._outbox.post()
+        if self._connection is not None:
+            self._connection.cancel()
+            await asyncio.gather(self._connection, return_exceptions=True)
 
     async def post(self, commands: bytes) -> None:
-        """Take orders, in order. What is wrong with one is told in a delivery, not here."""
+        """Take commands, in order. What is wrong with a request is told in an update, not here."""
         self._take(commands)
 
-    async def deliveries(self) -> AsyncIterator[bytes]:
-        """What is new, as often as the fleet takes it."""
+    async def updates(self) -> AsyncIterator[bytes]:
+        """Everything new, as often as the fleet takes it."""
         while not self._stopped:
-            await self._outbox.wait(FIGURES if self._untold else BEAT)
-            yield pickle.dumps(self._delivery())
+            await self._outbox.wait(STATS_SECONDS if self._changed else ALIVE_SECONDS)
+            yield pickle.dumps(self._update())
 
     # ---------------------------------------------------------------- here
 
@@ -119,50 +180,40 @@ class Replica:
             raise FleetError("the replica has loaded no model")
         return self._engine
 
-    def _take(self, commands: bytes) -> None:
-        for command in pickle.loads(commands):
-            if isinstance(command, Leave):
-                self.engine.core.abort_tickets(list(command.tickets))
-            elif command.specs[0].pooled is not None:
-                self._take_texts(command)
-            else:
-                self._take_order(command)
-
-    async def _serve(self, end: LinkEnd) -> None:
+    async def _serve(self, listener: Listener) -> None:
         try:
-            await end.run(self._take, self.deliveries())
-        except Exception:  # the door must not wait for what was not understood
+            await listener.run(self._take, self.updates())
+        except Exception:  # the fleet must not wait for what was not understood
             logger.exception("a replica's connection is given up")
 
-    def _take_order(self, order: Order) -> None:
-        core, first = self.engine.core, order.specs[0]
-        slot = OutboxSlot(order.key, self._outbox)
-        try:
-            core.check_open()
-            self._check_adapter(first, order.digest)
-            specs = [_rebased(spec, core.loop.clock.now(), order.sent_at) for spec in order.specs]
-            streams = tuple(core.validator.reopen(spec, slot) for spec in specs)
-            core.loop.queue_limit.enter(len(specs), len(specs) * first.prompt_len)
-            core.post(PreparedRequest(streams, slot))
-        except Exception as error:
-            known = error if isinstance(error, EngineError) else FleetError(f"the replica took no order: {error!r}")
-            self._outbox.refuse(order.key, [spec.index for spec in order.specs], known)
+    def _take(self, commands: bytes) -> None:
+        for command in pickle.loads(commands):
+            if isinstance(command, Submit):
+                try:
+                    self._submit(command)
+                except Exception as error:
+                    self._outbox.post(_refusal(command, error))
+            else:
+                self.engine.core.abort_tickets([command.ticket])
 
-    def _take_texts(self, order: Order) -> None:
-        core, first = self.engine.core, order.specs[0]
-        try:
-            core.check_open()
-            self._check_adapter(first, order.digest)
-            specs = [_rebased(spec, core.loop.clock.now(), order.sent_at) for spec in order.specs]
-            window = OutboxWindow(order.key, specs, self._outbox)
+    def _submit(self, submit: Submit) -> None:
+        """Post a request to the engine. Raises `EngineError` if that takes it no more."""
+        core, first = self.engine.core, submit.specs[0]
+        core.check_open()
+        self._check_adapter(first, submit.digest)
+        specs = [_rebase(spec, core.loop.clock.now(), submit.sent_at) for spec in submit.specs]
+        if first.pooled is not None:
+            window = OutboxWindow(submit.key, specs, self._outbox)
             core.loop.queue_limit.enter(window.samples, window.num_tokens)
             core.post_window(window)
-        except Exception as error:
-            known = error if isinstance(error, EngineError) else FleetError(f"the replica took no texts: {error!r}")
-            self._outbox.refuse_texts(order.key, known)
+            return
+        mailbox = OutboxMailbox(submit.key, self._outbox)
+        request = PreparedRequest(tuple(core.validator.reopen(spec, mailbox) for spec in specs), mailbox)
+        core.loop.queue_limit.enter(request.samples, request.num_tokens)
+        core.post(request)
 
     def _check_adapter(self, spec: RequestSpec, digest: str) -> None:
-        """The name may mean something else by now, or not here yet."""
+        """Raise `AdapterNotFound` if the adapter's name means something else by now, or nothing yet."""
         name = spec.options.adapter
         if name is None:
             return
@@ -170,22 +221,32 @@ class Replica:
         if found != digest:
             raise AdapterNotFound("adapter", "its content has changed while the request was on its way", name)
 
-    def _delivery(self) -> wire.Delivery:
-        core = self.engine.core
-        delivery = wire.Delivery(self._outbox.take(), self._outbox.take_vectors())
-        delivery.news = core.loop.scheduler.kv.news() or None
-        now = asyncio.get_running_loop().time()
-        self._untold = self._untold or bool(delivery.parcels or delivery.vectors)
-        if now >= self._stats_at + (FIGURES if self._untold else BEAT * 0.9):
+    def _update(self) -> Update:
+        loop, now = self.engine.core.loop, asyncio.get_running_loop().time()
+        items = self._outbox.take()
+        outputs = [item if isinstance(item, RequestOutput) else item.take_output() for item in items]
+        update = Update(outputs, loop.scheduler.kv.news() or None)
+        self._changed = self._changed or bool(outputs)
+        if now >= self._stats_at + (STATS_SECONDS if self._changed else ALIVE_SECONDS * 0.9):
             with contextlib.suppress(RuntimeError):  # a table that another thread is changing: next time
-                delivery.stats, self._stats_at, self._untold = self.engine.stats(), now, False
-        if core.loop.failure is not None:
-            delivery.dead = repr(core.loop.failure)
-        return delivery
+                update.stats, self._stats_at, self._changed = self.engine.stats(), now, False
+        if loop.failure is not None:
+            update.dead = repr(loop.failure)
+        return update
 
 
-def _rebased(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
-    """With times of this clock. One that goes on has begun: what waits for a beginning does not apply to it."""
+def _refusal(submit: Submit, error: Exception) -> RequestOutput:
+    """Output of a request that the engine did not take."""
+    if not isinstance(error, EngineError):
+        error = FleetError(f"the replica took no request: {error!r}")
+    if submit.specs[0].pooled is not None:
+        return RequestOutput(submit.key, fault=(0, Output(submit.key, reason="error", error=error)))
+    chunks = [Chunk("", [], "error", spec.index, error=str(error)) for spec in submit.specs]
+    return RequestOutput(submit.key, chunks, cause=error)
+
+
+def _rebase(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
+    """A specification with times of this process's clock. One that goes on has begun: no limit of waiting applies."""
 
     def here(moment: float | None) -> float | None:
         return None if moment is None else moment - sent_at + now
@@ -198,8 +259,8 @@ def _rebased(spec: RequestSpec, now: float, sent_at: float) -> RequestSpec:
     )
 
 
-def unpacked(answer: Any) -> Any:
-    """The result in an `answer`. Raises what the method raised."""
+def unpack(answer: Any) -> Any:
+    """The result in an `answer`. Raises the error that the method raised."""
     fine, value = pickle.loads(answer)
     if fine:
         return value

@@ -1,4 +1,4 @@
-"""Every setting of a fleet that is not one of its engines', by name."""
+"""Settings of a fleet, beside those of its engines."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class FleetConfig:
     """Settings of a fleet. Raises `InvalidParameter` naming the field for a value outside its range."""
 
     replicas: int = 1
-    """Engines, each in a process of its own."""
+    """Number of engines, each in a process of its own."""
     name: str | None = None
     """Unique among the fleets of a Ray cluster, and what its processes are called there. None: a fresh one."""
     address: str | None = None
     """"HOST:PORT" of a Ray head, or "auto" for the one this machine belongs to. None: the Ray this program is connected
     to, else one that is started here and ends with the fleet."""
     num_cpus: float = 1.0
-    """CPUs that a replica takes of its node's."""
+    """CPUs that a replica takes on its node."""
     num_gpus: float = 0.0
-    """The same for GPUs, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
+    """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
     replica_memory: int | str | None = None
     """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: told from the
     model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Ray labels that a node must have to get a replica."""
     placement: Literal["spread", "binpack"] = "spread"
-    """Which of the nodes with room gets a replica: one with few of them, or the one that it fills most."""
+    """Node with room that gets a replica: one with few of them ("spread"), or that which it fills most ("binpack")."""
     on_loss: Literal["error", "resume"] = "error"
-    """What becomes of a lost replica's requests: they end with `EngineDead`, or go on elsewhere where they were."""
+    """Fate of a lost replica's requests: they end with `EngineDead`, or go on elsewhere where they were."""
     start_timeout: float = 300.0
     """Seconds until a replica must have loaded its model."""
     silence_limit: float = 10.0
-    """A replica that says nothing for so many seconds is lost. (One whose process or node ends is lost at once.)"""
+    """Seconds of silence after which a replica is lost. (One whose process or node ends is lost at once.)"""
     weights: RoutingWeights = field(default_factory=RoutingWeights)
-    """What decides which replica takes a request."""
+    """Weights by which the router chooses a replica for a request."""
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__

@@ -1,4 +1,4 @@
-"""What a fleet reports about itself: the sum of its replicas, and each of them."""
+"""Statistics of a fleet: the sum of its replicas, and each of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any
 
+from asyncengine.cluster.fleet.dispatcher import Dispatcher
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.stats import EngineStats, Summary, ThreadStats
 
 
 @dataclass(frozen=True, slots=True)
 class FleetStats(EngineStats):
-    """Counts are sums over the replicas there are, of which each tells its own at least every half second; of
-    `first_token` and `inter_token`, what consumers here saw; of the other distributions, what the slowest replica has.
+    """A snapshot of a fleet. Counts are sums over its replicas, each of which tells its own at least every half second;
+    `first_token` and `inter_token` are what consumers here saw; the other distributions are the slowest replica's.
     """
 
     replicas: Mapping[str, EngineStats] = field(default_factory=dict)
-    """By name."""
+    """Statistics of each replica, by name."""
     loads: Mapping[str, float] = field(default_factory=dict)
     """Samples that each replica has now, by name."""
     lost: int = 0
@@ -29,10 +30,42 @@ class FleetStats(EngineStats):
     """Pages of prompts that were expected to be cached where their requests were sent."""
 
 
-def summed(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, object]:
-    """Fields of `EngineStats`: of `replicas` together, and of `own`, what this process measured."""
+def fleet_stats(dispatcher: Dispatcher, started_at: float) -> FleetStats:
+    """Statistics of a fleet that was started at `started_at` by its clock. From any thread."""
+    each = {replica.name: stats for replica in list(dispatcher.replicas.values()) if (stats := replica.stats)}
+    running = [request.begun for request in list(dispatcher.requests.values())]
+    requests = {"waiting": running.count(False), "running": sum(running), "grammar_queue": 0, "adapter_queue": 0}
+    meter, none = dispatcher.meter, Summary.of(())
+    finished = dict(meter.finished)
+    if dispatcher.queue_limit.expired:
+        finished["timeout"] = finished.get("timeout", 0) + dispatcher.queue_limit.expired
+    zeros: dict[str, Any] = {item.name: 0 for item in fields(EngineStats) if item.type == "int"}
+    own = EngineStats(
+        requests=requests,
+        finished=finished,
+        pages=PageCounts(),
+        first_token=Summary.of(list(meter.first_token)),
+        inter_token=Summary.of(list(meter.inter_token)),
+        step=none,
+        loop_lag=none,
+        uptime=dispatcher.clock.now() - started_at,
+        adapters=dispatcher.adapters.counts(),
+        **zeros,
+    )
+    return FleetStats(
+        **sum_stats(each, own),
+        replicas=each,
+        loads=dispatcher.router.loads(),
+        lost=dispatcher.lost,
+        resumed=dispatcher.resumed,
+        matched_pages=dispatcher.matched_pages,
+    )
+
+
+def sum_stats(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, Any]:
+    """Fields of `EngineStats`, by name: of `replicas` together, or of `own`, where this process measures them."""
     each = list(replicas.values())
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for item in fields(EngineStats):
         name = item.name
         of_each = [getattr(stats, name) for stats in each]
@@ -54,7 +87,7 @@ def summed(replicas: Mapping[str, EngineStats], own: EngineStats) -> dict[str, o
 
 
 def _added(counts: Sequence[Any]) -> Any:
-    """Counts of one type, field by field; of tuples, place by place."""
+    """Sums of counts of one type, field by field; of tuples, item by item."""
     sums = {}
     for item in fields(counts[0]):
         each = [getattr(count, item.name) for count in counts]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from support.fake_engine import until
 
-from asyncengine.cluster.fleet import link
-from asyncengine.cluster.fleet.link import Link, LinkEnd, new_context
+from asyncengine.cluster.fleet import connection
+from asyncengine.cluster.fleet.connection import Connection, Listener, new_context
 from asyncengine.errors import FleetError
 
 zmq = pytest.importorskip("zmq", reason='needs pyzmq: pip install "asyncengine[cluster]"')
@@ -34,18 +34,18 @@ class Host:
 
     def __init__(self, *, fails: Exception | None = None, port: int | None = None) -> None:
         self.fails, self.port = fails, port
-        self.end: LinkEnd | None = None
+        self.end: Listener | None = None
         self.taken: list[bytes] = []
         self.says: asyncio.Queue[bytes] = asyncio.Queue()
-        self.carried_there: list[bytes] = []
+        self.posted_by_ray: list[bytes] = []
         self.running: asyncio.Task[None] | None = None
 
     async def call(self, method: str, address: str, key: bytes, *, timeout: float) -> tuple[int, bytes]:
         assert method == "listen"
         if self.fails is not None:
             raise self.fails
-        self.end = end = LinkEnd(address, key)
-        self.running = asyncio.create_task(end.run(self.take, self.deliveries()))
+        self.end = end = Listener(address, key)
+        self.running = asyncio.create_task(end.run(self.take, self.updates()))
         self.running.add_done_callback(lambda done: end.close())
         return self.port or end.port, end.public_key
 
@@ -54,14 +54,14 @@ class Host:
             raise ValueError(body)
         self.taken.append(body)
 
-    async def deliveries(self) -> AsyncIterator[bytes]:
+    async def updates(self) -> AsyncIterator[bytes]:
         while True:
             yield await self.says.get()
 
-    def carry(self, commands: bytes) -> None:
-        self.carried_there.append(commands)
+    def post_by_ray(self, commands: bytes) -> None:
+        self.posted_by_ray.append(commands)
 
-    async def carried(self) -> AsyncIterator[bytes]:
+    async def updates_by_ray(self) -> AsyncIterator[bytes]:
         yield b"by Ray"
 
     async def close(self) -> None:
@@ -71,14 +71,16 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def linked(host: Host, silence_limit: float = PATIENCE, context: Any = None) -> AsyncIterator[tuple[Link, Any]]:
+async def connected(
+    host: Host, silence_limit: float = PATIENCE, context: Any = None
+) -> AsyncIterator[tuple[Connection, Any]]:
     """The fleet's end and what it hears. Both ends are closed afterwards, wherever they are, and so is the fleet's
     context, unless it is given."""
     own = new_context() if context is None else context
-    door = Link(host, HERE, silence_limit, own)
+    fleet_end = Connection(host, HERE, silence_limit, own)
     try:
-        async with contextlib.aclosing(door.deliveries()) as told:
-            yield door, told
+        async with contextlib.aclosing(fleet_end.updates()) as told:
+            yield fleet_end, told
     finally:
         await host.close()
         if context is None:
@@ -93,13 +95,13 @@ async def test_both_ways_everything_arrives_once_and_in_order() -> None:
     """Also what was posted before there was a connection, and what is longer than the kernel's buffers."""
     host = Host()
     orders = [b"%d" % number * (1 if number % 50 else 200_000) for number in range(1, 500)]
-    async with linked(host) as (door, told):
+    async with connected(host) as (fleet_end, told):
         for order in orders[:100]:
-            door.post(order)
+            fleet_end.post(order)
             host.says.put_nowait(order)
         found = [await heard(told)]
         for order in orders[100:]:
-            door.post(order)
+            fleet_end.post(order)
             host.says.put_nowait(order)
         found += [await heard(told) for _ in orders[1:]]
         assert found == orders
@@ -107,14 +109,14 @@ async def test_both_ways_everything_arrives_once_and_in_order() -> None:
         assert host.taken == orders
 
 
-async def test_a_door_that_takes_nothing_is_sent_a_bounded_amount() -> None:
+async def test_a_fleet_that_takes_nothing_is_sent_a_bounded_amount() -> None:
     host = Host()
-    async with linked(host) as (_, told):
+    async with connected(host) as (_, told):
         host.says.put_nowait(b"first")
         assert await heard(told) == b"first"
         for _ in range(1000):
             host.says.put_nowait(bytes(100_000))
-        await until(lambda: host.says.qsize() < 1000, "a delivery that is sent")
+        await until(lambda: host.says.qsize() < 1000, "an update that is sent")
         left = 1000
         while (now := host.says.qsize()) < left:  # until nothing more is taken
             left = now
@@ -126,10 +128,10 @@ async def test_a_door_that_takes_nothing_is_sent_a_bounded_amount() -> None:
 # ---------------------------------------------------------------- who may speak
 
 
-async def test_whoever_does_not_have_the_doors_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor told anything, and the door does not notice."""
+async def test_whoever_does_not_have_the_fleets_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor told anything, and the fleet does not notice."""
     host = Host()
-    async with linked(host) as (door, told), contextlib.AsyncExitStack() as undo:
+    async with connected(host) as (fleet_end, told), contextlib.AsyncExitStack() as undo:
         host.says.put_nowait(b"a")
         assert await heard(told) == b"a"
         assert host.end is not None
@@ -147,9 +149,9 @@ async def test_whoever_does_not_have_the_doors_key_is_not_heard(caplog: pytest.L
         await until(lambda: "a stranger was refused" in caplog.text, "a refusal")
         for number in range(100):
             host.says.put_nowait(b"%d" % number)
-            door.post(b"%d" % number)
+            fleet_end.post(b"%d" % number)
         assert [await heard(told) for _ in range(100)] == [b"%d" % number for number in range(100)]
-        await until(lambda: len(host.taken) >= 100, "the door's orders")
+        await until(lambda: len(host.taken) >= 100, "the fleet's commands")
         assert host.taken == [b"%d" % number for number in range(100)]
         for one in (stranger, plain):
             assert not await one.poll(0)
@@ -157,19 +159,19 @@ async def test_whoever_does_not_have_the_doors_key_is_not_heard(caplog: pytest.L
 
 async def test_without_its_handler_nobody_is_admitted() -> None:
     host = Host()
-    made = link.zmq.auth.asyncio.AsyncioAuthenticator.start
+    made = connection.zmq.auth.asyncio.AsyncioAuthenticator.start
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            link.zmq.auth.asyncio.AsyncioAuthenticator,
+            connection.zmq.auth.asyncio.AsyncioAuthenticator,
             "start",
             lambda self: (made(self), self.zap_socket.unbind("inproc://zeromq.zap.01")),
         )
-        async with linked(host) as (_, told):
+        async with connected(host) as (_, told):
             assert await heard(told) == b"by Ray"
 
 
 async def test_whoever_has_taken_a_replicas_port_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    """What a door hears is unpickled: it must come from the key that Ray's call told."""
+    """What a fleet reads is unpickled: it must come from the key that Ray's call told."""
     context = new_context()
     other, secret = zmq.curve_keypair()
     plain, keyed = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
@@ -177,12 +179,12 @@ async def test_whoever_has_taken_a_replicas_port_is_not_believed(caplog: pytest.
     try:
         for impostor in (plain, keyed):
             port = impostor.bind_to_random_port(f"tcp://{HERE}")
-            sent = impostor.send(b"delivery")
+            sent = impostor.send(b"update")
             host = Host(port=port)
-            async with linked(host, silence_limit=1.0) as (door, told):
-                door.post(b"order")
+            async with connected(host, silence_limit=1.0) as (fleet_end, told):
+                fleet_end.post(b"order")
                 assert await heard(told) == b"by Ray"
-            assert host.carried_there == [b"order"]
+            assert host.posted_by_ray == [b"order"]
             assert not await impostor.poll(0)
             sent.cancel()
         assert caplog.text.count("no connection to replica r, Ray carries all") == 2
@@ -199,21 +201,21 @@ async def test_where_no_connection_can_be_made_ray_carries_all(caplog: pytest.Lo
         port = silent.getsockname()[1] if why == "silence" else 1
         fails = {"no port": PermissionError("no ports here"), "no pyzmq there": OSError("pyzmq is missing there")}
         host = Host(fails=fails.get(why), port=port)
-        async with linked(host, silence_limit=1.0) as (door, told):
-            door.post(b"early")
+        async with connected(host, silence_limit=1.0) as (fleet_end, told):
+            fleet_end.post(b"early")
             assert await heard(told) == b"by Ray"
-            door.post(b"late")
-        assert host.carried_there == [b"early", b"late"]
+            fleet_end.post(b"late")
+        assert host.posted_by_ray == [b"early", b"late"]
         assert "no connection to replica r, Ray carries all" in caplog.text
 
 
 async def test_a_replica_without_pyzmq_or_a_port_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="Cannot assign"):
-        LinkEnd("192.0.2.1", b"k" * 40)  # an address that no machine has (RFC 5737)
-    monkeypatch.setattr(link, "zmq", None)
+        Listener("192.0.2.1", b"k" * 40)  # an address that no machine has (RFC 5737)
+    monkeypatch.setattr(connection, "zmq", None)
     assert new_context() is None
     with pytest.raises(OSError, match="pyzmq is missing"):
-        LinkEnd(HERE, b"k" * 40)
+        Listener(HERE, b"k" * 40)
 
 
 # ---------------------------------------------------------------- how it ends
@@ -222,8 +224,8 @@ async def test_a_replica_without_pyzmq_or_a_port_says_so(monkeypatch: pytest.Mon
 async def test_orders_that_are_not_understood_end_the_connection() -> None:
     """Whoever waits for what comes of them must not wait for ever."""
     host = Host()
-    async with linked(host) as (door, told):
-        door.post(b"?")
+    async with connected(host) as (fleet_end, told):
+        fleet_end.post(b"?")
         with pytest.raises(FleetError, match="was lost"):
             await heard(told)
 
@@ -237,8 +239,8 @@ async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> No
 
     async def once(context: Any) -> None:
         host = Host()
-        async with linked(host, context=context) as (door, told):
-            door.post(b"order")
+        async with connected(host, context=context) as (fleet_end, told):
+            fleet_end.post(b"order")
             host.says.put_nowait(b"a")
             assert await heard(told) == b"a"
 
@@ -258,16 +260,16 @@ async def test_after_the_end_no_thread_no_task_and_no_descriptor_is_left() -> No
 
 OTHER_SIDE = """
 import asyncio, sys
-from asyncengine.cluster.fleet.link import LinkEnd
+from asyncengine.cluster.fleet.connection import Listener
 
-async def deliveries():
+async def updates():
     yield b"I live"
     await asyncio.Event().wait()
 
 async def main():
-    end = LinkEnd("127.0.0.1", sys.argv[1].encode())
+    end = Listener("127.0.0.1", sys.argv[1].encode())
     print(end.port, end.public_key.decode(), flush=True)
-    await end.run(print, deliveries())
+    await end.run(print, updates())
 
 asyncio.run(main())
 """
@@ -289,11 +291,13 @@ class Elsewhere(Host):
 async def test_a_process_that_stands_still_lives_and_a_killed_one_does_not() -> None:
     """Its kernel acknowledges for it; and closes its sockets when it ends."""
     host = Elsewhere()
-    async with linked(host) as (_, told):
+    async with connected(host) as (_, told):
         assert await heard(told) == b"I live"
         waiting = asyncio.ensure_future(anext(told))
         host.process.send_signal(signal.SIGSTOP)
-        done, _ = await asyncio.wait([waiting], timeout=1e-3 * (4 * link.HEARTBEAT_MS + 2 * link.UNANSWERED_MS))
+        done, _ = await asyncio.wait(
+            [waiting], timeout=1e-3 * (4 * connection.HEARTBEAT_MS + 2 * connection.UNANSWERED_MS)
+        )
         assert not done
         host.process.kill()
         with pytest.raises(FleetError, match="was lost"):
@@ -304,7 +308,7 @@ async def test_a_process_that_stands_still_lives_and_a_killed_one_does_not() -> 
 NETWORK_CUT = """
 import asyncio, fcntl, json, socket, struct, sys, time
 sys.path.insert(0, sys.argv[1])
-from cluster.test_link import FleetError, Host, heard, link, linked
+from cluster.test_connection import FleetError, Host, connected, connection, heard
 
 def loopback(up):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -314,10 +318,10 @@ def loopback(up):
 async def main():
     loopback(True)
     host = Host()
-    async with linked(host) as (_, told):
+    async with connected(host) as (_, told):
         host.says.put_nowait(b"a")
         assert await heard(told) == b"a"
-        await asyncio.sleep(3 * link.HEARTBEAT_MS / 1e3)
+        await asyncio.sleep(3 * connection.HEARTBEAT_MS / 1e3)
         began, late = time.monotonic(), 0.0
         loopback(False)
         waiting = asyncio.ensure_future(anext(told))

@@ -1,4 +1,4 @@
-"""Ray, as far as a fleet needs it: a process on some machine that hosts a replica. Nothing else imports ray."""
+"""A fleet's part of a Ray cluster: processes that host replicas. The only file that imports Ray."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any
 
 from asyncengine.cluster import Claim, Instance, Refusal, Share
-from asyncengine.cluster.fleet.link import UNSENT, Link, new_context
+from asyncengine.cluster.fleet.connection import UNSENT, Connection, new_context
 from asyncengine.cluster.fleet.placing import (
     RayNode,
-    asked_claim,
-    asked_devices,
     place_replica,
     read_claim,
+    read_devices,
     removal_scores,
+    try_read_claim,
 )  # fmt: skip
-from asyncengine.cluster.fleet.replica import Replica, unpacked
+from asyncengine.cluster.fleet.replica import Replica, unpack
 from asyncengine.cluster.fleet.settings import FleetConfig
 from asyncengine.config import EngineConfig
 from asyncengine.engine.threads import begun
@@ -36,21 +35,21 @@ from asyncengine.errors import FleetError, InvalidParameter
 logger = logging.getLogger("asyncengine")
 
 NAMESPACE = "asyncengine"
-"""Of actors' names in a Ray cluster."""
+"""Namespace of the actors' names in a Ray cluster."""
 REACH_SECONDS = 5.0
-"""Until a head's machine must have answered."""
+"""Seconds until a head's machine must have answered."""
 PLACE_SECONDS = 3.0
-"""Until a node must have given what it has free."""
+"""Seconds until a node must have reserved what a replica needs."""
 DEVICE_SECONDS = 60.0
-"""Until a node must have said what its GPUs have: it imports torch."""
-MOST_CALLS = 10_000
-"""At once on one replica; none of them waits for another."""
+"""Seconds until a node must have told the memory of its GPUs: it imports torch."""
+MAX_CALLS = 10_000
+"""Concurrent calls of one replica; none of them waits for another."""
 CLOSE_SECONDS = 10.0
-"""That Ray gets to end something."""
+"""Seconds that Ray gets to end something."""
 
 
 def load_ray() -> Any:
-    """The package. Raises `FleetError` where it is missing."""
+    """Import the package. Raises `FleetError` where it is missing."""
     try:
         import ray
     except ImportError as error:
@@ -58,8 +57,8 @@ def load_ray() -> Any:
     return ray
 
 
-class Carrier:
-    """A connection to a Ray cluster, and the replicas that one fleet has there. Blocking calls; any thread."""
+class RayCluster:
+    """A Ray cluster, and the processes that one fleet has there. Blocking calls; any thread."""
 
     def __init__(self, config: FleetConfig, name: str) -> None:
         """Connect, or start a Ray on this machine. Raises `FleetError` for a head that does not answer, and
@@ -68,13 +67,14 @@ class Carrier:
         self._config, self.name = config, name
         self._owns_ray = not self._ray.is_initialized()
         self._serial = itertools.count()
-        self._hosts: dict[str, ReplicaProcess] = {}
+        self._processes: dict[str, ReplicaProcess] = {}
         self._lost_on: dict[str, int] = {}
+        """Replicas lost on each node, by its id."""
         self._claim: Claim | None = None
         self._devices: dict[str, Sequence[int]] = {}
-        """Bytes of the GPUs of nodes that were asked for them."""
+        """Memory in bytes of each GPU of the nodes that were asked, by node id."""
         self._lock = threading.Lock()
-        self._session = _LongThread()
+        self._closed = threading.Event()
         if self._owns_ray:
             self._connect()
         self._context = new_context()
@@ -95,13 +95,39 @@ class Carrier:
             quiet |= {"address": "local", "include_dashboard": False}
             quiet["num_cpus"] = max(os.cpu_count() or 1, math.ceil((config.replicas + 1) * config.num_cpus))
         else:
-            _check_reachable(address)
             quiet["address"] = address
+            bare = address.removeprefix("ray://")
+            try:
+                if bare.rpartition(":")[2].isdigit():  # neither "auto" nor "local"
+                    _reach(bare)  # Ray itself tries for minutes
+            except OSError as error:
+                raise FleetError(f"no Ray head answers at {address}: {error}") from error
         try:
-            self._session.run(lambda: self._ray.init(**quiet))
+            self._init_on_lasting_thread(quiet)
         except Exception as error:
             where = "on this machine" if address is None else f"at {address}"
             raise FleetError(f"no Ray {where}: {error}") from error
+
+    def _init_on_lasting_thread(self, options: dict[str, Any]) -> None:
+        """Start Ray on a thread that lives until `close`.
+
+        Linux ends the processes of a Ray that was started here when the *thread* that started them ends
+        (PR_SET_PDEATHSIG), and a fleet is loaded on a thread that ends with that.
+        """
+        done: Future[None] = Future()
+
+        def main() -> None:
+            try:
+                self._ray.init(**options)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+                self._closed.wait()
+
+        # A daemon: the end of a program must not wait for it, nor end it before the fleet that needs it.
+        threading.Thread(target=main, name="asyncengine-ray", daemon=True).start()
+        done.result()
 
     def _check_name(self) -> None:
         taken = self._ray.util.list_named_actors(all_namespaces=True)
@@ -109,10 +135,9 @@ class Carrier:
             raise InvalidParameter("name", "another fleet has it", self.name)
 
     def head_answers(self) -> bool:
-        """Does what holds the Ray cluster together? A minute after it is gone Ray ends every program on it."""
-        host, _, port = str(self._head).rpartition(":")
+        """Whether the head of the Ray cluster answers. A minute after it is gone Ray ends every program on it."""
         try:
-            socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+            _reach(str(self._head))
         except OSError:
             return False
         return True
@@ -120,34 +145,33 @@ class Carrier:
     # ---------------------------------------------------------------- processes
 
     def prepare(self, model: str, config: EngineConfig) -> None:
-        """Learn what a replica takes: of the model's files where they are here, else from a node.
+        """Read what a replica needs from the model's files: here where they are here, else on a node.
 
         Raises `FleetError`, and what loading raises of the model's files.
         """
         if self._config.replica_memory is not None or os.path.exists(resolve_model(model)):
             self._claim = read_claim(model, config, self._config)
             return
-        ask = self._ray.remote(asked_claim).options(num_cpus=0, label_selector=dict(self._config.labels) or None)
+        ask = self._ray.remote(try_read_claim).options(num_cpus=0, label_selector=dict(self._config.labels) or None)
         try:
             answer = self._ray.get(ask.remote(model, config, self._config), timeout=self._config.start_timeout)
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"no node tells what {model} takes: {_first_line(error)}") from error
-        self._claim = unpacked(answer)
+        self._claim = unpack(answer)
 
     def spawn(self) -> ReplicaProcess:
-        """A process that hosts a replica, which has loaded nothing yet, where `place` puts it.
+        """Start a process for a replica where `place` puts it. Nothing is loaded there yet.
 
-        Raises `FleetError`, which says how many nodes fell to what, if no node has what a replica needs.
+        Raises `FleetError`, which counts the nodes by what they lack, if none has what a replica needs.
         """
         name = f"{self.name}/{next(self._serial)}"
         claim = self._claim
         assert claim is not None, "prepare() comes first"
-        full: list[str] = []
-        """Nodes on which others were quicker."""
+        full: list[str] = []  # nodes on which other programs were quicker
         while True:
             known = {node.id: node for node in self._known() if node.id not in full}
             with self._lock:
-                ours, lost = [host.placed for host in self._hosts.values()], dict(self._lost_on)
+                ours, lost = [process.placed for process in self._processes.values()], dict(self._lost_on)
             devices = self._devices_of(list(known.values()))
             found = place_replica(claim, list(known.values()), ours, devices, lost, self._config)
             if isinstance(found, Refusal):
@@ -156,21 +180,22 @@ class Carrier:
             node = known[found.shares[0].node]
             group = self._reserve(found.shares[0])
             if group is not None:
-                host = ReplicaProcess(self._ray, self._config, node, group, found.instance(name), self._context)
+                placed = found.instance(name)
+                process = ReplicaProcess(self._ray, self._config, node, group, placed, self._context)
                 with self._lock:
-                    self._hosts[name] = host
-                return host
+                    self._processes[name] = process
+                return process
             full.append(node.id)
 
     def removal_scores(self) -> dict[str, float]:
-        """The worth of keeping each replica where it is, by name (`placing`). Raises `FleetError`."""
+        """Score of keeping each replica where it is, by name (`placing.removal_scores`). Raises `FleetError`."""
         known = self._known()
         with self._lock:
-            ours = [host.placed for host in self._hosts.values()]
+            ours = [process.placed for process in self._processes.values()]
         return removal_scores(known, ours, self._devices_of(known), self._config)
 
     def _known(self) -> list[RayNode]:
-        """The nodes that are alive, as Ray knows them now."""
+        """Nodes that are alive, as Ray describes them now."""
         from ray._private import state  # what is free of each node Ray tells nowhere else
 
         try:
@@ -187,12 +212,12 @@ class Carrier:
         ]  # fmt: skip
 
     def _devices_of(self, known: list[RayNode]) -> dict[str, Sequence[int]]:
-        """Bytes of the GPUs of each node: as its label says, else as the node says, which is asked once."""
+        """Memory in bytes of each GPU, by node id: from the node's label, else from the node, which is asked once."""
         if not self._config.num_gpus:
             return {}
         found: dict[str, Sequence[int]] = {}
         asked: dict[str, Any] = {}
-        ask = self._ray.remote(asked_devices)
+        ask = self._ray.remote(read_devices)
         for node in known:
             said = self._devices.get(node.id, node.device_memory())
             if said is not None:
@@ -213,7 +238,7 @@ class Carrier:
         return f"{config.num_cpus:g} CPUs, {config.num_gpus:g} GPUs, {memory:.2f} GiB{labels}"
 
     def _reserve(self, share: Share) -> Any | None:
-        """What a replica needs, of the node it is placed on; None if that is not free any more."""
+        """A placement group with what a replica needs of its node; None if that is not free any more."""
         config = self._config
         bundle = {"CPU": config.num_cpus, "GPU": config.num_gpus, "memory": share.host_bytes}
         bundle = {kind: amount for kind, amount in bundle.items() if amount}
@@ -224,24 +249,24 @@ class Carrier:
         self._ray.util.remove_placement_group(group)
         return None
 
-    def end(self, host: ReplicaProcess, *, lost: bool = False) -> None:
-        """Whatever is left of a replica's process. Idempotent."""
+    def end(self, process: ReplicaProcess, *, lost: bool = False) -> None:
+        """End a replica's process. Idempotent. `lost`: it ended by itself; its node is avoided from now on."""
         with self._lock:
-            self._hosts.pop(host.name, None)
+            self._processes.pop(process.name, None)
             if lost:
-                self._lost_on[host.node] = self._lost_on.get(host.node, 0) + 1
-        host.kill()
+                self._lost_on[process.node] = self._lost_on.get(process.node, 0) + 1
+        process.kill()
 
     def close(self) -> None:
         """End all processes, and Ray where it was started here. Idempotent."""
         with self._lock:
-            hosts, self._hosts = list(self._hosts.values()), {}
+            processes, self._processes = list(self._processes.values()), {}
             owned, self._owns_ray = self._owns_ray, False
-        for host in hosts:
-            host.kill()
+        for process in processes:
+            process.kill()
         if owned:
-            _at_most(CLOSE_SECONDS, lambda: self._session.run(self._ray.shutdown))
-        self._session.end()
+            _try_for(CLOSE_SECONDS, self._ray.shutdown)
+        self._closed.set()
         if self._context is not None:
             self._context.destroy(linger=0)
 
@@ -256,13 +281,13 @@ class ReplicaProcess:
 
         self._ray, self._group = ray, group
         self.name, self.node, self.placed = placed.name, node.id, placed
-        self.link = Link(self, node.address, config.silence_limit, context)
+        self.connection = Connection(self, node.address, config.silence_limit, context)
         kind = ray.remote(Replica).options(
             name=self.name,
             namespace=NAMESPACE,
             num_cpus=config.num_cpus,
             num_gpus=config.num_gpus,
-            max_concurrency=MOST_CALLS,
+            max_concurrency=MAX_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         )
         try:
@@ -272,70 +297,37 @@ class ReplicaProcess:
             raise InvalidParameter("name", f"another fleet has it ({error})", self.name) from error
 
     async def call(self, method: str, *arguments: Any, timeout: float) -> Any:
-        """What the replica's `method` returns. Raises what it raises, and `FleetError` if it does not answer."""
+        """Call a method of the replica. Raises what that raises, and `FleetError` if it does not answer."""
         try:
             answer = self._actor.answer.remote(method, pickle.dumps(arguments))
-            return unpacked(await asyncio.wait_for(asyncio.wrap_future(answer.future()), timeout))
+            return unpack(await asyncio.wait_for(asyncio.wrap_future(answer.future()), timeout))
         except TimeoutError as error:
             raise FleetError(f"replica {self.name} did not answer {method} within {timeout:g} s") from error
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
 
-    def carry(self, commands: bytes) -> None:
-        """Hand over without waiting; in order."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # lost: the reader of its deliveries hears of it
+    def post_by_ray(self, commands: bytes) -> None:
+        """Send commands as a call of Ray's, without waiting; in order."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # lost: the reader of its updates hears of it
             self._actor.post.remote(commands)
 
-    async def carried(self) -> AsyncGenerator[bytes, None]:
-        """What the replica has to say, to its end. Raises `FleetError` when its process or node is gone."""
+    async def updates_by_ray(self) -> AsyncGenerator[bytes, None]:
+        """Updates of the replica, streamed by Ray. Raises `FleetError` when its process or node is gone."""
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": UNSENT}
         try:
-            async for item in self._actor.deliveries.options(**options).remote():
+            async for item in self._actor.updates.options(**options).remote():
                 yield await item
         except self._ray.exceptions.RayError as error:
             raise FleetError(f"replica {self.name} was lost: {_first_line(error)}") from error
 
     def kill(self) -> None:
-        """A head that is gone would be waited for: whatever it says, there is nothing left to do here."""
-        _at_most(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
-        _at_most(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
+        """End the process and give back what was reserved for it. A head that is gone is not waited for."""
+        _try_for(CLOSE_SECONDS, lambda: self._ray.kill(self._actor))
+        _try_for(CLOSE_SECONDS, lambda: self._ray.util.remove_placement_group(self._group))
 
 
-class _LongThread:
-    """A thread that lives as long as it is wanted, and runs what it is given.
-
-    Linux ends the processes of a Ray that was started here when the *thread* that started them ends
-    (PR_SET_PDEATHSIG), and a fleet is loaded on a thread that ends with that.
-    """
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], object], Future[None]] | None] = SimpleQueue()
-        # A daemon: the end of a program must not wait for it, nor end it before the fleet that needs it.
-        threading.Thread(target=self._main, name="asyncengine-ray", daemon=True).start()
-
-    def _main(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, done = item
-            try:
-                work()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-    def run(self, work: Callable[[], object]) -> None:
-        """Blocks until it is done. Raises what it raises."""
-        done: Future[None] = Future()
-        self._work.put((work, done))
-        done.result()
-
-    def end(self) -> None:
-        """Idempotent; nothing is run any more."""
-        self._work.put(None)
-
-
-def _at_most(seconds: float, work: Callable[[], object]) -> None:
-    """Do it, for so long, whatever comes of it."""
+def _try_for(seconds: float, work: Callable[[], object]) -> None:
+    """Wait at most `seconds` for `work`, whatever it raises."""
     with contextlib.suppress(Exception):
         begun(work, "asyncengine-ray-call").result(seconds)
 
@@ -344,12 +336,7 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes. Raises `FleetError`."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdigit():
-        return  # "auto", "local"
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-    except OSError as error:
-        raise FleetError(f"no Ray head answers at {address}: {error}") from error
+def _reach(address: str) -> None:
+    """Connect to "HOST:PORT", and close that at once. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()

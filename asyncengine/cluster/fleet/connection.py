@@ -1,4 +1,4 @@
-"""The way orders go to a replica and deliveries come back: a ZeroMQ connection with CURVE, else calls carried by Ray.
+"""The connection on which commands go to a replica and updates come back: ZeroMQ with CURVE, else Ray's calls.
 
 What goes over it is unpickled, so each end must know the other. CURVE (CurveZMQ, RFC 26) encrypts, and authenticates by
 keys: each end makes a pair of its own, and the call that opens the connection tells each the other's public one, over
@@ -23,16 +23,16 @@ from asyncengine.errors import FleetError
 logger = logging.getLogger("asyncengine")
 
 OPEN_SECONDS = 3.0
-"""Seconds until a replica's connection must be there; while it is not, orders wait."""
+"""Seconds until a replica's connection must be there; while it is not, commands wait."""
 UNSENT = 4
-"""Deliveries that may wait at each end before a replica gathers instead of sending."""
+"""Updates that may wait at each end before a replica merges instead of sending."""
 BUFFER_BYTES = 1 << 16
-"""Size of the kernels' buffers for deliveries: so much may be on its way beside these."""
-MOST_BYTES = 1 << 30
+"""Size of the kernels' buffers for updates: so much may be on its way beside these."""
+MAX_MESSAGE_BYTES = 1 << 30
 """Length of the longest message that a replica takes: a stranger's claim does not make it wait for more."""
 HEARTBEAT_MS, UNANSWERED_MS = 250, 600
-"""Time between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and for which
-this one repeats one. Linux counts from the first repetition, and looks at the next: 1.0 to 1.2 s all in all."""
+"""Milliseconds between two heartbeats, which the other end's kernel acknowledges, however busy its process is; and for
+which this end repeats one. Linux counts from the first repetition, and looks at the next: 1.0 to 1.2 s all in all."""
 
 
 def _load_zmq() -> Any:
@@ -62,36 +62,37 @@ def _new_socket(context: Any, address: str, **options: Any) -> tuple[Any, str]:
     return socket, f"tcp://[{address}]:" if socket.ipv6 else f"tcp://{address}:"
 
 
-class Link:
-    """The fleet's end, of one replica at `address`. Lives on the fleet's loop, but for its making."""
+class Connection:
+    """The fleet's end of the connection to one replica. Lives on the fleet's loop, but for its making."""
 
-    def __init__(self, host: Any, address: str, silence_limit: float, context: Any) -> None:
-        """`host`: its `ReplicaProcess`. `context`: a `new_context`; with None Ray carries all."""
-        self._host, self._address, self._silence_limit, self._context = host, address, silence_limit, context
+    def __init__(self, process: Any, address: str, silence_limit: float, context: Any) -> None:
+        """`process`: the replica's `ReplicaProcess`, at `address`. `context`: a `new_context`; None: Ray's calls."""
+        self._process, self._address, self._silence_limit, self._context = process, address, silence_limit, context
         self._kept: list[bytes] = []
         self._socket: Any = None
         self._states: Any = None
         self.post: Callable[[bytes], object] = self._kept.append
-        """Hand over commands without waiting; in order."""
+        """Send commands without waiting; in order."""
 
-    async def deliveries(self) -> AsyncGenerator[bytes, None]:
-        """All that the replica says, to its end. Raises `FleetError` when its process or node is gone."""
+    async def updates(self) -> AsyncGenerator[bytes, None]:
+        """Open the connection and read all updates. Raises `FleetError` when the replica's process or node is gone."""
         try:
             connected = self._context is not None and await self._open()
-            self.post = self._socket.send if connected else self._host.carry
+            self.post = self._socket.send if connected else self._process.post_by_ray
             for commands in self._kept:
                 self.post(commands)
-            async with contextlib.aclosing(self._heard() if connected else self._host.carried()) as told:
-                async for delivery in told:
-                    yield delivery
+            source = self._received() if connected else self._process.updates_by_ray()
+            async with contextlib.aclosing(source) as updates:
+                async for update in updates:
+                    yield update
         finally:
             self._close()
 
     async def _open(self) -> bool:
-        """Connect. False: the replica cannot listen, or not be reached; then Ray carries all."""
+        """Connect. False if the replica cannot listen or be reached: then Ray's calls are used."""
         mine, secret = zmq.curve_keypair()
         try:
-            port, theirs = await self._host.call("listen", self._address, mine, timeout=self._silence_limit)
+            port, theirs = await self._process.call("listen", self._address, mine, timeout=self._silence_limit)
             self._socket, url = _new_socket(
                 self._context, self._address, sndhwm=0, rcvhwm=UNSENT, rcvbuf=BUFFER_BYTES, reconnect_ivl=-1,
                 heartbeat_ivl=HEARTBEAT_MS, heartbeat_timeout=0, tcp_maxrt=UNANSWERED_MS,  # the kernel alone gives up
@@ -105,31 +106,31 @@ class Link:
                     raise ConnectionError("refused")
             self._socket.send(b"")  # the replica speaks from now on
         except (OSError, zmq.ZMQError) as error:
-            logger.warning("no connection to replica %s, Ray carries all: %s", self._host.name, error or "no answer")
+            logger.warning("no connection to replica %s, Ray carries all: %s", self._process.name, error or "no answer")
             self._close()
             return False
         return True
 
     async def _becomes_open(self) -> bool:
-        """Whether the next change of the connection is that it is there; else it is over."""
+        """Whether the next change of the connection is that it is open; otherwise it has ended."""
         change = await zmq.utils.monitor.recv_monitor_message(self._states)
         return bool(change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
-    async def _heard(self) -> AsyncGenerator[bytes, None]:
+    async def _received(self) -> AsyncGenerator[bytes, None]:
         over = asyncio.create_task(self._becomes_open())
         try:
             while True:
                 arriving = self._socket.recv()
                 await asyncio.wait((arriving, over), return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done():
-                    raise FleetError(f"replica {self._host.name} was lost: the connection to its process has ended")
+                    raise FleetError(f"replica {self._process.name} was lost: the connection to its process has ended")
                 yield arriving.result()
         finally:
             over.cancel()
             await asyncio.gather(over, return_exceptions=True)
 
     def _close(self) -> None:
-        """Close the sockets; from now on posts are dropped."""
+        """Close the sockets. Commands posted later are dropped."""
         self.post = lambda commands: None
         if self._states is not None and not self._states.closed:
             # first: libzmq's thread waits for ever to tell a change of state that nobody is there to be told of, and
@@ -140,12 +141,12 @@ class Link:
             self._socket.close(linger=0)
 
 
-class LinkEnd:
-    """The replica's end: it listens. Lives on the engine's loop."""
+class Listener:
+    """The replica's end of the connection: it listens. Lives on the engine's loop."""
 
-    def __init__(self, address: str, door_key: bytes) -> None:
-        """Raises `OSError`: no pyzmq here, or no port."""
-        self._context, self._door_key = new_context(), door_key
+    def __init__(self, address: str, fleet_key: bytes) -> None:
+        """Listen for the owner of the public key `fleet_key`. Raises `OSError` without pyzmq or a port."""
+        self._context, self._fleet_key = new_context(), fleet_key
         if self._context is None:
             raise OSError("pyzmq is missing there")
         self.public_key, secret = zmq.curve_keypair()
@@ -153,7 +154,7 @@ class LinkEnd:
         self._zap.configure_curve_callback("fleet", credentials_provider=self)
         self._zap.start()
         self._socket, url = _new_socket(
-            self._context, address, sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES, maxmsgsize=MOST_BYTES,
+            self._context, address, sndhwm=UNSENT, rcvhwm=0, sndbuf=BUFFER_BYTES, maxmsgsize=MAX_MESSAGE_BYTES,
             curve_server=True, curve_secretkey=secret, zap_domain=b"fleet", zap_enforce_domain=True,
         )  # fmt: skip
         try:
@@ -164,27 +165,27 @@ class LinkEnd:
         self.port = int(self._socket.last_endpoint.rstrip(b"\0").rpartition(b":")[2])
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the owner of this public key may connect: ZAP asks."""
-        known = hmac.compare_digest(key, self._door_key)
+        """Tell ZAP whether the owner of this public key may connect."""
+        known = hmac.compare_digest(key, self._fleet_key)
         if not known:
             logger.warning("a stranger was refused at this replica's port")
         return known
 
-    async def run(self, take: Callable[[bytes], None], deliveries: AsyncIterator[bytes]) -> None:
-        """Give orders to `take` and send `deliveries`, both in order, until cancelled or one of them fails."""
+    async def run(self, take: Callable[[bytes], None], updates: AsyncIterator[bytes]) -> None:
+        """Give commands to `take` and send `updates`, both in order, until cancelled or one of them fails."""
 
-        async def speak() -> None:
-            async for delivery in deliveries:
-                await self._socket.send(delivery)
+        async def send() -> None:
+            async for update in updates:
+                await self._socket.send(update)
 
-        await self._socket.recv()  # before the door is there, no delivery may be taken
+        await self._socket.recv()  # before the fleet's end is there, no update may be taken
         async with asyncio.TaskGroup() as both:
-            both.create_task(speak())
+            both.create_task(send())
             while True:
                 take(await self._socket.recv())
 
     def close(self) -> None:
-        """Close the port, which the door hears as it hears the end of a process. Idempotent."""
+        """Close the port, which the fleet notices as it does the end of a process. Idempotent."""
         if not self._context.closed:
             self._zap.stop()
             self._socket.close()

@@ -1,0 +1,280 @@
+"""The fleet's requests: each is sent to the replica that the router chooses, and its output put into its mailbox."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from asyncengine.cluster.fleet.adapters import FleetAdapters
+from asyncengine.cluster.fleet.messages import Command, RequestOutput, Update
+from asyncengine.cluster.fleet.requests import FleetRequest, ReplicaHandle
+from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.routing import Router
+from asyncengine.config import EngineConfig
+from asyncengine.engine.backpressure import QueueLimit
+from asyncengine.engine.clock import Clock
+from asyncengine.engine.delivery import Delivery, OutputStream
+from asyncengine.engine.inbox import Inbox
+from asyncengine.engine.mailbox import Waiter, wake_all
+from asyncengine.errors import EngineDead, FleetError
+from asyncengine.outputs import Chunk, FinishReason
+from asyncengine.request_spec import RequestSpec
+from asyncengine.scheduler import Output
+from asyncengine.scheduler.messages import Abort
+from asyncengine.stats import Meter
+
+
+class Dispatcher:
+    """All requests of one fleet. Lives on the fleet's loop; nothing here waits."""
+
+    def __init__(
+        self, config: EngineConfig, settings: FleetConfig, clock: Clock, page_size: int, adapters: FleetAdapters
+    ) -> None:
+        self.clock, self.adapters = clock, adapters
+        self.queue_limit = QueueLimit(config.max_queued_requests, config.max_queued_tokens)
+        self.inbox: Inbox[Any] = Inbox()
+        """Inbox of the fleet's loop. Posting nothing wakes that, to send commands and to see whether it may end."""
+        self.meter = Meter()
+        self.delivery = Delivery(clock, self.meter, lambda message: None)
+        """Open streams and windows of texts, by ticket."""
+        self.router = Router(settings.weights)
+        self.replicas: dict[str, ReplicaHandle] = {}
+        """Replicas that serve, by name."""
+        self.requests: dict[int, FleetRequest] = {}
+        self.lost = self.resumed = self.matched_pages = 0
+        self._resumes = settings.on_loss == "resume"
+        self._page_size = page_size
+        self._by_ticket: dict[int, FleetRequest] = {}
+        self._waiting: dict[int, FleetRequest] = {}
+        """Requests that no replica could take, in order."""
+
+    # ---------------------------------------------------------------- to replicas
+
+    def take(self, messages: Iterable[RequestSpec | Abort]) -> None:
+        """Take up new requests and aborts, in order. Samples of one request are posted together."""
+        group: list[OutputStream] = []
+        for message in messages:
+            spec = message if isinstance(message, RequestSpec) else None
+            if group and (spec is None or spec.group is None or spec.group != group[0].spec.group):
+                self._start(FleetRequest(self._digest(group[0].spec), {each.spec.index: each for each in group}))
+                group = []
+            if isinstance(message, Abort):
+                self._abort(message.ticket)
+                continue
+            self.delivery.open(message.ticket)
+            if message.pooled is None:
+                group.append(self.delivery.streams[message.ticket])
+                continue
+            window = self.delivery.windows.get(message.ticket)
+            if window is not None and window.spec is message:  # the first text stands for all
+                self._start(FleetRequest(self._digest(message), window=window))
+        if group:
+            self._start(FleetRequest(self._digest(group[0].spec), {each.spec.index: each for each in group}))
+
+    def _digest(self, spec: RequestSpec) -> str:
+        return self.adapters.claimed(spec.ticket)
+
+    def _start(self, request: FleetRequest) -> None:
+        self.requests[request.key] = request
+        self._by_ticket.update({spec.ticket: request for spec in request.specs})
+        self._send(request)
+
+    def _send(self, request: FleetRequest) -> None:
+        """Submit it to the replica that the router chooses, or let it wait for one."""
+        request.route = self.router.assign(request.to_route(self._page_size))
+        if request.route is None:
+            self._waiting[request.key] = request
+            return
+        self.matched_pages += request.route.matched
+        self.replicas[request.route.replica].requests[request.key] = request
+        self._command(request, request.to_submit(self.clock.now()))
+
+    def _command(self, request: FleetRequest, command: Command) -> None:
+        assert request.route is not None
+        self.replicas[request.route.replica].commands.append(command)
+        self.inbox.post()
+
+    def _abort(self, ticket: int) -> None:
+        """End what its consumer has left: on its replica, which answers, or here where it has none."""
+        request = self._by_ticket.get(ticket)
+        if request is None:
+            return
+        request.left.add(ticket)
+        if request.route is None:
+            self.end(request, "abort", tickets={ticket})
+        else:
+            self._command(request, Abort(ticket))
+
+    def abort_all(self) -> None:
+        """End every request at once, on its replica and here."""
+        for request in list(self.requests.values()):
+            if request.route is not None:
+                for spec in request.specs:
+                    self._command(request, Abort(spec.ticket))
+            self.end(request, "abort")
+
+    def expire(self) -> None:
+        """End requests that wait for a replica beyond their deadlines; a replica ends its own."""
+        now = self.clock.now()
+        for request in list(self._waiting.values()):
+            spec = request.spec
+            due = (spec.deadline, None if request.begun else spec.waiting_deadline)
+            if any(at is not None and at <= now for at in due):
+                self.end(request, "timeout")
+
+    # ---------------------------------------------------------------- replicas
+
+    def add(self, replica: ReplicaHandle) -> None:
+        """Let a replica take requests from now on, those that wait first."""
+        self.replicas[replica.name] = replica
+        self.router.add(replica.name)
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            self._send(request)
+
+    def remove(self, replica: ReplicaHandle) -> None:
+        """Forget a replica that has finished its requests."""
+        del self.replicas[replica.name]
+        self.router.remove(replica.name)
+
+    def lose(self, replica: ReplicaHandle, reason: str) -> None:
+        """Forget a replica that is gone: its requests go on elsewhere, or end."""
+        requests = list(replica.requests.values())
+        for request in requests:
+            self._release(request)
+        self.remove(replica)
+        self.lost += 1
+        for request in requests:
+            left = request.left.intersection(spec.ticket for spec in request.specs)
+            if left:
+                self.end(request, "abort", tickets=left)
+            if request.key not in self.requests:
+                continue
+            if self._resumes:
+                request.resumed += 1
+                self.resumed += 1
+                self._send(request)
+            else:
+                self._fail(request, reason)
+        self.inbox.post()
+
+    # ---------------------------------------------------------------- to consumers
+
+    def receive(self, replica: ReplicaHandle, update: Update) -> None:
+        """Hand on everything new on a replica. Raises `FleetError` if its engine has died."""
+        if update.cache_news is not None:
+            self.router.update(replica.name, update.cache_news)
+        waiters: list[Waiter] = []
+        for output in update.outputs:
+            request = replica.requests.get(output.key)
+            # requests of an engine that died are not over: they may go on elsewhere
+            if request is not None and not (update.dead and _reason(output) == "engine_dead"):
+                self._receive(request, output, waiters)
+        wake_all(waiters)
+        if update.dead:
+            raise FleetError(f"the engine of replica {replica.name} died: {update.dead}")
+
+    def _receive(self, request: FleetRequest, output: RequestOutput, waiters: list[Waiter]) -> None:
+        now = self.clock.now()
+        if request.window is not None:
+            if output.vectors is not None:
+                self.meter.first_token.append(now - request.spec.arrival)
+            waiter = request.window.put_all(output.vectors, output.cached_tokens, output.fault)
+            reason = "stop" if output.fault is None else output.fault[1].reason or "error"
+            self._close(request, request.specs, reason)
+            waiters += [] if waiter is None else [waiter]
+            return
+        mailbox = next(iter(request.streams.values())).mailbox
+        if output.computing is not None and mailbox.started_at is None:
+            mailbox.cached_tokens = output.cached_tokens
+            mailbox.started_at, mailbox.first_token_at = now - output.computing, now
+            mailbox.prompt_logprobs.update(output.prompt_logprobs)
+            self.meter.first_token.append(now - request.spec.arrival)
+        self._leave_queue(request)
+        if output.cause is not None:
+            if request.resumed:  # it would have gone on, and cannot
+                self._fail(request, f"its replica was lost, and no other could go on: {output.cause}")
+                return
+            mailbox.cause = output.cause
+        for chunk in output.chunks:
+            stream = request.streams.get(chunk.index)
+            if stream is not None:
+                self._put(request, stream, chunk, now, waiters)
+
+    def _put(
+        self, request: FleetRequest, stream: OutputStream, chunk: Chunk, now: float, waiters: list[Waiter]
+    ) -> None:
+        tokens = chunk.token_ids
+        if tokens:
+            if stream.num_tokens:
+                self.meter.inter_token.append((now - stream.last_token_at) / len(tokens))
+            stream.num_tokens += len(tokens)
+            stream.last_token_at = now
+            if self._resumes:
+                request.tokens.setdefault(chunk.index, []).extend(tokens)
+        if chunk.finish_reason is not None:
+            self._close(request, [stream.spec], chunk.finish_reason)
+        waiter = stream.mailbox.put(chunk)
+        if waiter is not None:
+            waiters.append(waiter)
+
+    def end(
+        self, request: FleetRequest, reason: FinishReason, *, tickets: Collection[int] | None = None, error: str = ""
+    ) -> None:
+        """End a request, or its samples of these `tickets`, without a replica's word."""
+        waiters: list[Waiter] = []
+        if request.window is not None:
+            output = Output(request.key, reason="abort" if reason == "abort" else "timeout")
+            self._receive(request, RequestOutput(request.key, fault=(0, output)), waiters)
+        for stream in list(request.streams.values()):
+            if tickets is None or stream.spec.ticket in tickets:
+                self._put(request, stream, Chunk("", [], reason, stream.spec.index, error=error or None), 0.0, waiters)
+        wake_all(waiters)
+
+    def _fail(self, request: FleetRequest, reason: str) -> None:
+        """End a request with `EngineDead`, whose cause says why."""
+
+        def failure() -> EngineDead:
+            return EngineDead(FleetError(reason))
+
+        if request.window is not None:
+            waiter = request.window.fail(failure)
+            self._close(request, request.specs, "engine_dead")
+            wake_all([] if waiter is None else [waiter])
+            return
+        next(iter(request.streams.values())).mailbox.failure = failure
+        self.end(request, "engine_dead", error=str(failure()))
+
+    def _close(self, request: FleetRequest, specs: Iterable[RequestSpec], reason: FinishReason) -> None:
+        """Forget samples or texts that have ended, and with the last the request, before its consumer hears of it."""
+        self._leave_queue(request)
+        for spec in specs:
+            request.streams.pop(spec.index, None)
+            del self._by_ticket[spec.ticket]
+            for known in (self.delivery.streams, self.delivery.windows):
+                known.pop(spec.ticket, None)
+            self.adapters.cancel(spec.ticket)
+            self.meter.count_end(reason)
+        if not request.streams:
+            self._release(request)
+            del self.requests[request.key]
+            self._waiting.pop(request.key, None)
+            self.inbox.post()
+
+    def _leave_queue(self, request: FleetRequest) -> None:
+        if not request.begun:
+            request.begun = True
+            self.queue_limit.leave(request.samples, request.num_tokens)
+
+    def _release(self, request: FleetRequest) -> None:
+        """Take a request from its replica."""
+        route, request.route = request.route, None
+        if route is not None:
+            self.router.release(route)
+            replica = self.replicas[route.replica]
+            del replica.requests[request.key]
+            replica.notify()
+
+
+def _reason(output: RequestOutput) -> FinishReason | None:
+    return output.chunks[-1].finish_reason if output.chunks else None

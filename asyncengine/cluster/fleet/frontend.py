@@ -1,0 +1,134 @@
+"""The fleet's front door: an engine's `Frontend` before a `FleetLoop`; and how both are made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncengine.cluster.fleet.adapters import FleetAdapters
+from asyncengine.cluster.fleet.dispatcher import Dispatcher
+from asyncengine.cluster.fleet.loop import FleetLoop
+from asyncengine.cluster.fleet.messages import Loaded
+from asyncengine.cluster.fleet.ray_cluster import RayCluster
+from asyncengine.cluster.fleet.replicas import ReplicaManager, start_replicas
+from asyncengine.cluster.fleet.settings import FleetConfig
+from asyncengine.cluster.fleet.stats import FleetStats, fleet_stats
+from asyncengine.config import EngineConfig
+from asyncengine.device.process import LoadAttempt
+from asyncengine.engine.clock import MonotonicClock
+from asyncengine.engine.frontend import Frontend
+from asyncengine.engine.grammar_wiring import make_grammars, make_planner
+from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vector_desk import VectorDesk
+from asyncengine.engine.wiring import bundled_name, resolve_model
+from asyncengine.errors import AdapterError, EngineClosed, FleetError
+from asyncengine.info import ModelInfo
+from asyncengine.lora.naming import AdapterInfo
+
+if TYPE_CHECKING:
+    from asyncengine.chat import ChatPlanner
+
+T = TypeVar("T")
+
+
+class FleetFrontend(Frontend):
+    """Text and requests in, streams out, as of one engine."""
+
+    def __init__(
+        self, fleet: FleetLoop, validator: RequestValidator, loaded: Loaded, planner: ChatPlanner | None
+    ) -> None:
+        loop: Any = fleet  # it has all that a frontend uses of an engine's loop
+        registry: Any = fleet.dispatcher.adapters
+        super().__init__(loop, validator, loaded.tokenizer, validator.info, planner, registry)
+        self.fleet = fleet
+        if loaded.vectors is not None:
+            self.desk = VectorDesk(self, loaded.vectors)
+
+    def stats(self) -> FleetStats:
+        """See `FleetStats`."""
+        return fleet_stats(self.fleet.dispatcher, self.started_at)
+
+    # ---------------------------------------------------------------- adapters
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str], pinned: bool) -> Future[AdapterInfo]:
+        """Load an adapter on every replica: `path` must lead to the same files on each node.
+
+        Raises `AdapterError`, `FleetError`.
+        """
+        self.check_open()
+        try:
+            folder = os.fspath(path)
+            folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
+        except TypeError:
+            raise AdapterError("path", "must be the path of an adapter's folder", path) from None
+        return self.on_fleet(self.fleet.manager.load_adapter(name, folder, pinned))
+
+    def unload_adapter(self, name: str, wait: bool) -> Future[None]:
+        """Unload an adapter everywhere when no request uses it. Raises `AdapterNotFound`, `AdapterInUse`."""
+        self.check_open()
+        unused = self.fleet.dispatcher.adapters.forget(name, wait)
+
+        async def unload() -> None:
+            await asyncio.wrap_future(unused)
+            await self.fleet.manager.call_all("unload_adapter", name)
+
+        return self.on_fleet(unload())
+
+    def on_fleet(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the fleet's loop, from any thread. Raises `EngineClosed`."""
+        runs_on = self.fleet.runs_on
+        if not runs_on.done() or runs_on.exception() is not None or runs_on.result().is_closed():
+            work.close()
+            raise EngineClosed("the fleet is closed")
+        return asyncio.run_coroutine_threadsafe(work, runs_on.result())
+
+    def discard(self) -> None:
+        """Let go of what was started: nobody will serve this fleet."""
+        self.fleet.dispatcher.adapters.close()
+        if self.fleet.grammars is not None:
+            self.fleet.grammars.close()
+        self.fleet.manager.cluster.close()
+
+
+def open_fleet(
+    model: str | os.PathLike[str], config: EngineConfig, settings: FleetConfig, attempt: LoadAttempt
+) -> FleetFrontend:
+    """Connect to Ray, start all replicas, and make what stands before them. Blocks until the last has loaded.
+
+    Raises `FleetError`, `InvalidParameter`, and what loading a model raises.
+    """
+    path = resolve_model(model)
+    shipped = bundled_name(path) or path  # the bundled ones lie where each replica is installed
+    cluster = RayCluster(settings, settings.name or f"fleet-{secrets.token_hex(4)}")
+    try:
+        attempt.check()
+        theirs = config.replace(
+            max_queued_requests=None, max_queued_tokens=None, when_full="error", show_progress=False, uvloop=False
+        )
+        first = asyncio.run(start_replicas(cluster, shipped, theirs, settings))
+        attempt.check()
+        info, clock = _common_info([loaded for _, loaded in first]), MonotonicClock()
+        loaded = first[0][1]
+        adapters = FleetAdapters(loaded.adapters)
+        grammars = make_grammars(loaded.tokenizer, info.eos_token_ids, info.vocab_size, config)
+        planner = make_planner(loaded.tokenizer, grammars, config)
+        dispatcher = Dispatcher(config, settings, clock, info.page_size, adapters)
+        manager = ReplicaManager(cluster, shipped, theirs, settings, dispatcher, first)
+        validator = RequestValidator(config, info, clock, loaded.tokenizer, grammars, adapters)
+        return FleetFrontend(FleetLoop(config, dispatcher, manager, grammars), validator, loaded, planner)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _common_info(loaded: list[Loaded]) -> ModelInfo:
+    """Description of the model that all replicas serve. Raises `FleetError` if they have loaded different ones."""
+    first, *others = (each.info for each in loaded)
+    if any((other.vocab_size, other.page_size) != (first.vocab_size, first.page_size) for other in others):
+        raise FleetError("the replicas have not loaded the same model: do all nodes have the same files?")
+    return replace(first, max_model_len=min(each.info.max_model_len for each in loaded))

@@ -1,0 +1,113 @@
+"""Requests under way, and the replicas that compute them, as the fleet's own process knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from asyncengine.cluster.fleet.messages import Command, Submit
+from asyncengine.cluster.routing import Route, RouteRequest
+from asyncengine.engine.delivery import OutputStream
+from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.kvcache.cache_log import page_hashes
+from asyncengine.request_spec import RequestSpec
+from asyncengine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from asyncengine.cluster.fleet.ray_cluster import ReplicaProcess
+
+
+@dataclass(slots=True, eq=False)
+class FleetRequest:
+    """A request under way: samples of one prompt (`streams`), or texts whose vectors are awaited together (`window`).
+
+    Either can be computed anew where its replica is lost: samples go on behind the tokens they have, texts begin again.
+    """
+
+    digest: str
+    """Digest of the adapter that it was promised; "" for none."""
+    streams: dict[int, OutputStream] = field(default_factory=dict)
+    """Streams of the samples that have not ended, by sample index."""
+    window: VectorWindow | None = None
+    key: int = field(init=False)
+    samples: int = field(init=False)
+    num_tokens: int = field(init=False)
+    """Prompt tokens of all samples: with `samples`, its places in the queue."""
+    route: Route | None = None
+    """Replica that computes it; None while it waits for one."""
+    begun: bool = False
+    """Whether it has left the queue: with its first token, or its end."""
+    resumed: int = 0
+    """Number of times it was sent elsewhere after its replica was lost."""
+    left: set[int] = field(default_factory=set)
+    """Tickets that nobody waits for any more."""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Output so far by sample index, where the fleet resumes."""
+
+    def __post_init__(self) -> None:
+        self.key = self.spec.ticket
+        self.samples = len(self.specs)
+        self.num_tokens = sum(spec.prompt_len for spec in self.specs)
+
+    @property
+    def specs(self) -> list[RequestSpec]:
+        """Specifications of the samples that have not ended, or of all texts."""
+        if self.window is not None:
+            return list(self.window.specs)
+        return [stream.spec for stream in self.streams.values()]
+
+    @property
+    def spec(self) -> RequestSpec:
+        return self.specs[0]
+
+    def to_route(self, page_size: int) -> RouteRequest:
+        """Its prompt's pages, adapter and load, for the router. Texts have no beginning in common."""
+        spec, pages = self.spec, list[int]()
+        salt = spec.options.cache_salt or ""
+        if self.window is None:  # a prompt's last token is never taken from a cache
+            tokens = (*spec.prompt, *self.tokens.get(spec.index, ()))[:-1]
+            pages = page_hashes((self.digest, salt), tokens, page_size)
+        return RouteRequest(pages, self.digest, salt, float(len(self.specs)))
+
+    def to_submit(self, now: float) -> Submit:
+        """The message to its replica: the specifications, and the output so far."""
+        have = self.tokens
+        specs = [replace(s, resumed=tuple(have[s.index])) if s.index in have else s for s in self.specs]
+        return Submit(self.key, tuple(specs), self.digest, now)
+
+
+class ReplicaHandle:
+    """A replica that serves: its process, its requests, and the commands that are about to be sent to it."""
+
+    def __init__(self, process: ReplicaProcess) -> None:
+        self.process = process
+        self.name = process.name
+        self.requests: dict[int, FleetRequest] = {}
+        self.commands: list[Command] = []
+        self.stats: EngineStats | None = None
+        self.heard_at = time.monotonic()
+        self.closing = False
+        """Whether it takes no more requests, and will not be replaced."""
+        self.gone = False
+        self.reader: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    def send_commands(self) -> None:
+        """Send all commands in one message, without waiting."""
+        if self.commands:
+            commands, self.commands = self.commands, []
+            self.process.connection.post(pickle.dumps(commands))
+
+    def notify(self) -> None:
+        """Let `finish` look again: a request has left, or the replica is gone."""
+        self._changed.set()
+
+    async def finish(self) -> bool:
+        """Wait until it has no requests. False if it was lost before."""
+        while self.requests and not self.gone:
+            self._changed.clear()
+            await self._changed.wait()
+        return not self.gone

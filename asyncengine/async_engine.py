@@ -14,10 +14,10 @@ from asyncengine.checks import MAX_SECONDS, as_number
 from asyncengine.config import EngineConfig
 from asyncengine.device.process import LoadAttempt
 from asyncengine.engine.assembler import Assembler
-from asyncengine.engine.frontend import INLINE_CHARS, Frontend
+from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.hosting import Host, OwnedHost, ThreadHost
 from asyncengine.engine.load_once import Build, LoadOnce
-from asyncengine.engine.threads import finished, finished_blocking
+from asyncengine.engine.threads import INLINE_CHARS, finished, finished_blocking
 from asyncengine.engine.validation import PreparedRequest
 from asyncengine.errors import EngineClosed, EngineDead, InvalidParameter, WrongLoop
 from asyncengine.events import Event
@@ -127,7 +127,7 @@ class AsyncEngine:
         frontend, host = self._stop_serving()
         if frontend is None or host is None:
             return
-        frontend.start_closing(drain, timeout)
+        frontend.client.start_closing(drain, timeout)
         # Leaving `async with` inside a cancelled scope must still close: aborting is quick, so shield it.
         with anyio.CancelScope(shield=not drain):
             await host.wait_ended()
@@ -153,7 +153,7 @@ class AsyncEngine:
             raise WrongLoop("the engine cannot wait for its own end: close it on another thread, or await aclose()")
         frontend, host = self._stop_serving()
         if frontend is not None and isinstance(host, ThreadHost):
-            frontend.start_closing(drain, timeout)
+            frontend.client.start_closing(drain, timeout)
             host.join()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -232,10 +232,9 @@ class AsyncEngine:
         Leaving the call aborts it. Raises `InvalidParameter`, `QueueFull`, `RequestFailed`, `RequestTimeout`,
         `EngineClosed`, `EngineDead`.
         """
-        desk, wanted = self._awaited.vectors("embed"), RequestOptions.of_vectors(options)
-        call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
-        await desk.work.run(call)
-        return desk.embeddings(call, dimensions, normalize)
+        vectors, wanted = self._awaited.vectors("embed"), RequestOptions.of_vectors(options)
+        call = vectors.embed(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
+        return await vectors.run(call)
 
     async def rerank(
         self,
@@ -251,19 +250,15 @@ class AsyncEngine:
 
         `instruction`: what "well" means, for rerankers that read one (Qwen3-Reranker). Raises as `embed`.
         """
-        desk, wanted = self._awaited.vectors("rerank"), RequestOptions.of_vectors(options)
-        call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
-        await desk.work.run(call)
-        return desk.ranked(call, listed, top_n)
+        vectors, wanted = self._awaited.vectors("rerank"), RequestOptions.of_vectors(options)
+        return await vectors.run(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
 
     async def classify(
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
         """Classify each text, or pair of texts, with the model's classification head. Raises as `embed`."""
-        desk, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
-        call = desk.classification(texts, truncate, wanted)
-        await desk.work.run(call)
-        return desk.classified(call)
+        vectors, wanted = self._awaited.vectors("classify"), RequestOptions.of_vectors(options)
+        return await vectors.run(vectors.classify(texts, truncate, wanted))
 
     # ---------------------------------------------------------------- text
 
@@ -283,9 +278,9 @@ class AsyncEngine:
                 work += sum(len(stop) for stop in params.stop) + rough_size(params.grammar)
             inline = work <= INLINE_CHARS
             prepared = prepare(submitted) if inline else await anyio.to_thread.run_sync(prepare, submitted)
-            return frontend.post(prepared) if await frontend.enter(prepared) else frontend.expired(prepared)
+            return frontend.post(prepared) if await frontend.client.enter(prepared) else frontend.expired(prepared)
 
-        return TokenStream(start, frontend.abort_tickets)
+        return TokenStream(start, frontend.client.abort_tickets)
 
     # ---------------------------------------------------------------- adapters
 
@@ -336,7 +331,7 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> bool:
         """Abort every unfinished request labelled `request_id`. True if there was one. From any thread."""
-        return self.core.abort(request_id)
+        return self.core.client.abort(request_id)
 
     # ---------------------------------------------------------------- looking in
 
@@ -344,7 +339,7 @@ class AsyncEngine:
     def core(self) -> Frontend:
         if self._core is None:
             raise EngineClosed("the engine has not been started: use `async with`, or await start()")
-        self._core.check_process()
+        self._core.client.check_process()
         return self._core
 
     @property
@@ -355,7 +350,7 @@ class AsyncEngine:
 
     @property
     def host(self) -> Host:
-        self.core.check_process()
+        self.core.client.check_process()
         assert self._host is not None
         return self._host
 
@@ -372,7 +367,7 @@ class AsyncEngine:
     def alive(self) -> bool:
         """True if a request submitted now would be taken."""
         try:
-            self.core.check_open()
+            self.core.client.check_open()
         except (EngineClosed, EngineDead):
             return False
         return True

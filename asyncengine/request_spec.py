@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from asyncengine.options import RequestOptions
@@ -77,3 +78,8 @@ class RequestSpec:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt)
+
+    @property
+    def start_by(self) -> float:
+        """Clock reading at which it ends with reason "timeout" unless it has started; infinity: never."""
+        return min(math.inf if at is None else at for at in (self.deadline, self.waiting_deadline))

@@ -62,7 +62,7 @@ class _Shared:
 
 def _start_closing(loading: Future[AsyncEngine]) -> None:
     if loading.exception() is None:
-        loading.result().core.start_closing(drain=False, timeout=None)
+        loading.result().core.client.start_closing(drain=False, timeout=None)
 
 
 class _Registry:

@@ -146,10 +146,9 @@ class Engine:
     ) -> Embeddings:
         """Embed texts, as `AsyncEngine.embed`."""
         self._check_thread()
-        desk, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
-        call = desk.embedding(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
-        desk.work.run_blocking(call)
-        return desk.embeddings(call, dimensions, normalize)
+        vectors, wanted = self.aengine.core.vectors("embed"), RequestOptions.of_vectors(options)
+        call = vectors.embed(texts, prompt_name, prompt, dimensions, normalize, truncate, show_progress, wanted)
+        return vectors.run_blocking(call)
 
     def rerank(
         self,
@@ -163,20 +162,16 @@ class Engine:
     ) -> Ranking:
         """Order documents by relevance, as `AsyncEngine.rerank`."""
         self._check_thread()
-        desk, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
-        call, listed = desk.ranking(query, documents, top_n, instruction, truncate, wanted)
-        desk.work.run_blocking(call)
-        return desk.ranked(call, listed, top_n)
+        vectors, wanted = self.aengine.core.vectors("rerank"), RequestOptions.of_vectors(options)
+        return vectors.run_blocking(vectors.rerank(query, documents, top_n, instruction, truncate, wanted))
 
     def classify(
         self, texts: Sequence[str | tuple[str, str]], *, truncate: bool = True, **options: Unpack[VectorKeywords]
     ) -> Classifications:
         """Classify texts, as `AsyncEngine.classify`."""
         self._check_thread()
-        desk, wanted = self.aengine.core.vectors("classify"), RequestOptions.of_vectors(options)
-        call = desk.classification(texts, truncate, wanted)
-        desk.work.run_blocking(call)
-        return desk.classified(call)
+        vectors, wanted = self.aengine.core.vectors("classify"), RequestOptions.of_vectors(options)
+        return vectors.run_blocking(vectors.classify(texts, truncate, wanted))
 
     # ---------------------------------------------------------------- text
 
@@ -192,8 +187,8 @@ class Engine:
         core = self.aengine.core
 
         prepared = prepare()
-        assembler = core.post(prepared) if core.enter_blocking(prepared) else core.expired(prepared)
-        return SyncTokenStream(assembler, core.abort_tickets, self._check_thread)
+        assembler = core.post(prepared) if core.client.enter_blocking(prepared) else core.expired(prepared)
+        return SyncTokenStream(assembler, core.client.abort_tickets, self._check_thread)
 
     # ---------------------------------------------------------------- adapters
 

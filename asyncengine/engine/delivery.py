@@ -1,4 +1,4 @@
-"""From scheduler outputs to mailboxes: detokenize, look for stop strings, put, wake.
+"""The way of scheduler outputs into mailboxes: detokenize, look for stop strings, put, wake.
 
 Text is made here and only here; the scheduler knows token ids, consumers know text. A stop string ends the stream at
 once; the scheduler hears of it by a `StopText` message and drops the request before the next step.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.mailbox import Mailbox, Waiter, wake_all
-from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.outputs import Chunk, FinishReason, LogprobEntry
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler import Output
@@ -23,7 +23,7 @@ from asyncengine.text import Detokenizer, StopStringMatcher, TokenTable
 
 @dataclass(slots=True, eq=False)
 class OutputStream:
-    """The engine's end of one sample: where its outputs go, and the text state between tokens."""
+    """The engine's end of one sample: the mailbox of its outputs, and the text state between tokens."""
 
     spec: RequestSpec
     mailbox: Mailbox
@@ -44,7 +44,7 @@ class OutputStream:
         return text, matched is not None
 
     def _is_left_out(self, token: int) -> bool:
-        """Of an id that ends the output: does its text stay out of it?"""
+        """Whether the text of an id that ends the output stays out of it."""
         return token in self.spec.stop_ids and not self.spec.params.include_stop
 
     def rest(self) -> str:
@@ -56,6 +56,10 @@ class OutputStream:
         return text if matched is not None else text + self.stops.finish()
 
 
+Receiver = OutputStream | TextBatch
+"""Takes the outputs of one request, or those of a batch of texts."""
+
+
 class Delivery:
     """Every open stream of one engine, by ticket. Lives on the engine's loop."""
 
@@ -63,11 +67,9 @@ class Delivery:
         self, clock: Clock, meter: Meter, post: Callable[[StopText | Abort], object], table: TokenTable | None = None
     ) -> None:
         """`post`: told before the consumer when a stream ends here and not by the scheduler."""
-        self.streams: dict[int, OutputStream] = {}
-        self.expected: dict[int, OutputStream] = {}
-        """Those posted and not opened yet. Posters add to it, from any thread."""
-        self.windows: dict[int, VectorWindow] = {}
-        """Of requests for vectors, from before they are posted until they end. Posters add to it, from any thread."""
+        self.streams: dict[int, Receiver] = {}
+        self.expected: dict[int, Receiver] = {}
+        """Receivers that are posted and not opened yet. Posters add to it, from any thread."""
         self._clock = clock
         self._meter = meter
         self._post = post
@@ -75,8 +77,6 @@ class Delivery:
 
     def open(self, ticket: int) -> None:
         """The engine takes up the request: from here on it has outputs."""
-        if ticket in self.windows:
-            return
         self.streams[ticket] = self.expected[ticket]
         del self.expected[ticket]
 
@@ -91,7 +91,9 @@ class Delivery:
         for output in outputs:
             stream = streams.get(output.ticket)
             if stream is None:
-                waiter = self._put_vector(output, now)
+                continue
+            if isinstance(stream, TextBatch):
+                waiter = self._put_vector(stream, output, now)
                 if waiter is not None:
                     waiters.append(waiter)
                 continue
@@ -117,15 +119,13 @@ class Delivery:
         if waiters:
             wake_all(waiters)
 
-    def _put_vector(self, output: Output, now: float) -> Waiter | None:
-        """A request for a vector has ended; None as well for one that nobody waits for any more."""
-        window = self.windows.pop(output.ticket, None)
-        if window is None:
-            return None
+    def _put_vector(self, batch: TextBatch, output: Output, now: float) -> Waiter | None:
+        """Give a text's vector, or the reason that it has none, to its batch."""
+        del self.streams[output.ticket]
         if output.vector is not None:
-            self._meter.first_token.append(now - window.spec.arrival)
+            self._meter.first_token.append(now - batch.spec.arrival)
         self._meter.count_end(output.reason or "error")
-        return window.put(output)
+        return batch.put(output)
 
     def _chunk(self, stream: OutputStream, output: Output, now: float, gaps: list[float]) -> Chunk | None:
         """The chunk for any kind of output; None if it has nothing for the stream yet."""
@@ -198,23 +198,20 @@ class Delivery:
 
         `failure` makes the error that each consumer raises.
         """
-        windows = list(self.windows.values())
-        unopened = [ticket for ticket in unopened if ticket not in self.windows]
-        streams = [*self.streams.values(), *(self.expected[ticket] for ticket in unopened)]
-        for known in (self.windows, self.streams, self.expected):
-            known.clear()
+        receivers = [*self.streams.values(), *(self.expected[ticket] for ticket in unopened)]
+        self.streams.clear()
+        self.expected.clear()
         error = str(failure())
-        waiters = [waiter for window in dict.fromkeys(windows) if (waiter := window.fail(failure)) is not None]
-        for _ in windows:
+        waiters: list[Waiter | None] = []
+        for receiver in receivers:  # a batch once for each of its texts
             self._meter.count_end("engine_dead")
-        for stream in streams:
-            stream.mailbox.failure = failure
-            self._meter.count_end("engine_dead")
+            if isinstance(receiver, TextBatch):
+                waiters.append(receiver.fail(failure))
+                continue
+            receiver.mailbox.failure = failure
             try:
-                text = stream.rest()
+                text = receiver.rest()
             except Exception:  # perhaps what killed the engine: everybody must hear of it all the same
                 text = ""
-            waiter = stream.mailbox.put(Chunk(text, [], "engine_dead", stream.spec.index, error=error))
-            if waiter is not None:
-                waiters.append(waiter)
-        wake_all(waiters)
+            waiters.append(receiver.mailbox.put(Chunk(text, [], "engine_dead", receiver.spec.index, error=error)))
+        wake_all(waiter for waiter in waiters if waiter is not None)

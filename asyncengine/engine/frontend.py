@@ -1,30 +1,26 @@
-"""What the asynchronous and the synchronous engine share: one running loop, and a thread-safe front door to it."""
+"""The front end that the asynchronous and the synchronous engine share: a thread-safe way to one running loop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from asyncengine.checks import as_items
 from asyncengine.config import EngineConfig
-from asyncengine.device.process import PROCESS
 from asyncengine.engine.assembler import Assembler
 from asyncengine.engine.loop import EngineLoop, WeightUpdate
-from asyncengine.engine.request_ids import RequestIds
+from asyncengine.engine.loop_client import LoopClient
 from asyncengine.engine.snapshot import snapshot
 from asyncengine.engine.threads import begun
 from asyncengine.engine.validation import PreparedRequest, RequestValidator
-from asyncengine.engine.vector_desk import VectorDesk, wrong_task
-from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.engine.vectors.service import VectorModel, VectorService
 from asyncengine.errors import (
     AdapterError,
     ContextLengthExceeded,
-    EngineClosed,
-    EngineDead,
     InvalidParameter,
     UnsupportedModel,
 )
@@ -40,9 +36,8 @@ from asyncengine.options import (
     template_tools,
 )
 from asyncengine.outputs import Chunk
-from asyncengine.request_spec import RequestSpec
 from asyncengine.sampling_params import SamplingParams, as_params
-from asyncengine.scheduler.messages import Abort, Drain, UpdateMode, UpdateWeights, WithdrawUpdate
+from asyncengine.scheduler.messages import UpdateMode, UpdateWeights, WithdrawUpdate
 from asyncengine.stats import EngineStats, ThreadStats
 from asyncengine.text import TextTokenizer
 
@@ -57,12 +52,17 @@ PROMPT_TAIL = 512
 """Characters of a rendered prompt that tell whether the model begins inside its reasoning."""
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)
 """Can be iterated over, and are no sequences of token ids."""
-INLINE_CHARS = 4096
-"""Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
+_TASKS = {
+    "generate": ("a text generator", ("generate", "chat")),
+    "embed": ("an embedding model", ("embed",)),
+    "rerank": ("a reranker", ("rerank", "classify")),
+    "classify": ("a classifier", ("classify",)),
+}
+"""By a model's task: the model in words, and the calls that it serves."""
 
 
 class Frontend:
-    """The front door of an engine: text and requests in, streams out. Everything here may be called from any thread."""
+    """The front end of an engine: text and requests in, streams out. Everything here may be called from any thread."""
 
     def __init__(
         self,
@@ -75,10 +75,12 @@ class Frontend:
         threads: Callable[[], ThreadStats] = ThreadStats,
         adapter_folder: Callable[[str | os.PathLike[str]], str] = os.path.abspath,
         prepare_update: PrepareUpdate | None = None,
+        vector_model: VectorModel | None = None,
     ) -> None:
         """`adapter_folder`: the folder that the path of an adapter means. `prepare_update`: None: its weights cannot
-        change."""
+        change. `vector_model`: None: the model writes text."""
         self.loop = loop
+        self.client = LoopClient(loop, adapters)
         self.validator = validator
         self.tokenizer = tokenizer
         self.info = info
@@ -89,11 +91,7 @@ class Frontend:
         self._prepare_update = prepare_update
         self._update_numbers = count(1)
         self.started_at = loop.clock.now()
-        self.closing = False
-        self.desk: VectorDesk | None = None
-        """Serves calls for vectors and scores, where the model gives any."""
-        self._request_ids = RequestIds(loop.delivery)
-        self._born = PROCESS.generation
+        self._vectors = None if vector_model is None else VectorService(self.client, validator, tokenizer, vector_model)
 
     @property
     def config(self) -> EngineConfig:
@@ -133,7 +131,7 @@ class Frontend:
 
         Raises `InvalidParameter`, `EngineClosed`, `EngineDead`.
         """
-        self._check_writes("generate")
+        self._check_serves("generate")
         arrival = self.loop.clock.now() if arrival is None else arrival
         if isinstance(prompt, str) and not prompt:
             raise InvalidParameter("prompt", "must not be empty")
@@ -152,7 +150,7 @@ class Frontend:
         self, chat: ChatRequest, params: SamplingParams | None, options: RequestOptions, arrival: float | None = None
     ) -> PreparedRequest:
         """Render, tokenize and check a chat, and settle what its answer must match. Raises as `prepare`."""
-        self._check_writes("chat")
+        self._check_serves("chat")
         arrival = self.loop.clock.now() if arrival is None else arrival
         tokenizer = self._tokenizer("messages")
         if options.prediction is not None and chat.tools and chat.tool_choice not in (None, "auto", "none"):
@@ -182,37 +180,6 @@ class Frontend:
             response_format=wanted,
         )
 
-    async def enter(self, prepared: PreparedRequest | VectorWindow, *, begun: bool = False) -> bool:
-        """Take places in the queue: at once, or as soon as there are some if so configured. False: a deadline came
-        first. `begun`: more of what is being computed; it waits in any case.
-
-        Raises `QueueFull`, `EngineClosed`, `EngineDead`.
-        """
-        queue_limit, samples, tokens = self.loop.queue_limit, prepared.samples, prepared.num_tokens
-        with self._closed_or_dead():
-            if begun or self.config.when_full == "wait":
-                return await queue_limit.enter_when_free(samples, tokens, prepared.time_left(self.loop.clock.now))
-            queue_limit.enter(samples, tokens)
-        return True
-
-    def enter_blocking(self, prepared: PreparedRequest | VectorWindow, *, begun: bool = False) -> bool:
-        """`enter` for a plain thread."""
-        queue_limit, samples, tokens = self.loop.queue_limit, prepared.samples, prepared.num_tokens
-        with self._closed_or_dead():
-            if begun or self.config.when_full == "wait":
-                return queue_limit.enter_blocking(samples, tokens, prepared.time_left(self.loop.clock.now))
-            queue_limit.enter(samples, tokens)
-        return True
-
-    @contextmanager
-    def _closed_or_dead(self) -> Iterator[None]:
-        """Closed because it died? Then that is what to say."""
-        try:
-            yield
-        except EngineClosed:
-            self.check_open()
-            raise
-
     def expired(self, prepared: PreparedRequest) -> Assembler:
         """The end of a request whose deadline came before it had a place in the queue. The engine never hears of it."""
         for index in range(len(prepared.streams)):
@@ -220,87 +187,34 @@ class Frontend:
         return Assembler(prepared, self.loop.clock.now)
 
     def post(self, prepared: PreparedRequest) -> Assembler:
-        """Hand a prepared request, which has its places in the queue, to the engine's loop. One synchronous stretch.
-
-        Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
-        """
-        self._claim_adapter(prepared)
-        self._request_ids.remember(prepared.spec.request_id, prepared.streams)
-        self._post([stream.spec for stream in prepared.streams], self.loop.delivery.expected)
+        """Post a prepared request, which has its places in the queue, and make its consumer's end. Raises as
+        `LoopClient.post`."""
+        self.client.post(prepared)
         return Assembler(prepared, self.loop.clock.now)
 
-    def post_window(self, window: VectorWindow) -> None:
-        """`post` of texts whose vectors are waited for together."""
-        self._claim_adapter(window)
-        self._request_ids.remember_window(window.spec.request_id, window)
-        self._post(window.specs, self.loop.delivery.windows)
-
-    def _post(self, specs: Sequence[RequestSpec], expected: dict[int, Any]) -> None:
-        if self.loop.inbox.post(*specs):
+    def _check_serves(self, call: str) -> None:
+        """Raises `InvalidParameter` where the model's task does not allow a call of this name, and as
+        `LoopClient.check_open`."""
+        self.client.check_open()
+        kind, served = _TASKS[self.info.task]
+        if call in served:
             return
-        for spec in specs:
-            expected.pop(spec.ticket, None)
-            if self.adapters is not None:
-                self.adapters.cancel(spec.ticket)
-        self.check_open()
-        raise EngineClosed("the engine is closed")
+        limit = f"is not served: {self.info.name} is {kind}: it serves {' and '.join(f'{name}()' for name in served)}"
+        if self.info.task == "generate" and call == "embed":
+            limit += '. Its files say nothing of pooling; pooling="last" or pooling="mean" loads it to embed with it'
+        elif self.info.task == "generate":
+            limit += f'. Load it with task="{call}" if it was trained for that'
+        raise InvalidParameter(call, limit)
 
-    def _claim_adapter(self, prepared: PreparedRequest | VectorWindow) -> None:
-        """Not before the request is certain to be posted: whoever leaves earlier leaves no claim behind."""
-        name = prepared.spec.options.adapter
-        if name is None or self.adapters is None:
-            return
-        try:
-            with self._closed_or_dead():
-                self.adapters.claim(prepared.tickets, name)
-        except EngineClosed:
-            raise
-        except BaseException:
-            self.loop.queue_limit.leave(prepared.samples, prepared.num_tokens)
-            raise
+    @property
+    def vector_model(self) -> VectorModel | None:
+        return None if self._vectors is None else self._vectors.model
 
-    def abort_tickets(self, tickets: list[int]) -> None:
-        """Leave. Posting to a closed inbox changes nothing: its streams have ended."""
-        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
-            self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
-
-    def abort(self, request_id: str) -> bool:
-        """Abort every unfinished request labelled `request_id`. True if there was one."""
-        tickets = self._request_ids.unfinished(request_id)
-        self.abort_tickets(tickets)
-        return bool(tickets)
-
-    def _check_writes(self, asked: str) -> None:
-        """Raises `InvalidParameter` where the model gives vectors or scores, and as `check_open`."""
-        self.check_open()
-        if self.info.task != "generate":
-            raise wrong_task(self.info.name, self.info.task, asked)
-
-    def vectors(self, asked: str) -> VectorDesk:
-        """Who serves `asked`. Raises `InvalidParameter` where the model writes text, and as `check_open`."""
-        self.check_open()
-        if self.desk is None:
-            raise wrong_task(self.info.name, self.info.task, asked)
-        return self.desk
-
-    def check_open(self) -> None:
-        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""
-        self.check_process()
-        if self.loop.failure is not None:
-            raise EngineDead(self.loop.failure)
-        if self.closing:
-            raise EngineClosed("the engine is closed or draining: it takes no more requests")
-
-    def check_process(self) -> None:
-        """Raises `WrongProcess` in a fork of the engine's process."""
-        PROCESS.check_unforked(self._born)
-
-    def start_closing(self, drain: bool, timeout: float | None) -> None:
-        """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""
-        self.closing = True
-        now = self.loop.clock.now()
-        deadline = (None if timeout is None else now + timeout) if drain else now
-        self.loop.inbox.post(Drain(deadline))
+    def vectors(self, call: str) -> VectorService:
+        """The service of calls for vectors and scores. Raises as `prepare` where the model serves no `call`."""
+        self._check_serves(call)
+        assert self._vectors is not None
+        return self._vectors
 
     # ---------------------------------------------------------------- adapters
 
@@ -321,7 +235,7 @@ class Frontend:
         return () if self.adapters is None else self.adapters.list()
 
     def _registry(self) -> AdapterRegistry:
-        self.check_open()
+        self.client.check_open()
         if self.adapters is None:
             raise AdapterError("adapter", "this engine takes no adapters")
         return self.adapters
@@ -330,7 +244,7 @@ class Frontend:
 
     def update_weights(self, weights: WeightSource, mode: UpdateMode, partial: bool) -> Future[None]:
         """See `AsyncEngine.update_weights`. Cancelling the future takes it back, as long as nothing was written."""
-        self.check_open()
+        self.client.check_open()
         if mode not in get_args(UpdateMode):
             raise InvalidParameter("mode", 'must be "wait" or "recompute"', mode)
         if not isinstance(partial, bool):

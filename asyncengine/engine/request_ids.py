@@ -1,12 +1,11 @@
-"""Which requests a caller's request id stands for: tickets by id, and which of them have not ended."""
+"""The requests that a caller's request id stands for: tickets by id, and those of them that have not ended."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from asyncengine.engine.delivery import Delivery, OutputStream
-from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.engine.delivery import Delivery, Receiver
 
 
 class RequestIds:
@@ -20,31 +19,20 @@ class RequestIds:
         self._tickets: dict[str, list[int]] = {}
         self._lock = threading.Lock()
 
-    def remember(self, request_id: str, streams: Sequence[OutputStream]) -> None:
-        """Of a request that is about to be posted: `delivery` will open these."""
-        expected = {stream.spec.ticket: stream for stream in streams}
-        with self._lock:
-            self._note(request_id, list(expected))
-            self._delivery.expected.update(expected)
-
-    def remember_window(self, request_id: str, window: VectorWindow) -> None:
-        """The same of texts whose vectors are waited for together."""
-        tickets = window.tickets
-        with self._lock:
-            self._note(request_id, tickets)
-            self._delivery.windows.update(dict.fromkeys(tickets, window))
-
-    def _note(self, request_id: str, tickets: list[int]) -> None:
+    def remember(self, request_id: str, receivers: Mapping[int, Receiver]) -> None:
+        """Note the tickets of requests that are about to be posted, and have `delivery` expect them."""
         delivery = self._delivery
-        if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected) + len(delivery.windows)):
-            self._forget_ended()
-        known = self._tickets.setdefault(request_id, [])
-        if len(known) > 64 + 2 * len(tickets):  # many windows of one call
-            known[:] = [ticket for ticket in known if self._alive(ticket)]
-        known += tickets
+        with self._lock:
+            if len(self._tickets) > 64 + 2 * (len(delivery.streams) + len(delivery.expected)):
+                self._forget_ended()
+            known = self._tickets.setdefault(request_id, [])
+            if len(known) > 64 + 2 * len(receivers):  # many batches of one call
+                known[:] = [ticket for ticket in known if self._alive(ticket)]
+            known += receivers
+            delivery.expected.update(receivers)
 
     def unfinished(self, request_id: str) -> list[int]:
-        """Tickets of its requests that have not ended."""
+        """Tickets of the id's requests that have not ended."""
         with self._lock:
             return [ticket for ticket in self._tickets.get(request_id, ()) if self._alive(ticket)]
 
@@ -58,5 +46,4 @@ class RequestIds:
                 del self._tickets[request_id]
 
     def _alive(self, ticket: int) -> bool:
-        delivery = self._delivery
-        return ticket in delivery.expected or ticket in delivery.streams or ticket in delivery.windows
+        return ticket in self._delivery.expected or ticket in self._delivery.streams

@@ -12,6 +12,8 @@ from typing import TypeVar
 from asyncengine.errors import EngineClosed
 
 T = TypeVar("T")
+INLINE_CHARS = 4096
+"""Longer texts are tokenized on a worker thread: about 1 ms of work is the most the caller's loop should notice."""
 
 
 def on_own_thread(work: Callable[[], T], name: str) -> T:

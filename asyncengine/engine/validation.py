@@ -1,4 +1,5 @@
-"""From what a caller asks to what is posted, a `RequestSpec`: resolve defaults, check every limit, draw the tickets.
+"""Validation of requests: a call becomes the `RequestSpec`s that are posted. Defaults are resolved, every limit is
+checked, tickets are drawn.
 
 Everything that can be refused is refused here, in the caller's own call, by name: the scheduler only ever sees
 requests that can run. Registering and enqueueing is one synchronous stretch (vLLM #57061 leaked what an await between
@@ -8,7 +9,6 @@ the two let be cancelled).
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,14 @@ from asyncengine.grammar.interface import GrammarCompiler
 from asyncengine.info import ModelInfo
 from asyncengine.lora.interface import AdapterStore
 from asyncengine.options import RequestOptions, predicted_content
-from asyncengine.request_spec import RequestSpec
+from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import GREEDY_BELOW, SamplingParams, as_params
 from asyncengine.text import Detokenizer, StopAutomaton, StopStringMatcher, TextTokenizer
 
 if TYPE_CHECKING:
     from asyncengine.chat import ChatPlan
+
+_NOT_SAMPLED = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,18 +43,27 @@ class PreparedRequest:
     streams: tuple[OutputStream, ...]
     mailbox: Mailbox
     plan: ChatPlan | None = None
-    """Of a chat: how its output is taken apart into answer, reasoning and tool calls."""
+    """The plan of a chat: its output is taken apart into answer, reasoning and tool calls."""
     check_text: Callable[[str], str | None] | None = None
-    """What a finished text breaks of its schema, where the grammar could not enforce all of it."""
+    """Says where a finished text breaks its schema, if the grammar could not enforce all of it."""
 
     @property
     def spec(self) -> RequestSpec:
-        """Of sample 0; the others differ in ticket, index and seed, and return no log-probabilities of the prompt."""
+        """The specification of sample 0; the others differ in ticket, index and seed, and have no `prompt_logprobs`."""
         return self.streams[0].spec
+
+    @property
+    def specs(self) -> list[RequestSpec]:
+        return [stream.spec for stream in self.streams]
 
     @property
     def tickets(self) -> list[int]:
         return [stream.spec.ticket for stream in self.streams]
+
+    @property
+    def receivers(self) -> dict[int, OutputStream]:
+        """The receiver of the outputs of each ticket: its sample's stream."""
+        return {stream.spec.ticket: stream for stream in self.streams}
 
     @property
     def samples(self) -> int:
@@ -60,14 +71,8 @@ class PreparedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompts of all samples."""
+        """Tokens of the prompts of all samples."""
         return len(self.streams) * self.spec.prompt_len
-
-    def time_left(self, now: Callable[[], float]) -> Callable[[], float]:
-        """Seconds until it ends with reason "timeout" if it has not started by then; infinity: never."""
-        spec = self.spec
-        first = min(math.inf if at is None else at for at in (spec.deadline, spec.waiting_deadline))
-        return lambda: first - now()
 
 
 class RequestValidator:
@@ -93,6 +98,32 @@ class RequestValidator:
     def next_ticket(self) -> int:
         """A new request's number."""
         return next(self._tickets)
+
+    def _deadlines(self, options: RequestOptions, arrival: float) -> dict[str, Any]:
+        """Clock readings of `RequestSpec.deadline` and `waiting_deadline`."""
+        timeout = options.timeout if options.timeout is not None else self.config.request_timeout
+        waiting = self.config.waiting_timeout
+        return {
+            "deadline": None if timeout is None else arrival + timeout,
+            "waiting_deadline": None if waiting is None else arrival + waiting,
+        }
+
+    def prepare_text(
+        self, name: str, ids: list[int], options: RequestOptions, arrival: float, pooled: Pooled
+    ) -> RequestSpec:
+        """The request for a vector of one text, whose ids fit the model. Raises `InvalidParameter` for `name`."""
+        vocab = self.info.vocab_size
+        if not ids:
+            raise InvalidParameter(name, "is empty, and this model's tokenizer adds nothing to it")
+        if max(ids) >= vocab or min(ids) < 0:
+            limit = f"must be token ids between 0 and {vocab - 1} (the vocabulary)"
+            raise InvalidParameter(name, limit, next(each for each in ids if not 0 <= each < vocab))
+        if pooled.skip >= len(ids):
+            raise InvalidParameter(name, f"is all prompt ({pooled.skip} tokens), which this model leaves out")
+        return RequestSpec(
+            next(self._tickets), tuple(ids), _NOT_SAMPLED, len(ids), options, options.request_id or "",
+            arrival=arrival, pooled=pooled, **self._deadlines(options, arrival),
+        )  # fmt: skip
 
     def prepare(
         self,
@@ -138,11 +169,9 @@ class RequestValidator:
         arrival: float,
         prediction: tuple[int, ...],
     ) -> Iterator[RequestSpec]:
-        """Of each of the `n` samples, in order. Draws their tickets."""
+        """The specifications of the `n` samples, in order. Draws their tickets."""
         ticket = next(self._tickets)
         eos = () if params.ignore_eos else self.info.eos_token_ids
-        timeout = options.timeout if options.timeout is not None else self.config.request_timeout
-        waiting = self.config.waiting_timeout
         first = RequestSpec(
             ticket,
             prompt,
@@ -154,10 +183,9 @@ class RequestValidator:
             stop_ids=tuple(dict.fromkeys((*eos, *params.stop_token_ids))),
             arrival=arrival,
             group=None if params.n == 1 else ticket,
-            deadline=None if timeout is None else arrival + timeout,
-            waiting_deadline=None if waiting is None else arrival + waiting,
             prediction=prediction,
             inter_token_timeout=self.config.inter_token_timeout,
+            **self._deadlines(options, arrival),
         )
         yield first
         if params.n > 1 and params.prompt_logprobs:

@@ -24,8 +24,8 @@ from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.loop import EngineLoop, Recorder
 from asyncengine.engine.threads import on_own_thread
 from asyncengine.engine.validation import RequestValidator
-from asyncengine.engine.vector_desk import VectorDesk, VectorModel
-from asyncengine.engine.vector_wiring import (
+from asyncengine.engine.vectors.service import VectorModel
+from asyncengine.engine.vectors.wiring import (
     described,
     encoder_pooler,
     pooled_decoder,
@@ -424,9 +424,7 @@ def wire(
     threads = getattr(executor, "threads", ThreadStats)  # executors without any of their own: fakes
     folder = partial(resolve_adapter, root=config.adapter_root)
     update = getattr(executor, "prepare_update", None)
-    frontend = Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update)
-    frontend.desk = None if vectors is None else VectorDesk(frontend, vectors)
-    return frontend
+    return Frontend(loop, validator, tokenizer, info, planner, adapters, threads, folder, update, vectors)
 
 
 def _fit_context(info: ModelInfo, config: EngineConfig, capacity: int) -> ModelInfo:

@@ -17,7 +17,6 @@ def assert_nothing_held(core: Frontend) -> None:
         "running": len(scheduler.running),
         "waiting": scheduler.num_waiting,
         "streams": len(core.loop.delivery.streams),
-        "vectors": len(core.loop.delivery.windows),
         "places in the queue": core.loop.queue_limit.waiting,
         "steps in flight": len(core.loop.in_flight),
     }

@@ -170,7 +170,7 @@ def test_a_text_generator_that_says_yes_or_no(tmp_path: Path) -> None:
         documents = DOCUMENTS[:6]
         found = engine.rerank("the cat", documents, instruction="instruct the dog")
         yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
-        template = engine.aengine.core.vectors("rerank")._template
+        template = engine.aengine.core.vectors("rerank").model.template
         assert template is not None
         assert found.usage.cached_tokens > 0  # what stands before each pair is computed once
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)

@@ -11,7 +11,7 @@ import pytest
 from support.fake_engine import SteppedExecutor, executor_of, gather_all, idle, in_thread, make_engine, until
 
 from asyncengine import AsyncEngine, Embeddings, Engine
-from asyncengine.engine.vector_desk import VectorModel
+from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import (
     AdapterNotFound,
     EngineClosed,
@@ -99,7 +99,7 @@ async def test_leaving_in_the_middle(hosted: bool) -> None:
         assert all(isinstance(each, asyncio.CancelledError) for each in await gather_all(leaving))
         executor.release()
         assert_right(await staying, some_texts(40, 9))
-        await until(lambda: not core.loop.scheduler.requests and not core.loop.delivery.windows)
+        await until(lambda: not core.loop.scheduler.requests and not core.loop.delivery.streams)
         assert executor.executed == []
         await idle(engine)
         if not hosted:
@@ -153,6 +153,16 @@ async def test_ways_to_end() -> None:
         await idle(engine)
         assert_nothing_held(engine.core)
         assert {"timeout", "abort", "error", "stop"} <= set(engine.stats().finished)
+
+
+async def test_the_first_failure_of_a_call_aborts_the_rest_of_it() -> None:
+    async with embedder(max_num_seqs=1) as engine:
+        executor_of(engine).fail_tickets = {engine.core.validator.next_ticket() + 1: "broken"}
+        with pytest.raises(RequestFailed, match="text 0: broken"):
+            await engine.embed(some_texts(6))
+        await idle(engine)
+        assert engine.stats().finished["abort"] >= 4  # the second may be in a step already
+        assert_nothing_held(engine.core)
 
 
 async def test_the_end_of_the_engine() -> None:

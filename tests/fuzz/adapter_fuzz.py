@@ -120,7 +120,7 @@ class AdapterLife(EngineByHand):
         )
         try:
             prepared = self.core.prepare(prompt, params, options)
-            self.core.enter_blocking(prepared)
+            self.core.client.enter_blocking(prepared)
         except (QueueFull, AdapterNotFound) as error:
             self._refuse(error, name)
         else:
@@ -151,7 +151,7 @@ class AdapterLife(EngineByHand):
     def _someone_leaves(self) -> None:
         rng = self.rng
         if self.open and rng.random() < 0.06:
-            self.core.abort_tickets(rng.choice(list(self.open.values())).tickets)
+            self.core.client.abort_tickets(rng.choice(list(self.open.values())).tickets)
         if self.faults and self.scheduler.running and rng.random() < 0.01:
             self.executor.fail_tickets[rng.choice(list(self.scheduler.running))] = "the row failed"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fuzz.adapter_fuzz import AdapterLife
 
-from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.loop_client import LoopClient
 from asyncengine.errors import EngineError
 from asyncengine.lora.admission import AdapterSlots
 from asyncengine.lora.claims import Claims
@@ -237,12 +237,12 @@ def hold_up_those_who_must_drain(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
-    def broken(self: Frontend, prepared: Any) -> None:
+    def broken(self: LoopClient, prepared: Any) -> None:
         name = prepared.spec.options.adapter
-        if name is not None and self.adapters is not None:
-            self.adapters.claim(prepared.tickets, name)
+        if name is not None and self._adapters is not None:
+            self._adapters.claim(prepared.tickets, name)
 
-    patch.setattr(Frontend, "_claim_adapter", broken)
+    patch.setattr(LoopClient, "_claim_adapter", broken)
 
 
 PLANTS: list[Plant] = [

@@ -32,7 +32,7 @@ def launched(params: SamplingParams, options: RequestOptions) -> tuple[PreparedR
     told: list[object] = []
     core = make_core(wiring={"recorder": lambda kind, value: told.append(value)})
     prepared = core.prepare([2, 3, 4], params, options)
-    core.enter_blocking(prepared)
+    core.client.enter_blocking(prepared)
     assembler = core.post(prepared)
     specs = [stream.spec for stream in prepared.streams]
     assert [id(stream.spec) for stream in core.loop.delivery.expected.values()] == [id(spec) for spec in specs]

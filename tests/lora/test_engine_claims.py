@@ -93,14 +93,14 @@ async def test_unloaded_between_accept_and_post(when_full: str) -> None:
         await lab.load("a", "b")
         core = lab.engine.core
         prepared = core.prepare(PROMPT, greedy(4, n=2), RequestOptions(adapter="a"))
-        await core.enter(prepared)
+        await core.client.enter(prepared)
         assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (2, 10)
         await lab.engine.unload_adapter("a")
         with pytest.raises(AdapterNotFound):
             core.post(prepared)
         assert (core.loop.queue_limit.waiting, core.loop.queue_limit._tokens) == (0, 0)
         assert not core.loop.delivery.expected
-        assert not core.abort(prepared.spec.request_id)
+        assert not core.client.abort(prepared.spec.request_id)
         await lab.settled()
         assert lab.right(await lab.engine.generate(PROMPT, greedy(4), adapter="b"), PROMPT, 4, "b")
 

@@ -123,7 +123,7 @@ async def test_the_engine_ends_while_callers_wait(kind: str, end: str) -> None:
             face.executor.failure = RuntimeError("device lost")
         else:
             closing = asyncio.create_task(face.engine.aclose(drain=end == "drain"))
-            await until(lambda: face.engine.core.closing)
+            await until(lambda: face.engine.core.client.closing)
         face.executor.release()
         (lost,) = await gather_all([queued])
         assert type(lost) in (EngineClosed, EngineDead), lost
@@ -235,7 +235,7 @@ def test_posted_to_an_engine_that_has_just_ended() -> None:
             core = lab.engine.core
             accepted = [core.prepare(PROMPT, greedy(4), RequestOptions(adapter=name)) for name in ("a", None)]
             for one in accepted:
-                core.enter_blocking(one)
+                core.client.enter_blocking(one)
             if failure is not None:
                 lab.executor.failure = failure
                 with pytest.raises(EngineDead):

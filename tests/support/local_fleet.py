@@ -154,14 +154,14 @@ class LocalCluster:
             stats, delivery = fleet.stats(), dispatcher.delivery
             return any((
                 *stats.requests.values(), *stats.loads.values(), dispatcher._by_ticket, dispatcher._waiting,
-                delivery.streams, delivery.windows, dispatcher.router.index._expected, dispatcher.queue_limit.waiting,
+                delivery.streams, dispatcher.router.index._expected, dispatcher.queue_limit.waiting,
             ))  # fmt: skip
 
         await until(lambda: not holds(), "a fleet without requests")
         for process in list(self.processes.values()):
             loop = process.replica.engine.core.loop
             await until(
-                lambda of=loop: not (of.scheduler.requests or of.scheduler.num_in_flight or of.delivery.windows),
+                lambda of=loop: not (of.scheduler.requests or of.scheduler.num_in_flight or of.delivery.streams),
                 "an empty replica",
             )
             pages = process.replica.engine.stats().pages

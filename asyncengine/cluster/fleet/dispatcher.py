@@ -16,6 +16,7 @@ from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import Delivery, OutputStream
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Waiter, wake_all
+from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import EngineDead, FleetError
 from asyncengine.outputs import Chunk, FinishReason
 from asyncengine.request_spec import RequestSpec
@@ -36,7 +37,7 @@ class Dispatcher:
         """Inbox of the fleet's loop. Posting nothing wakes that, to send commands and to see whether it may end."""
         self.meter = Meter()
         self.delivery = Delivery(clock, self.meter, lambda message: None)
-        """Open streams and windows of texts, by ticket."""
+        """Receivers of the outputs of open requests, by ticket: streams and batches of texts."""
         self.router = Router(settings.weights)
         self.replicas: dict[str, ReplicaHandle] = {}
         """Replicas that serve, by name."""
@@ -62,12 +63,11 @@ class Dispatcher:
                 self._abort(message.ticket)
                 continue
             self.delivery.open(message.ticket)
-            if message.pooled is None:
-                group.append(self.delivery.streams[message.ticket])
-                continue
-            window = self.delivery.windows.get(message.ticket)
-            if window is not None and window.spec is message:  # the first text stands for all
-                self._start(FleetRequest(self._digest(message), window=window))
+            receiver = self.delivery.streams[message.ticket]
+            if not isinstance(receiver, TextBatch):
+                group.append(receiver)
+            elif receiver.spec is message:  # the first text stands for all
+                self._start(FleetRequest(self._digest(message), texts=receiver))
         if group:
             self._start(FleetRequest(self._digest(group[0].spec), {each.spec.index: each for each in group}))
 
@@ -176,10 +176,10 @@ class Dispatcher:
 
     def _receive(self, request: FleetRequest, output: RequestOutput, waiters: list[Waiter]) -> None:
         now = self.clock.now()
-        if request.window is not None:
+        if request.texts is not None:
             if output.vectors is not None:
                 self.meter.first_token.append(now - request.spec.arrival)
-            waiter = request.window.put_all(output.vectors, output.cached_tokens, output.fault)
+            waiter = request.texts.put_all(output.vectors, output.cached_tokens, output.fault)
             reason = "stop" if output.fault is None else output.fault[1].reason or "error"
             self._close(request, request.specs, reason)
             waiters += [] if waiter is None else [waiter]
@@ -223,7 +223,7 @@ class Dispatcher:
     ) -> None:
         """End a request, or its samples of these `tickets`, without a replica's word."""
         waiters: list[Waiter] = []
-        if request.window is not None:
+        if request.texts is not None:
             output = Output(request.key, reason="abort" if reason == "abort" else "timeout")
             self._receive(request, RequestOutput(request.key, fault=(0, output)), waiters)
         for stream in list(request.streams.values()):
@@ -237,8 +237,8 @@ class Dispatcher:
         def failure() -> EngineDead:
             return EngineDead(FleetError(reason))
 
-        if request.window is not None:
-            waiter = request.window.fail(failure)
+        if request.texts is not None:
+            waiter = request.texts.fail(failure)
             self._close(request, request.specs, "engine_dead")
             wake_all([] if waiter is None else [waiter])
             return
@@ -251,8 +251,7 @@ class Dispatcher:
         for spec in specs:
             request.streams.pop(spec.index, None)
             del self._by_ticket[spec.ticket]
-            for known in (self.delivery.streams, self.delivery.windows):
-                known.pop(spec.ticket, None)
+            self.delivery.streams.pop(spec.ticket, None)
             self.adapters.cancel(spec.ticket)
             self.meter.count_end(reason)
         if not request.streams:

@@ -24,7 +24,6 @@ from asyncengine.engine.clock import MonotonicClock
 from asyncengine.engine.frontend import Frontend
 from asyncengine.engine.grammar_wiring import make_grammars, make_planner
 from asyncengine.engine.validation import RequestValidator
-from asyncengine.engine.vector_desk import VectorDesk
 from asyncengine.engine.wiring import bundled_name, resolve_model
 from asyncengine.errors import AdapterError, EngineClosed, FleetError
 from asyncengine.info import ModelInfo
@@ -44,10 +43,10 @@ class FleetFrontend(Frontend):
     ) -> None:
         loop: Any = fleet  # it has all that a frontend uses of an engine's loop
         registry: Any = fleet.dispatcher.adapters
-        super().__init__(loop, validator, loaded.tokenizer, validator.info, planner, registry)
+        super().__init__(
+            loop, validator, loaded.tokenizer, validator.info, planner, registry, vector_model=loaded.vectors
+        )
         self.fleet = fleet
-        if loaded.vectors is not None:
-            self.desk = VectorDesk(self, loaded.vectors)
 
     def stats(self) -> FleetStats:
         """See `FleetStats`."""
@@ -60,7 +59,7 @@ class FleetFrontend(Frontend):
 
         Raises `AdapterError`, `FleetError`.
         """
-        self.check_open()
+        self.client.check_open()
         try:
             folder = os.fspath(path)
             folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
@@ -70,7 +69,7 @@ class FleetFrontend(Frontend):
 
     def unload_adapter(self, name: str, wait: bool) -> Future[None]:
         """Unload an adapter everywhere when no request uses it. Raises `AdapterNotFound`, `AdapterInUse`."""
-        self.check_open()
+        self.client.check_open()
         unused = self.fleet.dispatcher.adapters.forget(name, wait)
 
         async def unload() -> None:

@@ -84,7 +84,7 @@ class FleetLoop:
             return False
         if self._drain.deadline is not None and self.clock.now() >= self._drain.deadline:
             self.dispatcher.abort_all()
-        return not (self.dispatcher.requests or self.delivery.expected or self.delivery.windows)
+        return not (self.dispatcher.requests or self.delivery.expected)
 
     def _die(self, error: BaseException) -> None:
         self.failure = self.failure or error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from asyncengine.engine.vector_desk import VectorModel
+from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.info import ModelInfo
 from asyncengine.kvcache.cache_log import CacheNews
 from asyncengine.lora.naming import AdapterInfo

@@ -22,7 +22,7 @@ from asyncengine.engine.assembler import merge
 from asyncengine.engine.inbox import Inbox
 from asyncengine.engine.mailbox import Mailbox, Waiter
 from asyncengine.engine.validation import PreparedRequest
-from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.errors import AdapterNotFound, EngineError, FleetError
 from asyncengine.lora.naming import AdapterInfo
 from asyncengine.outputs import Chunk
@@ -69,7 +69,7 @@ class OutboxMailbox(Mailbox):
         )
 
 
-class OutboxWindow(VectorWindow):
+class OutboxTexts(TextBatch):
     """Texts of one request, which go into the outbox together when the last of them has ended."""
 
     __slots__ = ("_outbox", "key")
@@ -140,8 +140,7 @@ class Replica:
         kv = engine.core.loop.scheduler.kv
         kv.keep_log(kv.pool.capacity)
         self._engine = engine
-        desk = engine.core.desk
-        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), None if desk is None else desk.model)
+        return Loaded(engine.info, engine.core.tokenizer, engine.adapters(), engine.core.vector_model)
 
     async def load_adapter(self, name: str, path: str, pinned: bool) -> AdapterInfo:
         return await self.engine.load_adapter(name, path, pinned=pinned)
@@ -194,18 +193,18 @@ class Replica:
                 except Exception as error:
                     self._outbox.post(_refusal(command, error))
             else:
-                self.engine.core.abort_tickets([command.ticket])
+                self.engine.core.client.abort_tickets([command.ticket])
 
     def _submit(self, submit: Submit) -> None:
         """Post a request to the engine. Raises `EngineError` if that takes it no more."""
         core, first = self.engine.core, submit.specs[0]
-        core.check_open()
+        core.client.check_open()
         self._check_adapter(first, submit.digest)
         specs = [_rebase(spec, core.loop.clock.now(), submit.sent_at) for spec in submit.specs]
         if first.pooled is not None:
-            window = OutboxWindow(submit.key, specs, self._outbox)
-            core.loop.queue_limit.enter(window.samples, window.num_tokens)
-            core.post_window(window)
+            texts = OutboxTexts(submit.key, specs, self._outbox)
+            core.loop.queue_limit.enter(texts.samples, texts.num_tokens)
+            core.client.post(texts)
             return
         mailbox = OutboxMailbox(submit.key, self._outbox)
         request = PreparedRequest(tuple(core.validator.reopen(spec, mailbox) for spec in specs), mailbox)

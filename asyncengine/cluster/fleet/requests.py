@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from asyncengine.cluster.fleet.messages import Command, Submit
 from asyncengine.cluster.routing import Route, RouteRequest
 from asyncengine.engine.delivery import OutputStream
-from asyncengine.engine.vector_window import VectorWindow
+from asyncengine.engine.vectors.batch import TextBatch
 from asyncengine.kvcache.cache_log import page_hashes
 from asyncengine.request_spec import RequestSpec
 from asyncengine.stats import EngineStats
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class FleetRequest:
-    """A request under way: samples of one prompt (`streams`), or texts whose vectors are awaited together (`window`).
+    """A request under way: samples of one prompt (`streams`), or texts whose vectors are awaited together (`texts`).
 
     Either can be computed anew where its replica is lost: samples go on behind the tokens they have, texts begin again.
     """
@@ -31,7 +31,7 @@ class FleetRequest:
     """Digest of the adapter that it was promised; "" for none."""
     streams: dict[int, OutputStream] = field(default_factory=dict)
     """Streams of the samples that have not ended, by sample index."""
-    window: VectorWindow | None = None
+    texts: TextBatch | None = None
     key: int = field(init=False)
     samples: int = field(init=False)
     num_tokens: int = field(init=False)
@@ -55,8 +55,8 @@ class FleetRequest:
     @property
     def specs(self) -> list[RequestSpec]:
         """Specifications of the samples that have not ended, or of all texts."""
-        if self.window is not None:
-            return list(self.window.specs)
+        if self.texts is not None:
+            return list(self.texts.specs)
         return [stream.spec for stream in self.streams.values()]
 
     @property
@@ -67,7 +67,7 @@ class FleetRequest:
         """Its prompt's pages, adapter and load, for the router. Texts have no beginning in common."""
         spec, pages = self.spec, list[int]()
         salt = spec.options.cache_salt or ""
-        if self.window is None:  # a prompt's last token is never taken from a cache
+        if self.texts is None:  # a prompt's last token is never taken from a cache
             tokens = (*spec.prompt, *self.tokens.get(spec.index, ()))[:-1]
             pages = page_hashes((self.digest, salt), tokens, page_size)
         return RouteRequest(pages, self.digest, salt, float(len(self.specs)))

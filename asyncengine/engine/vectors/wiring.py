@@ -1,4 +1,4 @@
-"""What wiring does for models that give vectors or scores: what their files say, and who pools."""
+"""The wiring of models that give vectors or scores: their `VectorModel`, and the pooler that their runner needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.config import EngineConfig
-from asyncengine.engine.pair_templates import pair_template
-from asyncengine.engine.vector_desk import VectorModel
+from asyncengine.engine.vectors.pair_templates import pair_template
+from asyncengine.engine.vectors.service import VectorModel
 from asyncengine.errors import InvalidParameter, UnsupportedModel
 from asyncengine.info import ModelInfo
 from asyncengine.models.formats import CheckpointSource
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def settings_of(spec: PoolingSpec | None, config: EngineConfig) -> EngineConfig:
-    """Nothing is guessed or constrained where no text is written."""
+    """`config` without what concerns written text, for a model (with a `spec`) that writes none."""
     return config if spec is None else config.replace(speculation="off", grammar_backend="none", cuda_graphs=False)
 
 
 def pooled_decoder(
     loaded: LoadedModel, spec: PoolingSpec, tokenizer: TextTokenizer | None, checkpoint: CheckpointSource
 ) -> tuple[Pooler, VectorModel]:
-    """Make `loaded` give hidden states, and who pools them. Raises `UnsupportedModel`, `ModelNotFound`."""
+    """Make `loaded` give hidden states; its pooler and description. Raises `UnsupportedModel`, `ModelNotFound`."""
     from asyncengine.models.decoder import Decoder
     from asyncengine.models.pooled import PooledDecoder
     from asyncengine.pooling.pool import Pooler
@@ -40,14 +40,12 @@ def pooled_decoder(
         raise UnsupportedModel(f"{loaded.name} runs through transformers' modules here, which give no vectors")
     template, head = None, None
     if spec.scores_tokens:
-        tokens = spec.tokens or _yes_and_no(tokenizer, loaded.name)
-        spec = replace(spec, tokens=tokens)
-        template = pair_template(loaded.name, loaded.hf_config.model_type, spec, tokenizer)
+        spec = replace(spec, tokens=spec.tokens or _yes_and_no(tokenizer, loaded.name))
     elif not spec.modes:
         spec, head = replace(spec, modes=("lasttoken",)), _head(checkpoint, len(spec.labels))
+    if spec.scores_tokens or head is not None:
         template = pair_template(loaded.name, loaded.hf_config.model_type, spec, tokenizer)
-    model = PooledDecoder(loaded.model, spec.tokens)
-    loaded.model = model
+    loaded.model = model = PooledDecoder(loaded.model, spec.tokens)
     pooler = Pooler(spec, model.width, head)
     return pooler, VectorModel(spec, pooler.dimensions, template)
 
@@ -60,7 +58,7 @@ def _yes_and_no(tokenizer: TextTokenizer | None, name: str) -> tuple[int, int]:
 
 
 def _head(checkpoint: CheckpointSource, labels: int) -> torch.Tensor:
-    """Of a classifier made of a text generator: a matrix on the last position's hidden state."""
+    """The head [labels, width] of a classifier made of a text generator, on the last position's hidden state."""
     from torch import Tensor
 
     name = next((name for name in ("score.weight", "model.score.weight") if name in checkpoint.tensors), None)
@@ -71,10 +69,10 @@ def _head(checkpoint: CheckpointSource, labels: int) -> torch.Tensor:
 
 
 def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | None) -> ModelInfo:
-    """`info` with what is to be known of vectors, and of the length at which texts are cut."""
+    """`info` with the model's task, its vectors, and the length at which texts are cut."""
     spec = model.spec
     own: Any = None if tokenizer is None else tokenizer.hf.model_max_length
-    limits = [info.max_model_len, spec.max_length or (own if isinstance(own, int) and own > 0 else info.max_model_len)]
+    limit = spec.max_length or (own if isinstance(own, int) and own > 0 else info.max_model_len)
     return replace(
         info,
         task=spec.task,
@@ -82,12 +80,12 @@ def described(info: ModelInfo, model: VectorModel, tokenizer: TextTokenizer | No
         pooling=spec.in_words(),
         prompts=tuple(spec.prompts),
         labels=spec.labels if spec.task == "classify" else (),
-        max_model_len=min(limits),
+        max_model_len=min(info.max_model_len, limit),
     )
 
 
 def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfig) -> tuple[Pooler | None, VectorModel]:
-    """Who pools, None where a head does; and what is known of the model. Raises `UnsupportedModel`, `ModelNotFound`,
+    """The pooler (None where a head pools) and description of an encoder. Raises `UnsupportedModel`, `ModelNotFound`,
     and `InvalidParameter` for adapters, which encoders do not take."""
     from asyncengine.pooling.pool import Pooler
 
@@ -105,5 +103,5 @@ def encoder_pooler(loaded: LoadedEncoder, spec: PoolingSpec, config: EngineConfi
 
 
 def tokenizer_folder(path: str, checkpoint: CheckpointSource) -> str:
-    """Where the tokenizer is: beside config.json in an old embedder's folder of its transformer."""
+    """The folder of the tokenizer: in an old embedder's folder it stands above that of config.json."""
     return str(checkpoint.folder) if root_folder(checkpoint.folder) != Path(checkpoint.folder) else path

@@ -1,0 +1,134 @@
+"""The client of an engine's loop: places in its queue, requests posted and aborted. Everything from any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asyncengine.device.process import PROCESS
+from asyncengine.engine.loop import EngineLoop
+from asyncengine.engine.request_ids import RequestIds
+from asyncengine.engine.validation import PreparedRequest
+from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.errors import EngineClosed, EngineDead
+from asyncengine.scheduler.messages import Abort, Drain
+
+if TYPE_CHECKING:
+    from asyncengine.lora.registry import AdapterRegistry
+
+
+class LoopClient:
+    """Posts requests to one engine's loop: the samples of a prompt, or a batch of texts."""
+
+    def __init__(self, loop: EngineLoop, adapters: AdapterRegistry | None = None) -> None:
+        self.loop = loop
+        self.closing = False
+        self._adapters = adapters
+        self._request_ids = RequestIds(loop.delivery)
+        self._born = PROCESS.generation
+
+    # ---------------------------------------------------------------- in
+
+    async def enter(self, group: PreparedRequest | TextBatch, *, begun: bool = False) -> bool:
+        """Take places in the queue for all requests of `group`: at once, or as soon as there are some if so configured.
+        False: a deadline came first. `begun`: more of what is being computed, which waits in any case.
+
+        Raises `QueueFull`, `EngineClosed`, `EngineDead`.
+        """
+        queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
+        with self._closed_or_dead():
+            if begun or self.loop.config.when_full == "wait":
+                return await queue_limit.enter_when_free(samples, tokens, self._patience(group))
+            queue_limit.enter(samples, tokens)
+        return True
+
+    def enter_blocking(self, group: PreparedRequest | TextBatch, *, begun: bool = False) -> bool:
+        """Take places as `enter` does, on a plain thread."""
+        queue_limit, samples, tokens = self.loop.queue_limit, group.samples, group.num_tokens
+        with self._closed_or_dead():
+            if begun or self.loop.config.when_full == "wait":
+                return queue_limit.enter_blocking(samples, tokens, self._patience(group))
+            queue_limit.enter(samples, tokens)
+        return True
+
+    def _patience(self, group: PreparedRequest | TextBatch) -> Callable[[], float]:
+        """Seconds that are left until the first deadline of `group`; infinity without one."""
+        start_by, now = group.spec.start_by, self.loop.clock.now
+        return lambda: start_by - now()
+
+    def post(self, group: PreparedRequest | TextBatch) -> None:
+        """Hand `group`, which has its places in the queue, to the loop. One synchronous stretch: no cancellation can
+        come between registering a request and posting it.
+
+        Raises `EngineClosed`, `EngineDead`, and `AdapterNotFound` if its adapter was unloaded meanwhile.
+        """
+        self._claim_adapter(group)
+        tickets = group.tickets
+        self._request_ids.remember(group.spec.request_id, group.receivers)
+        if self.loop.inbox.post(*group.specs):
+            return
+        for ticket in tickets:
+            self.loop.delivery.expected.pop(ticket, None)
+            if self._adapters is not None:
+                self._adapters.cancel(ticket)
+        self.check_open()
+        raise EngineClosed("the engine is closed")
+
+    def _claim_adapter(self, group: PreparedRequest | TextBatch) -> None:
+        """Claim the adapter's content, no earlier than the requests are certain to be posted: a caller that leaves
+        before leaves no claim behind."""
+        name = group.spec.options.adapter
+        if name is None or self._adapters is None:
+            return
+        try:
+            with self._closed_or_dead():
+                self._adapters.claim(group.tickets, name)
+        except EngineClosed:
+            raise
+        except BaseException:
+            self.loop.queue_limit.leave(group.samples, group.num_tokens)
+            raise
+
+    # ---------------------------------------------------------------- out
+
+    def abort_tickets(self, tickets: list[int]) -> None:
+        """Abort these requests. Posting to a closed inbox changes nothing: its streams have ended."""
+        if self._born == PROCESS.generation:  # in a fork the inbox is a copy nobody reads, its lock perhaps held
+            self.loop.inbox.post(*(Abort(ticket) for ticket in tickets))
+
+    def abort(self, request_id: str) -> bool:
+        """Abort every unfinished request labelled `request_id`. True if there was one."""
+        tickets = self._request_ids.unfinished(request_id)
+        self.abort_tickets(tickets)
+        return bool(tickets)
+
+    def start_closing(self, drain: bool, timeout: float | None) -> None:
+        """Take no more requests; finish those there are (`drain`, for at most `timeout` seconds) or abort them."""
+        self.closing = True
+        now = self.loop.clock.now()
+        deadline = (None if timeout is None else now + timeout) if drain else now
+        self.loop.inbox.post(Drain(deadline))
+
+    # ---------------------------------------------------------------- open?
+
+    def check_open(self) -> None:
+        """Raises `EngineDead` or `EngineClosed` if the engine takes no requests, `WrongProcess` in a fork."""
+        self.check_process()
+        if self.loop.failure is not None:
+            raise EngineDead(self.loop.failure)
+        if self.closing:
+            raise EngineClosed("the engine is closed or draining: it takes no more requests")
+
+    def check_process(self) -> None:
+        """Raises `WrongProcess` in a fork of the engine's process."""
+        PROCESS.check_unforked(self._born)
+
+    @contextmanager
+    def _closed_or_dead(self) -> Iterator[None]:
+        """Raise `EngineDead` in place of `EngineClosed` where the engine closed because it died."""
+        try:
+            yield
+        except EngineClosed:
+            self.check_open()
+            raise

@@ -1,0 +1,1 @@
+"""Calls for vectors, scores and labels: their checks, their tokens, their batches in the engine, and their answers."""

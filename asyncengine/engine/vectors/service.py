@@ -1,0 +1,415 @@
+"""The service of `embed`, `rerank` and `classify`: a call is checked, its texts go through the engine in batches, and
+its vectors become an answer.
+
+A call is tokenized and posted batch by batch: a few batches are on their way at any time, so that the next step is
+always full and a long list takes little memory.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio.to_thread
+
+from asyncengine.checks import as_integer, check_unicode
+from asyncengine.device.process import is_terminal
+from asyncengine.engine.loop_client import LoopClient
+from asyncengine.engine.threads import INLINE_CHARS
+from asyncengine.engine.validation import RequestValidator
+from asyncengine.engine.vectors.batch import TextBatch
+from asyncengine.engine.vectors.pair_templates import PairTemplate
+from asyncengine.errors import ContextLengthExceeded, InvalidParameter, RequestTimeout
+from asyncengine.options import RequestOptions
+from asyncengine.outputs import Classification, Classifications, Embeddings, Ranked, Ranking, Usage
+from asyncengine.pooling.spec import PoolingSpec
+from asyncengine.request_spec import Pooled, RequestSpec
+from asyncengine.text import TextTokenizer
+from asyncengine.text.batches import BatchTokenizer, EncodedText
+
+if TYPE_CHECKING:
+    from asyncengine.pooling.activations import Floats
+
+Answer = TypeVar("Answer")
+FIRST_BATCH, MAX_BATCH = 32, 256
+"""Texts of a call's first batch, which is to reach the model soon, and of a later one."""
+MAX_BATCH_CHARS = 1 << 20
+"""Characters of a batch, unless one text has more."""
+MAX_BATCHES = 3
+"""Batches of one call that are posted and not done."""
+
+
+class TokenIds(tuple[int, ...]):
+    """A text that is given as token ids."""
+
+    __slots__ = ()
+
+
+Item = str | tuple[str, str] | TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VectorModel:
+    """A model that gives vectors or scores, as its files describe it."""
+
+    spec: PoolingSpec
+    width: int
+    """Numbers that the runner gives for each text."""
+    template: PairTemplate | None = None
+    """The text around a pair, for a reranker that is a text generator."""
+
+
+@dataclass(slots=True, eq=False)
+class VectorCall(Generic[Answer]):
+    """One checked call, and its results so far."""
+
+    items: Sequence[Item]
+    name: str
+    """The parameter that `items` came in ("texts"), for error messages."""
+    request_options: RequestOptions
+    submitted: float
+    """Clock reading."""
+    vectors: Floats
+    """[items, width]"""
+    finish: Callable[[VectorCall[Answer]], Answer]
+    """Makes the answer once all vectors are there."""
+    truncate: bool
+    skip: int = 0
+    """First tokens of each text, those of a prompt, that are left out of the pooling."""
+    show_progress: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    truncated: list[int] = field(default_factory=list)
+    """Indices of the texts that were cut."""
+
+    @property
+    def outcome(self) -> tuple[Usage, tuple[int, ...]]:
+        """(token counts, indices of the texts that were cut), as every answer reports them."""
+        return Usage(self.prompt_tokens, 0, self.cached_tokens), tuple(self.truncated)
+
+    def take(self, batch: TextBatch) -> None:
+        """Take the vectors of a batch that is done."""
+        self.vectors[batch.first : batch.first + batch.samples] = batch.vectors
+        self.prompt_tokens += batch.num_tokens
+        self.cached_tokens += batch.cached_tokens
+
+
+class VectorService:
+    """Serves the calls of one engine whose model gives vectors or scores. From any thread."""
+
+    def __init__(
+        self, client: LoopClient, validator: RequestValidator, tokenizer: TextTokenizer | None, model: VectorModel
+    ) -> None:
+        self.model = model
+        self._client = client
+        self._config = client.loop.config
+        self._validator = validator
+        self._info = info = validator.info
+        self._pooled = Pooled(model.spec.whole, model.spec.every)
+        self._batch_tokenizer: BatchTokenizer | None = None
+        if tokenizer is not None:
+            frame = None if model.template is None else model.template.frame
+            self._batch_tokenizer = BatchTokenizer(tokenizer, info.max_model_len, model.spec.lower_case, frame)
+
+    @property
+    def _tokenizer(self) -> BatchTokenizer:
+        if self._batch_tokenizer is None:
+            raise InvalidParameter("texts", f"{self._info.name} has no tokenizer: pass sequences of token ids")
+        return self._batch_tokenizer
+
+    # ---------------------------------------------------------------- calls, checked
+
+    def embed(
+        self, texts: Any, prompt_name: str | None, prompt: str | None, dimensions: int | None,
+        normalize: bool | None, truncate: bool, show_progress: bool | None, options: RequestOptions,
+    ) -> VectorCall[Embeddings]:  # fmt: skip
+        """A call for vectors. Raises `InvalidParameter`, `AdapterNotFound`."""
+        spec = self.model.spec
+        if dimensions is not None:
+            as_integer("dimensions", dimensions, 1, self.model.width)
+        normalize = spec.normalize if normalize is None else _switch("normalize", normalize)
+        items = _items("texts", texts, _text_or_ids, "must be a str or a sequence of token ids")
+        if prefix := self._prompt(prompt_name, prompt):
+            for index, item in enumerate(items):
+                if isinstance(item, str):
+                    items[index] = prefix + item
+                elif prompt_name is not None or prompt is not None:
+                    raise InvalidParameter(f"texts[{index}]", "is token ids, before which no prompt can be put")
+
+        def finish(call: VectorCall[Embeddings]) -> Embeddings:
+            from asyncengine.pooling.activations import shortened  # numpy: `import asyncengine` stays light
+
+            return Embeddings(shortened(call.vectors, dimensions, normalize), *call.outcome)
+
+        call = self._call(items, "texts", truncate, options, finish)
+        if prefix and not spec.include_prompt:
+            call.skip = self._tokenizer.prompt_length(prefix)
+        call.show_progress = self._config.show_progress if show_progress is None else show_progress
+        return call
+
+    def rerank(
+        self, query: Any, documents: Any, top_n: int | None, instruction: str | None, truncate: bool,
+        options: RequestOptions,
+    ) -> VectorCall[Ranking]:  # fmt: skip
+        """A call for the scores of documents. Raises `InvalidParameter`, `AdapterNotFound`."""
+        if not isinstance(query, str):
+            raise InvalidParameter("query", "must be a str", query)
+        check_unicode("query", query)
+        if top_n is not None:
+            as_integer("top_n", top_n, 1)
+        if instruction is not None and not isinstance(instruction, str):
+            raise InvalidParameter("instruction", "must be a str or None", instruction)
+        check_unicode("instruction", instruction or "")
+        if isinstance(documents, str):
+            raise InvalidParameter("documents", "must be a list of str, not one str", documents)
+        documents = _items("documents", documents, _text, "must be a str")
+        template = self.model.template
+        if instruction is not None and (template is None or template.instruction is None):
+            raise InvalidParameter("instruction", f"is nothing that {self._info.name} reads", instruction)
+        if template is None:
+            query = self._prompt(None, None) + query
+        pairs = [(query, each) if template is None else template.pair(query, each, instruction) for each in documents]
+
+        def finish(call: VectorCall[Ranking]) -> Ranking:
+            scores = [row[0] for row in self._scores(call)]
+            order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+            return Ranking([Ranked(index, scores[index], documents[index]) for index in order], *call.outcome)
+
+        return self._call(pairs, "documents", truncate, options, finish)
+
+    def classify(self, texts: Any, truncate: bool, options: RequestOptions) -> VectorCall[Classifications]:
+        """A call for labels. Raises `InvalidParameter`, `AdapterNotFound`."""
+        template, labels = self.model.template, self.model.spec.labels
+
+        def read(text: Any) -> Item | None:
+            if isinstance(text, (tuple, list)) and len(text) == 2 and all(isinstance(each, str) for each in text):
+                return (text[0], text[1]) if template is None else template.pair(text[0], text[1], None)
+            return text if isinstance(text, str) and template is None else None
+
+        def finish(call: VectorCall[Classifications]) -> Classifications:
+            results = []
+            for row in self._scores(call):
+                best = max(range(len(row)), key=lambda index: row[index])
+                results.append(Classification(labels[best], row[best], dict(zip(labels, row, strict=True))))
+            return Classifications(results, *call.outcome)
+
+        limit = "must be a str or a pair of them"
+        if template is not None:
+            limit = "must be a pair of str: a query and a document"
+        return self._call(_items("texts", texts, read, limit), "texts", truncate, options, finish)
+
+    def _scores(self, call: VectorCall[Any]) -> list[list[float]]:
+        """The scores of each text, behind the model's activation."""
+        from asyncengine.pooling.activations import activate
+
+        rows: list[list[float]] = activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
+        return rows
+
+    def _prompt(self, name: str | None, prompt: str | None) -> str:
+        """The text before each text: the caller's, the model's of that name, or the model's default. May be empty."""
+        if prompt is not None:
+            if not isinstance(prompt, str):
+                raise InvalidParameter("prompt", "must be a str or None", prompt)
+            check_unicode("prompt", prompt)
+            if name is not None:
+                raise InvalidParameter("prompt", "cannot go with a prompt_name")
+            return prompt
+        prompts, default = self.model.spec.prompts, self.model.spec.default_prompt
+        if name is None:
+            return "" if default is None else prompts[default]
+        if not isinstance(name, str) or name not in prompts:
+            names = ", ".join(map(repr, prompts)) or "none"
+            raise InvalidParameter("prompt_name", f"is none of the prompts of {self._info.name}: {names}", name)
+        return prompts[name]
+
+    def _call(
+        self, items: Sequence[Item], name: str, truncate: bool, options: RequestOptions,
+        finish: Callable[[VectorCall[Answer]], Answer],
+    ) -> VectorCall[Answer]:  # fmt: skip
+        """A call submitted now, with a request id of its own if it has none. Raises `AdapterNotFound`."""
+        import numpy as np  # not before there are vectors: `import asyncengine` stays light
+
+        _switch("truncate", truncate)
+        self._validator.check_adapter(options.adapter)
+        if not options.request_id:
+            options = replace(options, request_id=f"req-{secrets.token_hex(8)}")
+        vectors = np.zeros((len(items), self.model.width), dtype=np.float32)
+        return VectorCall(items, name, options, self._client.loop.clock.now(), vectors, finish, truncate)
+
+    # ---------------------------------------------------------------- calls, computed
+
+    async def run(self, call: VectorCall[Answer]) -> Answer:
+        """Compute the call's vectors and make its answer. Leaving it aborts what is on its way.
+
+        Raises `QueueFull` if its first texts have no place in the queue (later ones wait for it), `InvalidParameter`,
+        `RequestFailed`, `RequestTimeout`, `EngineClosed`, `EngineDead`.
+        """
+        with self._posting(call) as (posted, take):
+            for indices in self._split(call.items):
+                prepare = partial(self._prepare, call, indices)
+                inline = sum(_size(call.items[index]) for index in indices) <= INLINE_CHARS
+                for batch in prepare() if inline else await anyio.to_thread.run_sync(prepare):
+                    while len(posted) >= MAX_BATCHES:
+                        await posted[0].wait()
+                        take()
+                    self._post(batch, posted, await self._client.enter(batch, begun=bool(posted)))
+            while posted:
+                await posted[0].wait()
+                take()
+        return call.finish(call)
+
+    def run_blocking(self, call: VectorCall[Answer]) -> Answer:
+        """Compute the call as `run` does, on a plain thread."""
+        with self._posting(call) as (posted, take):
+            for indices in self._split(call.items):
+                for batch in self._prepare(call, indices):
+                    while len(posted) >= MAX_BATCHES:
+                        posted[0].wait_blocking()
+                        take()
+                    self._post(batch, posted, self._client.enter_blocking(batch, begun=bool(posted)))
+            while posted:
+                posted[0].wait_blocking()
+                take()
+        return call.finish(call)
+
+    @contextmanager
+    def _posting(self, call: VectorCall[Any]) -> Iterator[tuple[deque[TextBatch], Callable[[], None]]]:
+        """(the call's batches on their way, a function that takes the oldest once it is done). Leaving the block by an
+        error or a cancellation aborts them."""
+        self._client.check_open()
+        posted: deque[TextBatch] = deque()
+        try:
+            with _progress(call) as advance:
+
+                def take() -> None:
+                    call.take(batch := posted.popleft())
+                    advance(batch.samples)
+
+                yield posted, take
+        except BaseException:
+            if tickets := [ticket for batch in posted for ticket in batch.tickets]:
+                self._client.abort_tickets(tickets)
+            raise
+
+    def _post(self, batch: TextBatch, posted: deque[TextBatch], entered: bool) -> None:
+        """Post and note a batch, in one synchronous stretch: no cancellation can come between the two."""
+        if not entered:
+            label = f"request {batch.spec.request_id}"
+            raise RequestTimeout(f"{label}: its time was up before it had a place in the queue")
+        self._client.post(batch)
+        posted.append(batch)
+
+    def _split(self, items: Sequence[Item]) -> Iterator[range]:
+        """Indices of the texts of one batch after another; the queue can hold each, and the first one is smaller."""
+        limit = self._config.max_queued_requests or MAX_BATCH
+        begin, count = 0, min(FIRST_BATCH, limit)
+        while begin < len(items):
+            end, chars = begin + 1, _size(items[begin])
+            while end < min(begin + count, len(items)) and chars + _size(items[end]) <= MAX_BATCH_CHARS:
+                chars += _size(items[end])
+                end += 1
+            yield range(begin, end)
+            begin, count = end, min(MAX_BATCH, limit)
+
+    def _prepare(self, call: VectorCall[Any], indices: range) -> list[TextBatch]:
+        """Tokenize these texts of the call. More than one batch where the queue could never hold all their tokens.
+
+        Posts nothing, so it may run on any thread. Raises `InvalidParameter` or a subclass of it, naming the text.
+        """
+        texts = {index: item for index in indices if not isinstance(item := call.items[index], TokenIds)}
+        encoded = iter(self._tokenizer.encode(list(texts.values()), call.name, list(texts)) if texts else ())
+        groups: list[list[RequestSpec]] = [[]]
+        limit, size = self._config.max_queued_tokens, 0
+        for index in indices:
+            item = call.items[index]
+            spec = self._specify(call, index, self._cut(item) if isinstance(item, TokenIds) else next(encoded))
+            size += spec.prompt_len
+            if limit and groups[-1] and size > limit:
+                groups.append([])
+                size = spec.prompt_len
+            groups[-1].append(spec)
+        firsts = accumulate(map(len, groups), initial=indices.start)
+        return [TextBatch(specs, first) for specs, first in zip(groups, firsts, strict=False)]
+
+    def _cut(self, ids: TokenIds) -> EncodedText:
+        limit = self._info.max_model_len
+        return EncodedText(list(ids[:limit]), cut=len(ids) > limit)
+
+    def _specify(self, call: VectorCall[Any], index: int, text: EncodedText) -> RequestSpec:
+        """The request of one text. Raises `InvalidParameter` for a text that the model cannot take."""
+        name, pooled = f"{call.name}[{index}]", self._pooled
+        if call.skip or text.second:
+            pooled = replace(pooled, skip=call.skip, second=text.second)
+        request = self._validator.prepare_text(name, text.ids, call.request_options, call.submitted, pooled)
+        if text.cut:
+            if not call.truncate:
+                limit = f"is longer than the {self._info.max_model_len} tokens that the model takes"
+                raise ContextLengthExceeded(name, f"{limit}; truncate=True would cut it")
+            call.truncated.append(index)
+        return request
+
+
+# -------------------------------------------------------------------- input
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidParameter(name, "must be True or False", value)
+    return value
+
+
+def _items(name: str, texts: Any, read: Callable[[Any], Item | None], limit: str) -> list[Item]:
+    """The texts of a list (or the one str) as `read` takes them. Raises `InvalidParameter` with `limit` for the first
+    of which it makes None."""
+    if isinstance(texts, (bytes, Mapping)) or not isinstance(texts, Iterable):
+        raise InvalidParameter(name, "must be a str or a list of texts", texts)
+    items: list[Item] = []
+    for index, text in enumerate([texts] if isinstance(texts, str) else texts):
+        item = read(text)
+        if item is None:
+            raise InvalidParameter(f"{name}[{index}]", limit, text)
+        items.append(item)
+    return items
+
+
+def _text(text: Any) -> str | None:
+    return text if isinstance(text, str) else None
+
+
+def _text_or_ids(text: Any) -> Item | None:
+    """A text, or one that is given as numbers; whether the model has these is checked later."""
+    if isinstance(text, str):
+        return text
+    try:
+        return None if isinstance(text, (bytes, Mapping)) else TokenIds(operator.index(each) for each in text)
+    except TypeError:
+        return None
+
+
+def _size(item: Item) -> int:
+    """Characters of a text, roughly: they say where to tokenize it."""
+    if isinstance(item, str):
+        return len(item)
+    return 4 * len(item) if isinstance(item, TokenIds) else len(item[0]) + len(item[1])
+
+
+@contextmanager
+def _progress(call: VectorCall[Any]) -> Iterator[Callable[[int], object]]:
+    """A function that counts finished texts, on a progress bar if the call wants one and stderr is a terminal."""
+    if not (call.show_progress and len(call.items) > 1 and is_terminal(sys.stderr)):
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.advance, bar.add_task("embedding", total=len(call.items)))

@@ -12,7 +12,8 @@ A locked node (`locks > 0`) is in use by that many requests below or at it; a lo
 **Windows** (`sight`): where no layer sees further back than so many positions, a lock covers only the end of a path,
 and a page goes when it is its turn, whatever hangs below it. Its node stays as a *hole* (page 0) while it has children.
 A prefix is found where all pages are there that its next position sees (SGLang's `SWARadixCache` keeps tombstones for
-this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages before it.
+this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages before it. A page
+that its readers have *passed*, out of sight of where somebody may want to start, is evicted before all others.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from asyncengine.kvcache.cache_log import CacheLog, page_hash, root_hash
 from asyncengine.kvcache.sight import Sight
 
 Namespace = tuple[Hashable, ...]
+Span = tuple[int, int]
+"""Depths of a path: those above the first, up to the second."""
 
 
 class Node:
     """One cached page; the root of a namespace has depth 0 and no page, nor has a hole."""
 
     __slots__ = (
-        "children", "created", "depth", "hash", "hits", "last_used", "locks", "namespace", "page", "parent", "priority",
-        "queued", "state", "tokens", "window", "window_locks",
+        "children", "created", "depth", "hash", "hits", "last_used", "locks", "namespace", "page", "parent", "passed",
+        "priority", "queued", "state", "tokens", "twin",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, tokens: tuple[int, ...], page: int, tick: int, priority: int) -> None:
@@ -49,8 +52,8 @@ class Node:
         self.priority = priority
         self.queued = False  # has an entry in the eviction heap
         self.state = 0  # slot of the snapshot of the recurrent state after this page (`kvcache.states`); 0: none
-        self.window = 0  # page of the layers with windows (`kvcache.window_books`); 0: none
-        self.window_locks = 0
+        self.twin: Node | None = None  # node of the same tokens in the tree of window pages
+        self.passed = False  # nobody is expected to start from here
         self.namespace: Namespace | None = None  # roots only
         self.hash = 0  # where a log is kept
 
@@ -77,10 +80,10 @@ class RadixTree:
         self.num_pages = 0
         self.num_locked = 0
         """Pages in the tree, and those of them that a request is using now."""
-        self.losing_state: Callable[[Node], None] | None = None
-        """Called with each node with a snapshot that leaves the tree."""
-        self.losing_window: Callable[[Node], None] | None = None
-        """Likewise, with each that has a window page."""
+        self.num_passed = 0
+        """Pages that nobody uses or is expected to start from."""
+        self.losing: list[Callable[[Node], None]] = []
+        """Called with each node whose page leaves the tree."""
         self.log: CacheLog | None = None
         """Told of every page that comes or goes. Nobody who has none pays for it."""
         self._roots: dict[Namespace, Node] = {}
@@ -154,11 +157,14 @@ class RadixTree:
             if step.depth > above or step.parent is None:
                 if step.locks == 0 and step.parent is not None:
                     self.num_locked += 1
+                    if step.passed:
+                        self._pass(step, False)
                 step.locks += 1
             step = step.parent
 
-    def unlock(self, node: Node, above: int = 0, *, root: bool = True) -> None:
-        """Without `root`: of the path alone, whose lock goes on from `node` down."""
+    def unlock(self, node: Node, above: int = 0, *, root: bool = True, ends: Sequence[Span] = ()) -> None:
+        """Undo `lock`. Without `root`: of the path alone, whose lock goes on from `node` down. `ends`: spans of a path
+        from which others may want to start; in a tree with windows, all else of it has been passed."""
         step: Node | None = node
         while step is not None:
             parent = step.parent  # what is settled may be gone
@@ -169,6 +175,8 @@ class RadixTree:
                 if step.locks == 0:
                     if parent is not None:
                         self.num_locked -= 1
+                        if self.sight is not None and not any(low < step.depth <= end for low, end in ends):
+                            self._pass(step, True)
                     self._settle(step)
             step = parent
 
@@ -192,6 +200,8 @@ class RadixTree:
         child.priority = min(child.priority, priority)
         if child.locks == 0:
             self.num_locked += 1
+            if child.passed:
+                self._pass(child, False)
         child.locks += 1
         return child
 
@@ -218,10 +228,10 @@ class RadixTree:
             node.queued = False
             if not self._may_go(node):
                 continue  # used again, or grown, since it was queued; unlocking or losing the child queues it anew
-            if self.strategy.key(node) != key:
+            if self._key(node) != key:
                 self._queue(node)
                 continue
-            pages.append(self._remove(node))
+            pages.append(self.remove(node))
         return pages
 
     def drop(self, namespace: Namespace) -> list[int]:
@@ -235,12 +245,8 @@ class RadixTree:
                 raise InvariantViolation(f"page {node.page} dropped while locked")
             stack.extend(node.children.values())
             if node.page:
-                pages.append(node.page)
-                self._lose(node)
-                if self.log is not None:
-                    self.log.evicted(node.hash)
+                pages.append(self._lose(node))
             node.parent, node.children = None, {}  # dead for the heap
-        self.num_pages -= len(pages)
         return pages
 
     def clear(self) -> list[int]:
@@ -272,6 +278,16 @@ class RadixTree:
         elif node.namespace is not None and not node.locks and not node.children:
             self._roots.pop(node.namespace, None)
 
+    def _key(self, node: Node) -> tuple[bool, Any]:
+        return not node.passed, self.strategy.key(node)
+
+    def _pass(self, node: Node, passed: bool) -> None:
+        """Note whether `node` has been passed. Its key becomes smaller, so it must be queued once more."""
+        if node.passed != passed:
+            node.passed = passed
+            self.num_passed += 1 if passed else -1
+            node.queued = node.queued and not passed
+
     def _queue(self, node: Node) -> None:
         if node.queued:
             return
@@ -284,28 +300,27 @@ class RadixTree:
                     self._queue(live)
         node.queued = True
         self._tick += 1  # unique: ties are broken by age in the heap, and nodes are never compared
-        heapq.heappush(self._heap, (self.strategy.key(node), self._tick, node))
+        heapq.heappush(self._heap, (self._key(node), self._tick, node))
 
-    def _remove(self, node: Node) -> int:
+    def remove(self, node: Node) -> int:
+        """Take the page of `node`, which nobody uses, out of the tree; returns it."""
         parent = node.parent
-        if parent is None:
-            raise InvariantViolation("a root holds no page to remove")
-        self._lose(node)
+        if parent is None or node.locks:
+            raise InvariantViolation(f"page {node.page} removed while it is a root, or locked")
+        page = self._lose(node)
+        if not node.children:
+            del parent.children[node.tokens]
+            node.parent = None
+            self._settle(parent)
+        return page
+
+    def _lose(self, node: Node) -> int:
+        """`node` becomes a hole, and loses all that goes with its page; returns that."""
+        for tell in self.losing:
+            tell(node)
+        self._pass(node, False)
         self.num_pages -= 1
         if self.log is not None:
             self.log.evicted(node.hash)
-        page = node.page
-        if node.children:
-            node.page = 0
-            return page
-        del parent.children[node.tokens]
-        node.parent = None
-        self._settle(parent)
+        page, node.page = node.page, 0
         return page
-
-    def _lose(self, node: Node) -> None:
-        """What goes with a page that leaves the tree."""
-        if node.state and self.losing_state is not None:
-            self.losing_state(node)
-        if node.window and self.losing_window is not None:
-            self.losing_window(node)

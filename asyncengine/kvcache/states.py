@@ -15,19 +15,18 @@ So at each page that an answer fills, its request goes on in another slot and le
 Nothing is copied, and the state at the last full page is there when the request ends. There are few trails, and a
 request that is to run takes the slot of one, if need be.
 
-**Conservation**: free + working + snapshots + saving + retiring = capacity, always. The **retire rule** holds here too:
-a slot that a launched step names is not handed out before that step has retired.
+**Conservation**: free + working + snapshots + saving + retiring = capacity, always.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.radix_tree import Node
+from asyncengine.kvcache.retiring import Retiring
 from asyncengine.step import StateUse
 
 
@@ -99,7 +98,7 @@ _TRAILS = 4
 """One of so many slots may be a trail: else many running requests would leave no room for snapshots."""
 
 
-class StateBooks:
+class StateGroup:
     """Slots of one engine's states, 1 .. num_slots - 1. Slot 0 is the state before any token, and nobody's."""
 
     def __init__(self, num_slots: int) -> None:
@@ -113,9 +112,8 @@ class StateBooks:
         self._trails: dict[int, WorkingState] = {}
         """By slot, oldest first."""
         self._most_trails = self.capacity // _TRAILS
-        self._retired = 0
-        self._retiring: deque[tuple[int, int]] = deque()
-        self._reading: deque[tuple[int, Snapshot]] = deque()
+        self._retiring: Retiring[int] = Retiring(lambda slot: self._pool.give((slot,)))
+        self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
         self._num_pinned = 0
         self._hits = self._evictions = 0
 
@@ -125,7 +123,7 @@ class StateBooks:
     def num_available(self) -> int:
         """Slots that a request could have now."""
         at_once = self._pool.num_free + len(self._snapshots) + len(self._passed) - self._num_pinned
-        return at_once + sum(working.trail_step <= self._retired for working in self._trails.values())
+        return at_once + sum(working.trail_step <= self._retiring.retired for working in self._trails.values())
 
     def start(self, node: Node, position: int, marks: list[int]) -> WorkingState | None:
         """A working slot for a request that starts from the snapshot of `node` (a root: from no token at all), to be
@@ -154,7 +152,7 @@ class StateBooks:
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
-            self._reading.append((step, working.unread))
+            self._reading.add(working.unread, step)
             working.unread = None
         saves = self._plan_saves(working, end) if working.marks and working.marks[0] <= end else ()
         if full and working.follows and working.source == working.slot:
@@ -187,7 +185,8 @@ class StateBooks:
 
     def _take_trail(self) -> int:
         """The slot of the oldest trail that no launched step reads; 0: there is none."""
-        working = next((each for each in self._trails.values() if each.trail_step <= self._retired), None)
+        retired = self._retiring.retired
+        working = next((each for each in self._trails.values() if each.trail_step <= retired), None)
         if working is None:
             return 0
         slot, working.trail = working.trail, 0
@@ -202,14 +201,13 @@ class StateBooks:
         del self._trails[slot]
         while node.depth > depth:
             node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
-        wanted, read = node.depth == depth and not node.state, working.trail_step > self._retired
-        if not wanted and read:
-            self._retiring.append((working.trail_step, slot))
+        if (node.depth != depth or node.state) and working.trail_step > self._retiring.retired:
+            self._retiring.add(slot, working.trail_step)
             return
         self._hang(slot, working, node, depth)
-        if read and (snapshot := self._at(node)) is not None:
+        if (snapshot := self._at(node)) is not None:
             self._pin(snapshot, 1)
-            self._reading.append((working.trail_step, snapshot))
+            self._reading.add(snapshot, working.trail_step)
 
     def settle(self, saves: Iterable[tuple[int, int]], working: WorkingState, node: Node, page_size: int) -> None:
         """The step that took `saves` has retired. They hang on the path to `node`, the last published page, now."""
@@ -233,20 +231,15 @@ class StateBooks:
         working.unread = None
         if working.trail:
             self._leave_trail(working, node, page_size)
-        if fence > self._retired:
-            self._retiring.append((fence, working.slot))
-        elif working.position and working.position == node.depth * page_size:
+        if fence <= self._retiring.retired and working.position and working.position == node.depth * page_size:
             self._hang(working.slot, working, node, node.depth)
         else:
-            self._pool.give((working.slot,))
+            self._retiring.add(working.slot, fence)
 
     def retire(self, step: int) -> None:
         """Steps up to `step` have finished: nothing reads or writes what only they named."""
-        self._retired = step
-        while self._reading and self._reading[0][0] <= step:
-            self._pin(self._reading.popleft()[1], -1)
-        while self._retiring and self._retiring[0][0] <= step:
-            self._pool.give((self._retiring.popleft()[1],))
+        self._reading.retire(step)
+        self._retiring.retire(step)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -353,32 +346,18 @@ class StateBooks:
 
         `nodes`: all of the tree's. Raises `InvariantViolation` naming the first slot that does not add up.
         """
-        owner: dict[int, str] = {}
-
-        def own(slots: Iterable[int], who: str) -> None:
-            for slot in slots:
-                if slot in owner:
-                    raise InvariantViolation(f"state slot {slot} is {owner[slot]} and {who}")
-                owner[slot] = who
-
         working = list(working)
         hung = {node.state: node for node in nodes if node.state}
-        own(self._pool.free_pages(), "free")
-        own((each.slot for each in working), "working")
-        own((each.trail for each in working if each.trail), "a trail")
-        own(self._snapshots, "a snapshot")
-        own(self._passed, "a snapshot")
-        own(self._saving, "saving")
-        own((slot for _, slot in self._retiring), "retiring")
-        for slot in range(1, self.capacity + 1):
-            if slot not in owner:
-                raise InvariantViolation(f"state slot {slot} leaked: neither free, working, a snapshot nor on its way")
+        owned: list[tuple[str, Iterable[int]]] = [("working", [each.slot for each in working])]
+        owned += [("a trail", [each.trail for each in working if each.trail]), ("saving", self._saving)]
+        owned += [("a snapshot", self._snapshots), ("a snapshot", self._passed), ("retiring", self._retiring)]
+        self._pool.check(owned)
         if self._trails != {each.trail: each for each in working if each.trail}:
             raise InvariantViolation(f"trails {sorted(self._trails)} are not those of running requests")
         snapshots = {each.slot: each for each in self._in_order()}
         if {slot: each.node for slot, each in snapshots.items()} != hung:
             raise InvariantViolation(f"snapshots {sorted(snapshots)}, but the tree's are {sorted(hung)}")
-        readers = [each for _, each in self._reading] + [each.unread for each in working if each.unread is not None]
+        readers = [*self._reading, *(each.unread for each in working if each.unread is not None)]
         for snapshot in snapshots.values():
             if snapshot.readers != (count := readers.count(snapshot)):
                 raise InvariantViolation(

@@ -144,7 +144,7 @@ class Admission:
             return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
         if not request.overdue and self._awaits_first_sample(request, requests):
             return Verdict.SKIPPED
-        if not self._slots.num_free or (self._kv.states is not None and not self._kv.states.num_available):
+        if not self._slots.num_free or not self._kv.can_start:
             return Verdict.FULL
         if not budget.grant(len(request.tokens), request.spec.whole):
             return Verdict.HOPELESS  # it goes first in the next step
@@ -167,41 +167,16 @@ class Admission:
     def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
         if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
             return Verdict.SKIPPED
-        pages, windows = self._promised(running.values())
-        pages += self._kv.missing(table, len(request.tokens))
-        windows += self._kv.missing_windows(table, len(request.tokens))
-        if not self._kv.has_room(pages, windows):
-            return Verdict.FULL if self.preempts and self._room_beside(request, table, running) else Verdict.HOPELESS
-        if self._kv.states is not None and not self._kv.take_state(
-            table, len(request.tokens), shared=self._kv.prefix_caching or request.spec.group is not None
-        ):
+        if not self._kv.has_room(table, len(request.tokens), _tables(running.values())):
+            # Would there be pages if all gave way that it goes before?
+            staying = _tables(other for other in running.values() if not self.goes_before(request, other))
+            helps = self.preempts and self._kv.could_have_room(table, len(request.tokens), staying)
+            return Verdict.FULL if helps else Verdict.HOPELESS
+        shared = self._kv.prefix_caching or request.spec.group is not None
+        if not self._kv.take_state(table, len(request.tokens), shared=shared):
             return Verdict.FULL
         self._slots.acquire(request, running.values())
         return Verdict.ADMITTED
-
-    def _room_beside(self, request: Request, table: PageTable, running: dict[int, Request]) -> bool:
-        """Would there be pages for `request`, which could start with `table`, if all gave way that it goes before?"""
-        staying = [other for other in running.values() if not self.goes_before(request, other)]
-        tables = [table, *(other.table for other in staying if other.table is not None)]
-        held = len({page for each in tables for page in each.pages if page})
-        pages, _ = self._promised(staying)
-        return held + pages + self._kv.missing(table, len(request.tokens)) <= self._kv.pool.capacity
-
-    def _promised(self, running: Iterable[Request]) -> tuple[int, int]:
-        """Pages and window pages that running requests will need for tokens they already have, and one each to go on
-        decoding.
-
-        Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
-        """
-        pages = windows = 0
-        for request in running:
-            if request.spec.whole:
-                continue
-            assert request.table is not None
-            pages += max(1, self._kv.missing(request.table, len(request.tokens)))
-            if self._kv.windows is not None:
-                windows += max(1, self._kv.missing_windows(request.table, len(request.tokens)))
-        return pages, windows
 
     def namespace(self, request: Request) -> Namespace:
         """What must match besides the tokens. Without caching, samples of one prompt still share its pages."""
@@ -257,6 +232,11 @@ class Admission:
                 request.passes += passed_by
                 if request.passes >= self._max_passes and not request.overdue:
                     waiting.mark_overdue(request)
+
+
+def _tables(running: Iterable[Request]) -> list[tuple[PageTable, int]]:
+    """Page tables of running requests that have any, with the number of their tokens."""
+    return [(request.table, len(request.tokens)) for request in running if request.table is not None]
 
 
 def _done_first(running: Iterable[Request]) -> str:

@@ -91,7 +91,8 @@ def next_row(request: Request, count: int) -> Row:
     end = start + count
     known = len(request.tokens)
     table = request.table
-    window = None if table is None or table.window is None else WindowPages(table.window.first, table.window.pages)
+    near = None if table is None else table.window
+    window = None if near is None else WindowPages(near.first, near.pages)
     samples = end == known + request.num_pending
     pages = [] if table is None else table.pages
     return Row._make((  # in half the time of calling the class

@@ -193,8 +193,8 @@ class Scheduler:
         assert request.table is not None
         self.kv.release(request.table, request.num_computed, request.last_step)
         while not self.kv.grow(request.table, num_tokens):
-            if self.kv.anything_retiring or self.kv.will_release(request.num_computed, request.num_launched):
-                return False  # pages are on their way back: wait for them rather than preempt for them
+            if self.kv.will_have_more(request.num_computed, request.num_launched):
+                return False
             if len(self.running) == 1:
                 needed = self.kv.pages_for(num_tokens)
                 self.roster.end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")

@@ -1,11 +1,11 @@
-"""Device rows of running requests, and the adapters they bring. Both obey the retire rule."""
+"""Device rows of running requests, and the adapters they bring. Both obey the retire rule (`kvcache.retiring`)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache.retiring import Retiring
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.scheduler.request import Request
 from asyncengine.step import AdapterSwap
@@ -21,8 +21,7 @@ class Slots:
         self.total = total
         self._adapters = adapters
         self._free = list(range(total - 1, -1, -1))
-        self._retired = 0
-        self._retiring: deque[tuple[int, int, str]] = deque()
+        self._retiring: Retiring[tuple[int, str]] = Retiring(self._return)
 
     @property
     def num_free(self) -> int:
@@ -31,7 +30,7 @@ class Slots:
     @property
     def retiring(self) -> list[str]:
         """The adapters, "" for none, of requests whose slots, and all else they had, are on their way back."""
-        return [adapter for _, _, adapter in self._retiring]
+        return [adapter for _, adapter in self._retiring]
 
     def adapter_fits(self, request: Request) -> bool:
         """Could the adapter of `request`, if it has one, run beside those of the running requests?"""
@@ -57,27 +56,22 @@ class Slots:
         return self._adapters.take_swaps() if self._adapters is not None else ()
 
     def release(self, request: Request, fence: int) -> None:
-        entry = (fence, request.slot, request.adapter_digest)
-        request.slot, request.adapter_slot = -1, 0
-        if fence <= self._retired:
-            self._return(entry)
-        else:
-            self._retiring.append(entry)
+        """Take the slots of `request`; they return when step `fence` has retired."""
+        given, request.slot, request.adapter_slot = (request.slot, request.adapter_digest), -1, 0
+        self._retiring.add(given, fence)
 
     def retire(self, step: int) -> None:
-        self._retired = step
-        while self._retiring and self._retiring[0][0] <= step:
-            self._return(self._retiring.popleft())
+        self._retiring.retire(step)
 
-    def _return(self, entry: tuple[int, int, str]) -> None:
-        _, slot, adapter = entry
+    def _return(self, given: tuple[int, str]) -> None:
+        slot, adapter = given
         self._free.append(slot)
         if adapter and self._adapters is not None:
             self._adapters.release(adapter)
 
     def check(self, running: Iterable[Request]) -> None:
         """Each slot is free, used by one running request, or retiring. Raises `InvariantViolation`."""
-        slots = sorted(self._free + [r.slot for r in running] + [slot for _, slot, _ in self._retiring])
+        slots = sorted(self._free + [r.slot for r in running] + [slot for slot, _ in self._retiring])
         if slots != list(range(self.total)):
             raise InvariantViolation(f"slots out of balance: {slots}")
         if self._adapters is not None:

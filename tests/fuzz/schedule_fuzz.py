@@ -11,8 +11,8 @@ from pathlib import Path
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.page_group import BESIDE
 from asyncengine.kvcache.sight import Sight
-from asyncengine.kvcache.window_books import BESIDE
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams

@@ -10,7 +10,9 @@ from fuzz.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.kv_cache import KVCache
+from asyncengine.kvcache.page_group import PageGroup
 from asyncengine.kvcache.radix_tree import RadixTree
+from asyncengine.kvcache.retiring import Retiring
 from asyncengine.scheduler.admission import Admission
 from asyncengine.scheduler.roster import Roster
 from asyncengine.scheduler.slots import Slots
@@ -32,10 +34,10 @@ def publish_what_was_never_computed(patch: pytest.MonkeyPatch) -> None:
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
     """Pages return although a launched step still names them (mini-sglang #89)."""
 
-    def broken(self: KVCache, pages: Any, lock: Any, fence: int) -> None:
-        self._return(pages, lock)
+    def broken(self: Retiring[Any], thing: Any, fence: int) -> None:
+        self._give_back(thing)
 
-    patch.setattr(KVCache, "_give_back", broken)
+    patch.setattr(Retiring, "add", broken)
 
 
 def match_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -58,10 +60,10 @@ def keep_the_duplicate_page(patch: pytest.MonkeyPatch) -> None:
 def forget_to_unlock(patch: pytest.MonkeyPatch) -> None:
     """A finished request keeps its prefix locked for ever."""
 
-    def broken(self: KVCache, pages: Any, lock: Any) -> None:
-        self.pool.give(pages)
+    def broken(self: PageGroup, given: Any) -> None:
+        self.pool.give(given.pages)
 
-    patch.setattr(KVCache, "_return", broken)
+    patch.setattr(PageGroup, "_return", broken)
 
 
 def leak_one_page_of_who_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -83,10 +85,10 @@ def evict_pages_in_use(patch: pytest.MonkeyPatch) -> None:
         leaves = [node for node in self.nodes() if not node.children][:count]
         for node in leaves:
             node.locks = 0
-        return [self._remove(node) for node in leaves]
+        return [self.remove(node) for node in leaves]
 
     patch.setattr(RadixTree, "evict", broken)
-    patch.setattr(KVCache, "num_available", property(lambda self: self.pool.num_free + self.tree.num_pages))
+    patch.setattr(PageGroup, "num_available", property(lambda self: self.pool.num_free + self.tree.num_pages))
     patch.setattr(KVCache, "check", lambda self, tables: None)  # the tokens must show it, not only the books
 
 

@@ -14,7 +14,7 @@ from fuzz.grammar_fuzz import GrammarLife
 from fuzz.schedule_fuzz import Life
 
 from asyncengine.errors import InvariantViolation
-from asyncengine.kvcache.states import StateBooks
+from asyncengine.kvcache.states import StateGroup
 from asyncengine.scheduler import rows, scheduler
 from asyncengine.scheduler.request import Request
 from asyncengine.testing.fake_states import FakeStates
@@ -24,28 +24,28 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def share_a_state(patch: pytest.MonkeyPatch) -> None:
     """Two requests are told that slot 1 is theirs."""
-    use = StateBooks.use
+    use = StateGroup.use
 
-    def broken(self: StateBooks, working: Any, *args: Any) -> Any:
+    def broken(self: StateGroup, working: Any, *args: Any) -> Any:
         made = use(self, working, *args)
         return made._replace(slot=1, source=1 if made.source == made.slot else made.source)
 
-    patch.setattr(StateBooks, "use", broken)
+    patch.setattr(StateGroup, "use", broken)
 
 
 def move_a_snapshot_by(tokens: int) -> Plant:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        plan = StateBooks._plan_saves
+        plan = StateGroup._plan_saves
 
-        def broken(self: StateBooks, working: Any, end: int) -> Any:
+        def broken(self: StateGroup, working: Any, end: int) -> Any:
             return tuple((min(position + tokens, end), slot) for position, slot in plan(self, working, end))
 
-        def settled(self: StateBooks, saves: Any, *args: Any) -> None:
+        def settled(self: StateGroup, saves: Any, *args: Any) -> None:
             settle(self, [(max(1, position // args[2]) * args[2], slot) for position, slot in saves], *args)
 
-        settle = StateBooks.settle
-        patch.setattr(StateBooks, "_plan_saves", broken)
-        patch.setattr(StateBooks, "settle", settled)
+        settle = StateGroup.settle
+        patch.setattr(StateGroup, "_plan_saves", broken)
+        patch.setattr(StateGroup, "settle", settled)
 
     plant.__name__ = f"take a snapshot {tokens} token late"
     return plant
@@ -53,44 +53,44 @@ def move_a_snapshot_by(tokens: int) -> Plant:
 
 def hang_it_on_another_page(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is that of the page before."""
-    hang = StateBooks._hang
+    hang = StateGroup._hang
 
-    def broken(self: StateBooks, slot: int, working: Any, node: Any, depth: int) -> None:
+    def broken(self: StateGroup, slot: int, working: Any, node: Any, depth: int) -> None:
         hang(self, slot, working, node, max(1, depth - 1))
 
-    patch.setattr(StateBooks, "_hang", broken)
+    patch.setattr(StateGroup, "_hang", broken)
 
 
 def free_under_a_running_step(patch: pytest.MonkeyPatch) -> None:
     """A slot is handed out again while a launched step still writes it."""
 
-    def broken(self: StateBooks, working: Any, node: Any, page_size: int, fence: int) -> None:
+    def broken(self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
         self._pin(working.unread, -1)
         self._pool.give((working.slot,))
 
-    patch.setattr(StateBooks, "close", broken)
+    patch.setattr(StateGroup, "close", broken)
 
 
 def evict_what_is_read(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is given up while the step that starts from it has not run."""
-    patch.setattr(StateBooks, "_pin", lambda self, snapshot, count: None)
+    patch.setattr(StateGroup, "_pin", lambda self, snapshot, count: None)
 
 
 def keep_the_snapshots_of_who_failed(patch: pytest.MonkeyPatch) -> None:
     """A snapshot that was being taken for somebody who has left is never given back."""
-    patch.setattr(StateBooks, "discard", lambda self, saves: None)
+    patch.setattr(StateGroup, "discard", lambda self, saves: None)
 
 
 def a_snapshot_of_a_moved_state(patch: pytest.MonkeyPatch) -> None:
     """A state counts as that of the last published page wherever it is."""
-    close = StateBooks.close
+    close = StateGroup.close
 
-    def broken(self: StateBooks, working: Any, node: Any, page_size: int, fence: int) -> None:
-        if fence <= self._retired and node.depth:
+    def broken(self: StateGroup, working: Any, node: Any, page_size: int, fence: int) -> None:
+        if fence <= self._retiring.retired and node.depth:
             working.position = node.depth * page_size
         close(self, working, node, page_size, fence)
 
-    patch.setattr(StateBooks, "close", broken)
+    patch.setattr(StateGroup, "close", broken)
 
 
 def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
@@ -101,38 +101,38 @@ def launch_on_a_guess(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(rows, "may_overlap", overlaps)
     patch.setattr(scheduler, "may_overlap", overlaps)
-    use = StateBooks.use
+    use = StateGroup.use
 
-    def broken(self: StateBooks, working: Any, start: int, *args: Any) -> Any:
+    def broken(self: StateGroup, working: Any, start: int, *args: Any) -> Any:
         working.position = start
         return use(self, working, start, *args)
 
-    patch.setattr(StateBooks, "use", broken)
+    patch.setattr(StateGroup, "use", broken)
 
 
 def a_trail_that_is_another_state(patch: pytest.MonkeyPatch) -> None:
     """A request stays in the slot that it should leave, and the other one counts as what it left."""
-    move = StateBooks._move_on
+    move = StateGroup._move_on
 
-    def broken(self: StateBooks, working: Any, position: int, step: int) -> None:
+    def broken(self: StateGroup, working: Any, position: int, step: int) -> None:
         before = working.slot
         move(self, working, position, step)
         if working.slot != before:
             working.slot, working.trail = working.trail, working.slot
             self._trails = {each.trail: each for each in self._trails.values()}
 
-    patch.setattr(StateBooks, "_move_on", broken)
+    patch.setattr(StateGroup, "_move_on", broken)
 
 
 def a_trail_a_page_further(patch: pytest.MonkeyPatch) -> None:
     """It counts as that of the next page, if there is one."""
-    leave = StateBooks._leave_trail
+    leave = StateGroup._leave_trail
 
-    def broken(self: StateBooks, working: Any, node: Any, page_size: int) -> None:
+    def broken(self: StateGroup, working: Any, node: Any, page_size: int) -> None:
         working.trail_position += page_size
         leave(self, working, node, page_size)
 
-    patch.setattr(StateBooks, "_leave_trail", broken)
+    patch.setattr(StateGroup, "_leave_trail", broken)
 
 
 PLANTS: list[Plant] = [
@@ -158,8 +158,8 @@ def lenient(patch: pytest.MonkeyPatch) -> None:
         self.strict = False
 
     patch.setattr(FakeStates, "__init__", careless)
-    patch.setattr(StateBooks, "check", lambda self, working, nodes: None)
-    patch.setattr(StateBooks, "check_sums", lambda self, num_working, *, idle: None)
+    patch.setattr(StateGroup, "check", lambda self, working, nodes: None)
+    patch.setattr(StateGroup, "check_sums", lambda self, num_working, *, idle: None)
     patch.setattr(Life, "_check_retire_rule", lambda self, batch: None)
 
 

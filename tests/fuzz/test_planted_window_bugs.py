@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from fuzz.schedule_fuzz import Life
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.block_pool import BlockPool
+from asyncengine.kvcache.page_group import PageGroup
+from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Node, RadixTree
-from asyncengine.kvcache.window_books import WindowBooks, WindowTable
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -57,46 +58,46 @@ def never_release(patch: pytest.MonkeyPatch) -> None:
 
 def forget_the_lock(patch: pytest.MonkeyPatch) -> None:
     """Of the page that what is published was joined to."""
-    patch.setattr(KVCache, "_unlocking", staticmethod(lambda node, above, depth: None))
+    give = PageGroup._give_back
+    patch.setattr(PageGroup, "_give_back", lambda group, pages, *args: give(group, pages, *args[:3], 0, args[4]))
 
 
 # ---------------------------------------------------------------- windows in some layers, with pages of their own
 
 
 def a_token_early(patch: pytest.MonkeyPatch) -> None:
-    release = WindowBooks.release
-    patch.setattr(WindowBooks, "release", lambda *args: release(*args[:3], args[3] + 1, args[4]))
+    release = PageGroup.release
+    patch.setattr(PageGroup, "release", lambda *args: release(*args[:2], args[2] + 1, args[3]))
 
 
 def under_a_running_step(patch: pytest.MonkeyPatch) -> None:
-    give = WindowBooks._give_back
-    patch.setattr(WindowBooks, "_give_back", lambda books, given: give(books, given._replace(fence=0)))
+    give = PageGroup._give_back
+    patch.setattr(PageGroup, "_give_back", lambda *args: give(*args[:-1], 0))
 
 
 def never(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WindowBooks, "release", lambda *args: None)
+    patch.setattr(PageGroup, "release", lambda *args: None)
 
 
 def start_where_window_pages_are_gone(patch: pytest.MonkeyPatch) -> None:
     """What is not there is taken for something."""
+    walk, path = RadixTree._walk, RadixTree.path_pages
 
-    def open_all(books: WindowBooks, node: Node, ends: Iterable[int]) -> WindowTable:
-        path, step, first = [], node, books.unseen(node.depth)
-        while step.parent is not None and step.depth > first:
-            path.append(step.window or 1)
-            if step.window:
-                books._lock(step)
-            step = step.parent
-        return WindowTable(first, path[::-1], ())
+    def broken(tree: RadixTree, node: Node, tokens: Any, limit: int) -> Node:
+        if tree.sight is None:
+            return walk(tree, node, tokens, limit)
+        for start in range(0, limit, tree.page_size):
+            node = tree.pass_over(node, tuple(tokens[start : start + tree.page_size]))
+        return node
 
-    patch.setattr(WindowBooks, "deepest", lambda books, node: node)
-    patch.setattr(WindowBooks, "open", open_all)
+    patch.setattr(RadixTree, "_walk", broken)
+    patch.setattr(RadixTree, "path_pages", lambda *args: [page or 1 for page in path(*args)])
 
 
 def start_a_page_too_deep(patch: pytest.MonkeyPatch) -> None:
     """One hole in sight is overlooked: the page before it is locked twice."""
-    unseen = WindowBooks.unseen
-    patch.setattr(WindowBooks, "unseen", lambda books, depth: min(depth, unseen(books, depth) + 1))
+    unseen = RadixTree.num_unseen
+    patch.setattr(RadixTree, "num_unseen", lambda tree, depth: min(depth, unseen(tree, depth) + 1) if tree.sight else 0)
 
 
 def hand_out_twice(patch: pytest.MonkeyPatch) -> None:
@@ -105,44 +106,46 @@ def hand_out_twice(patch: pytest.MonkeyPatch) -> None:
 
     def broken(pool: BlockPool, count: int) -> list[int]:
         pages = take(pool, count)
-        if pool._what == "window page" and len(pages) > 1:
+        if pool.what == "window page" and len(pages) > 1:
             pool.give(pages[-1:])
             pages[-1] = pages[0]
         return pages
 
     patch.setattr(BlockPool, "take", broken)
-    patch.setattr(WindowBooks, "check", lambda *args: None)
-    patch.setattr(WindowBooks, "_unlist", lambda *args: None)
+    patch.setattr(PageGroup, "check", lambda *args: None)
 
 
 def keep_ones_own(patch: pytest.MonkeyPatch) -> None:
     """Of a page that somebody else published first, without giving up one's window page for it."""
-    join = WindowBooks.join
+    publish = PageGroup.publish
 
-    def broken(books: WindowBooks, table: WindowTable, nodes: Iterable[Node], fence: int) -> None:
-        own = list(table.pages)
-        join(books, table, nodes, fence)
-        table.pages = own
+    def broken(group: PageGroup, table: PageTable, *args: Any) -> list[Node]:
+        own = table.pages
+        nodes = publish(group, table, *args)
+        if group.sight is not None:
+            table.pages = own
+        return nodes
 
-    patch.setattr(WindowBooks, "join", broken)
+    patch.setattr(PageGroup, "publish", broken)
 
 
 def evict_and_leave_it_there(patch: pytest.MonkeyPatch) -> None:
     """Its node still names a window page that is somebody else's now."""
+    remove = RadixTree.remove
 
-    def broken(books: WindowBooks) -> None:
-        listed = books._passed or books._kept
-        page = next(iter(listed))
-        del listed[page]
-        books.pool.give((page,))
+    def broken(tree: RadixTree, node: Node) -> int:
+        if tree.sight is None:
+            return remove(tree, node)
+        tree.num_pages -= 1
+        return node.page
 
-    patch.setattr(WindowBooks, "_evict", broken)
-    patch.setattr(WindowBooks, "check", lambda *args: None)
+    patch.setattr(RadixTree, "remove", broken)
+    patch.setattr(PageGroup, "check", lambda *args: None)
 
 
 def forget_the_window_page(patch: pytest.MonkeyPatch) -> None:
     """Of a page that leaves the tree."""
-    patch.setattr(WindowBooks, "forget", lambda *args: None)
+    patch.setattr(KVCache, "_drop_twin", lambda *args: None)
 
 
 IN_ALL = [

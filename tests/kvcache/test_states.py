@@ -199,7 +199,7 @@ def hang_it_elsewhere(kv: KVCache, run: Run) -> None:
 
 
 def forget_a_reader(kv: KVCache, run: Run) -> None:
-    kv.states._reading.clear()  # type: ignore[union-attr]
+    kv.states._reading._queue.clear()  # type: ignore[union-attr]
 
 
 def keep_what_is_saved(kv: KVCache, run: Run) -> None:

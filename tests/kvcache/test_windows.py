@@ -105,14 +105,14 @@ def test_a_lock_is_given_up_when_the_step_has_retired():
     kv.publish(table, TOKENS[:24], 24, 0)
     other = kv.open(NS, [5] * 9, 8)
     assert kv.grow(other, 9)
-    kv.close(other, 9)  # a later fence, and first in the queue
+    kv.close(other, 9)  # given up first, and returns last
     kv.release(table, 24, fence=3)
     kv.retire(3)
     kv.close(table, 3)
     kv.check([])
-    full = kv.open(NS, [7] * 36, 35)
-    assert kv.grow(full, 36)  # all that is not on its way
-    assert not kv.grow(full, 37)
+    full = kv.open(NS, [7] * 52, 51)
+    assert kv.grow(full, 52)  # all that is not on its way
+    assert not kv.grow(full, 53)
     kv.check([full])
     kv.retire(9)
     kv.check([full])

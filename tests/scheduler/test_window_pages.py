@@ -56,7 +56,7 @@ def test_as_many_window_pages_as_a_window_for_a_long_generation() -> None:
         near = steps.kv.window_counts(r.table for r in steps.scheduler.running.values())
         most = max(most, near.held + near.shared + near.retiring)
     steps.assert_right()
-    assert most <= 4
+    assert most <= 5  # four that ten positions may lie in, and the one that its output will be joined to
 
 
 @pytest.mark.parametrize("depth", [1, 2])

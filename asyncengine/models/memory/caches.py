@@ -1,6 +1,6 @@
 """Sizes of the caches: pages of keys and values, and slots for recurrent states.
 
-A model with layers of full attention and layers with sliding windows gets two pools of pages (`kvcache.window_books`),
+A model with layers of full attention and layers with sliding windows gets two pools of pages (`kvcache.page_group`),
 cut from the same bytes as one would be. Let P be the pages of one pool for all layers, and a *sight* the pages that a
 running request holds of a window at a time. Windowed layers get
 

@@ -6,8 +6,6 @@ import pytest
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache, PageTable
-from asyncengine.kvcache.sight import Sight
-from asyncengine.kvcache.window_books import WindowBooks
 
 NS = ("", "")
 TOKENS = list(range(1000, 1200))
@@ -143,8 +141,9 @@ def test_samples_of_one_prompt_share_its_window_pages():
 def test_room_is_needed_of_both_kinds():
     kv = cache(windows=9)
     one, other = kv.open(NS, TOKENS[:30], 29), kv.open(NS, [3] * 30, 29)
-    assert kv.missing(one, 30) == 8
-    assert kv.missing_windows(one, 30) == 6  # of its window, of four tokens, and three
+    assert not kv.has_room(one, 260, [])  # 65 pages of 64
+    assert kv.has_room(one, 30, [])  # eight pages, and six of eight: its window, four tokens, and three beside
+    assert not kv.has_room(one, 30, [(other, 30)])
     assert kv.grow(one, 20)
     assert not kv.grow(other, 20)
     assert kv.num_available == 59
@@ -160,11 +159,9 @@ def test_a_prompt_longer_than_the_window_pages_is_computed_in_parts():
 
 
 def test_too_few_for_a_window_are_refused():
-    sight = Sight.of([(8, 0)])
-    assert sight is not None
-    WindowBooks(6, 4, sight, 1)
-    with pytest.raises(ValueError, match="do not hold what a token sees"):
-        WindowBooks(5, 4, sight, 1)
+    cache(windows=6)
+    with pytest.raises(ValueError, match="5 window pages of 4 tokens do not hold what a token sees"):
+        cache(windows=5)
 
 
 def test_conservation_finds_a_page_that_leaked():

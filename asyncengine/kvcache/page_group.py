@@ -1,0 +1,286 @@
+"""Pages of the layers that look equally far back: one pool, one radix tree, one way in and out.
+
+Every model has one group. Where only some layers have a window or a chunk, these have a second one, of *window pages*:
+pages have one number for all layers of a group, so one layer that sees everything would keep all pages of the others
+(two pools as in SGLang's `SWARadixCache`; vLLM loops over such managers in its `KVCacheCoordinator`).
+
+**Windows**: where a group looks back only so far (`sight`), a running request gives back what nobody will see any more
+(`release`), so that however long it becomes, it holds the pages of its windows and of what is being computed. What it
+published stays in the tree until it is evicted. A page that its last reader has gone past is of use to nobody, unless
+somebody else's path parts there: of pages that nobody locks, those in sight of an *end* are kept longest. Ends are a
+request's last page, its prompt's last full page, and how far the tree knew it when it came.
+
+**Conservation**: free + cached + shared + held + retiring = capacity, always; `check` proves it page by page.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncengine.errors import InvariantViolation
+from asyncengine.kvcache.block_pool import BlockPool
+from asyncengine.kvcache.page_table import PageTable
+from asyncengine.kvcache.radix_tree import EvictionStrategy, Namespace, Node, RadixTree, Span
+from asyncengine.kvcache.retiring import Retiring
+from asyncengine.kvcache.sight import Sight
+
+BESIDE = 3
+"""Pages that a request may hold beside as many as its window and what is computed fill: its window may begin and end
+anywhere in a page, and what is published next is joined to the last page in the tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; they add up to `total`."""
+
+    free: int = 0
+    cached: int = 0
+    """In the radix tree and evictable."""
+    shared: int = 0
+    """In the radix tree and in use by requests."""
+    held: int = 0
+    """Owned by single requests."""
+    retiring: int = 0
+    """Given up, but a step in flight still names them."""
+    total: int = 0
+
+    @property
+    def add_up(self) -> bool:
+        return self.free + self.cached + self.shared + self.held + self.retiring == self.total
+
+
+class _Given(NamedTuple):
+    """Pages and locks that a request gives up together."""
+
+    pages: Sequence[int]
+    """Its own."""
+    node: Node | None
+    """The last node of the path that it unlocks, if it unlocks any."""
+    above: int
+    """The path is not locked up to this depth."""
+    ends: tuple[Span, ...]
+    closed: Namespace | None = None
+    """Namespace of a request that has ended: its root is unlocked as well."""
+
+
+class PageGroup:
+    """Pure bookkeeping of one group of layers: integers in, integers out."""
+
+    def __init__(
+        self, pool: BlockPool, page_size: int, strategy: EvictionStrategy, sight: Sight | None = None,
+        most_ahead: int = sys.maxsize, *, padded: bool = True, keep: bool = True,
+    ) -> None:  # fmt: skip
+        """`sight`: how far back its layers look; None: to the beginning. `most_ahead`: tokens of a request that
+        launched steps compute at a time, at most. `padded`: tables begin with page 0 for what was given back. `keep`:
+        pages stay in the tree when the last request of their namespace has ended.
+
+        Raises `ValueError` if a request alone could not go on."""
+        self.pool = pool
+        self.sight = sight
+        self.tree = RadixTree(page_size, strategy, sight)
+        self.retiring: Retiring[_Given] = Retiring(self._return)
+        self._size = page_size
+        self._most_ahead = most_ahead
+        self._padded = padded
+        self._keep = keep
+        if self.most_alone < 1:
+            raise ValueError(f"{pool.capacity + 1} {pool.what}s of {page_size} tokens do not hold what a token sees")
+
+    # ---------------------------------------------------------------- room
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had now, without preempting anybody."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that are free, or of use to nobody."""
+        return self.pool.num_free + self.tree.num_passed
+
+    @property
+    def most_alone(self) -> int:
+        """Tokens that a request of any length may compute in a step, so that it can run when it is alone."""
+        if self.sight is None:
+            return sys.maxsize
+        return (self.pool.capacity - BESIDE) * self._size - self.sight.span
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._size)
+
+    def most_at_once(self, num_tokens: int, start: int) -> int:
+        """How many of a request's `num_tokens` it may compute in a step from `start` on. Less than all only where they
+        are more than the pool holds."""
+        longer = self.pages_for(num_tokens) >= self.pool.capacity
+        return min(num_tokens - start, self.most_alone) if longer else num_tokens - start
+
+    def missing(self, table: PageTable, num_tokens: int) -> int:
+        """How many pages more than `table` has its request will hold at a time, to have `num_tokens` computed."""
+        missing = self.pages_for(num_tokens) - table.num_pages
+        if self.sight is None:
+            return missing
+        ahead = min(self._most_ahead, num_tokens)
+        most = min(self.pages_for(self.sight.span + ahead) + BESIDE, self.pool.capacity)
+        return min(missing, most - table.num_in_use)
+
+    def promised(self, tables: Iterable[tuple[PageTable, int]]) -> int:
+        """Pages that running requests will need for the tokens they already have, and one each to go on decoding.
+
+        Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
+        """
+        return sum(max(1, self.missing(table, num_tokens)) for table, num_tokens in tables)
+
+    # ---------------------------------------------------------------- requests
+
+    def open(self, namespace: Namespace, node: Node, prompt_len: int, known: int) -> PageTable:
+        """Table of a request that starts behind `node`, locked. `known`: pages of its prompt that the tree knew."""
+        unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
+        self.tree.lock(node, unseen)
+        pages = self.tree.path_pages(node, unseen)
+        ends = () if self.sight is None else (self._in_sight(known), self._in_sight((prompt_len - 1) // self._size))
+        if self._padded:
+            return PageTable(namespace, node, [0] * unseen + pages, unseen, ends=ends)
+        return PageTable(namespace, node, pages, unseen, unseen, ends)
+
+    def grow(self, table: PageTable, count: int) -> None:
+        """`count` more pages, evicting cached ones if need be. The caller has checked `num_available`."""
+        short = count - self.pool.num_free
+        if short > 0:
+            self.pool.give(self.tree.evict(short))
+        table.pages.extend(self.pool.take(count))
+
+    def release(self, table: PageTable, computed: int, fence: int) -> None:
+        """Give back what no position from `computed` on sees. Pages in the tree stay there until they are evicted; its
+        own are free once step `fence`, which may name them, has retired."""
+        if self.sight is None:
+            return
+        unseen = min(self.sight.first(computed), computed - self._size) // self._size
+        if unseen <= table.num_unseen:
+            return
+        first, locked_from, held_from = table.first, table.num_unlocked, max(table.num_unseen, table.node.depth)
+        own = table.pages[held_from - first : unseen - first]
+        kept = table.pages[unseen - first :]
+        table.num_unseen = unseen
+        if self._padded:
+            table.pages = [0] * unseen + kept
+        else:
+            table.pages, table.first = kept, unseen
+        self._give_back(own, table, table.node, locked_from, table.num_unlocked, fence)
+
+    def publish(
+        self, table: PageTable, tokens: Sequence[int], computed: int, fence: int, priority: int
+    ) -> list[Node]:  # fmt: skip
+        """Put the full pages of `tokens[:computed]` into the tree; returns the nodes of those that the table has.
+
+        Where another request was first, its page replaces ours in a new page list, and ours returns once step `fence`,
+        which may still name it, has retired.
+        """
+        size, pages = self._size, table.pages
+        before, locked_from = table.node, table.num_unlocked
+        node, duplicates, joined = before, [], []
+        for index in range(node.depth, computed // size):
+            key = tuple(tokens[index * size : (index + 1) * size])
+            if index < table.num_unseen:
+                node = self.tree.pass_over(node, key)
+                continue
+            place = index - table.first
+            node = self.tree.extend(node, key, pages[place], priority)
+            if node.page != pages[place]:
+                if pages is table.pages:
+                    pages = list(pages)
+                duplicates.append(pages[place])
+                pages[place] = node.page
+            joined.append(node)
+        table.node, table.pages = node, pages
+        self._give_back(duplicates, table, before, locked_from, min(table.num_unlocked, before.depth), fence)
+        return joined
+
+    def close(self, table: PageTable, fence: int) -> None:
+        """The request is done with its pages, which return when step `fence` has retired."""
+        ends = table.ends if self.sight is None else (*table.ends, self._in_sight(table.num_shared))
+        given = _Given(table.own_pages(), table.node, table.num_unlocked, ends, table.namespace)
+        self.retiring.add(given, fence)
+
+    def drop(self, node: Node) -> None:
+        """Give up the page of `node`, which nothing can be started from any more."""
+        if node.page:
+            self.pool.give((self.tree.remove(node),))
+
+    def clear(self) -> None:
+        """Forget all that is cached. Nothing may be held or retiring."""
+        self.pool.give(self.tree.clear())
+
+    def _in_sight(self, depth: int) -> Span:
+        return self.tree.num_unseen(depth), depth
+
+    def _give_back(
+        self, pages: list[int], table: PageTable, node: Node, above: int, depth: int, fence: int
+    ) -> None:  # fmt: skip
+        """Give up `pages` and the lock on the path to `node` between the depths `above` and `depth`."""
+        locked = depth > above
+        while locked and node.depth > depth:
+            node = node.parent  # type: ignore[assignment]  # only a root has none, and its depth is 0
+        if pages or locked:
+            self.retiring.add(_Given(pages, node if locked else None, above, table.ends), fence)
+
+    def _return(self, given: _Given) -> None:
+        self.pool.give(given.pages)
+        if given.node is None:
+            return
+        self.tree.unlock(given.node, given.above, root=given.closed is not None, ends=given.ends)
+        if given.closed is not None and not self._keep and self.tree.root(given.closed).locks == 0:
+            # Caching is off: only samples of one prompt share pages, and the last of them is gone.
+            self.pool.give(self.tree.drop(given.closed))
+
+    # ---------------------------------------------------------------- books
+
+    def counts(self, tables: Iterable[PageTable]) -> PageCounts:
+        """Pages by state, given all open tables."""
+        return PageCounts(
+            free=self.pool.num_free,
+            cached=self.tree.num_evictable,
+            shared=self.tree.num_locked,
+            held=sum(len(table.own_pages()) for table in tables),
+            retiring=sum(len(given.pages) for given in self.retiring),
+            total=self.pool.capacity,
+        )
+
+    def check(self, tables: Sequence[PageTable]) -> None:
+        """Prove conservation: every page has exactly one owner and every lock exactly one holder.
+
+        `tables` are all that are open. Raises `InvariantViolation` naming the first page that does not add up.
+        """
+        owned: list[tuple[str, Iterable[int]]] = [("cached", [node.page for node in self.tree.nodes()])]
+        owned += [("held", table.own_pages()) for table in tables]
+        owned += [("retiring", given.pages) for given in self.retiring]
+        self.pool.check(owned)
+        self._check_locks(tables)
+
+    def _check_locks(self, tables: Sequence[PageTable]) -> None:
+        expected: dict[Node, int] = {}
+        holders: list[tuple[Node, int]] = [(table.node, table.num_unlocked) for table in tables]
+        holders += [(given.node, given.above) for given in self.retiring if given.node is not None]
+        for deepest, above in holders:
+            step = deepest
+            while step.parent is not None and step.depth > above:
+                expected[step] = expected.get(step, 0) + 1
+                step = step.parent
+        what, nodes = self.pool.what, list(self.tree.nodes())
+        for node in nodes:
+            if node.locks != (count := expected.pop(node, 0)):
+                raise InvariantViolation(f"{what} {node.page}: {node.locks} locks, {count} holders")
+        if expected:
+            raise InvariantViolation(f"{len(expected)} {what}s are locked and not in the tree")
+        counted, found = (self.tree.num_locked, self.tree.num_passed), [0, 0]
+        for node in nodes:
+            found[0] += node.locks > 0
+            found[1] += node.passed
+        if tuple(found) != counted:
+            raise InvariantViolation(f"(locked, passed) {what}s are {found}, counted {counted}")
+        for table in tables:
+            shared = table.pages[table.num_unseen - table.first : max(table.num_shared - table.first, 0)]
+            if shared != self.tree.path_pages(table.node, table.num_unseen):
+                raise InvariantViolation(f"a table of {what}s disagrees with the tree at {shared}")

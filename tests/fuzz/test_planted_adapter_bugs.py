@@ -245,30 +245,18 @@ def keep_the_places_of_who_is_refused_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoopClient, "_claim_adapter", broken)
 
 
-PLANTS: list[Plant] = [
-    lose_a_swap,
-    swap_one_step_late,
-    keep_the_old_slot_after_preemption,
-    keep_the_adapter_of_who_is_preempted,
-    evict_an_adapter_in_use,
-    share_prefixes_across_adapters,
-    let_go_when_the_adapter_is_there,
-    hold_nothing,
-    forget_claims_of_who_leaves,
-    claim_for_the_first_sample_only,
-    tell_only_the_first_that_a_load_failed,
-    copy_what_the_name_means_now,
-    let_the_first_load_win,
-    bring_back_what_was_unloaded,
-    take_changed_files_for_the_same,
-    keep_the_places_of_who_is_refused_late,
-]
 SELDOM_SHOWN: list[Plant] = [
     release_before_the_step_retires,
     drop_replaced_content_under_its_requests,
     hold_up_those_who_must_drain,
 ]
 """The fake device copies in order with its steps, files can be read again, and one who leaves ends a deadlock."""
+PLANTS = [
+    plant
+    for plant in [*vars().values()]
+    if "patch" in getattr(plant, "__annotations__", ()) and plant not in SELDOM_SHOWN
+]
+"""The other functions above that take a `patch`."""
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

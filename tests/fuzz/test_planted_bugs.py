@@ -150,20 +150,8 @@ def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Roster, "preempt", broken)
 
 
-PLANTS: list[Plant] = [
-    publish_what_was_never_computed,
-    free_under_a_running_step,
-    match_the_whole_prompt,
-    keep_the_duplicate_page,
-    forget_to_unlock,
-    leak_one_page_of_who_leaves,
-    evict_pages_in_use,
-    believe_results_of_an_earlier_life,
-    hand_out_a_slot_in_flight,
-    forget_tokens_when_preempted,
-    end_twice,
-    lose_who_is_preempted,
-]
+PLANTS = [plant for plant in [*vars().values()] if "patch" in getattr(plant, "__annotations__", ())]
+"""All functions above that take a `patch`."""
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

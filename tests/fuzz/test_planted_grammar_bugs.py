@@ -195,27 +195,8 @@ def go_on_after_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(results, "constrained_end", lambda matcher, token, reason: (reason, None))
 
 
-PLANTS: list[Plant] = [
-    append_forced_tokens_twice,
-    lose_the_last_forced_token,
-    believe_forced_tokens_are_computed,
-    go_on_after_a_matcher_failed,
-    move_the_matcher_before_the_row_fails,
-    apply_no_mask,
-    forget_the_mask_of_prompts,
-    count_no_forced_tokens,
-    close_one_token_late,
-    never_close,
-    reset_the_matcher_of_who_is_preempted,
-    lose_the_matcher_of_who_is_preempted,
-    believe_what_was_launched_for_another_token,
-    compute_nothing_again_after_a_discarded_row,
-    move_the_matcher_for_a_discarded_row,
-    ask_the_matcher_whether_it_is_done,
-    start_before_the_grammar_is_there,
-    ignore_that_the_budget_ran_out,
-    go_on_after_the_end,
-]
+PLANTS = [plant for plant in [*vars().values()] if "patch" in getattr(plant, "__annotations__", ())]
+"""All functions above that take a `patch`."""
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

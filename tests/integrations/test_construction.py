@@ -197,33 +197,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_settings_of_an_explicit_engine_cannot_be_given_again(kind: Any, handle: EngineHandle) -> None:
-    with pytest.raises(ValidationError, match="engine_config"):
-        kind(engine=handle, engine_config=OWN)
-
-
-@pytest.mark.parametrize("kind", CLASSES)
 def test_names_of_the_model(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind(model_name="a").model == "a"
     assert kind(model=Path("some") / "folder").model == str(Path("some") / "folder")
     monkeypatch.setenv("ASYNCENGINE_MODEL", "b")
     assert kind().model == "b"
     assert kind(model="c", adapter="tuned").model_name == "tuned"
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_model_in_a_call_names_an_adapter_or_the_base(kind: Any) -> None:
-    model = kind(model="base", adapter="tuned")
-
-    def adapter_and_name(**kwargs: Any) -> tuple[str | None, str]:
-        call = model._call(None, kwargs)
-        return call.keywords.get("adapter"), call.model_name
-
-    assert adapter_and_name() == ("tuned", "tuned")
-    assert adapter_and_name(model="other") == ("other", "other")
-    assert adapter_and_name(adapter="other") == ("other", "other")
-    assert adapter_and_name(model="base") == (None, "base")
-    assert adapter_and_name(adapter=None) == (None, "base")
 
 
 def test_secrets_and_engines_stay_out_of_texts(handle: EngineHandle) -> None:

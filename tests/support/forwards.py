@@ -66,3 +66,27 @@ def logits_of(model: CausalLM, ids: Sequence[int], **fields: Any) -> torch.Tenso
 def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
     """Root mean square of the difference over that of what is expected."""
     return float((expected.double() - found.double()).norm() / expected.double().norm())
+
+
+class Recording:
+    """A model whose logits are kept, float32."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.logits: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def forward(self, ids: torch.Tensor, step: StepContext, rows: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.forward(ids, step, rows)
+        self.logits.append(logits.float().clone())
+        return logits
+
+
+@torch.inference_mode()
+def transformers_logits(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """The logits of transformers' own model for one sequence, float32 [tokens, vocabulary]."""
+    model.set_attn_implementation("eager")
+    found: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    return found

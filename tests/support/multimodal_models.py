@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from support.tiny_models import FAMILIES, VOCAB, WHOLE, randomize
-from support.tiny_models import _common as common
+from support.tiny_models import FAMILIES, VOCAB, WHOLE, common, randomize
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
 """Tokens that stand for others; no prompt of a test has them."""

@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from support.drive import Driver, greedy_reference, prompts
-from support.tiny_models import FAMILIES, VOCAB, make_model
-from support.tiny_models import _common as common
+from support.tiny_models import FAMILIES, VOCAB, common, make_model
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import UnsupportedModel

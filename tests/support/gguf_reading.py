@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 from transformers import AutoConfig
 
@@ -30,6 +33,19 @@ def decoder_of(model: GgufModel) -> Decoder:
             assert slot.shape == model.tensors[name].shape
             slot.load(values(model, name))
     return decoder
+
+
+def described(config: Any) -> str:
+    """The decoder of a configuration in words, rotary frequencies to six digits: files hold divisors as float32."""
+    return re.sub(r"\d+\.\d+(e-\d+)?", lambda number: f"{float(number[0]):.6g}", str(decoder_config_of(config, LENGTH)))
+
+
+def comes_back(model: GgufModel, config: Any) -> Any:
+    """The configuration of a file, which describes the decoder that `config` does."""
+    fields = dict(model.config)
+    back = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    assert described(back) == described(config)
+    return back
 
 
 def values(model: GgufModel, name: str) -> torch.Tensor:

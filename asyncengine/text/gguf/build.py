@@ -99,24 +99,21 @@ def _build(header: TokenizerHeader) -> Any:
         for index, (token, kind) in enumerate(zip(names, header.types, strict=True))
         if kind != TokenType.UNUSED or token != f"[PAD{index}]"
     }
-    if header.kind == "llama":
-        tokenizer, add_bos = _sentencepiece(header, vocabulary), True
+    if header.kind != "llama" and not header.merges:
+        raise broken(PREFIX + "merges", "is missing")
+    family = family_of(header.pre, header.architecture) if header.kind == "gpt2" else None
+    if family is None:
+        tokenizer = _sentencepiece(header, vocabulary)
     else:
-        family = family_of(header.pre, header.architecture) if header.kind == "gpt2" else None
-        if not header.merges:
-            raise broken(PREFIX + "merges", "is missing")
-        if family is None:
-            tokenizer, add_bos = _sentencepiece(header, vocabulary), True
-        else:
-            ignored = family.ignore_merges
-            model = models.BPE(vocab=vocabulary, merges=header.merges, fuse_unk=False, ignore_merges=ignored)
-            tokenizer, add_bos = Tokenizer(model), family.add_bos
-            if family.normalizer is not None:
-                tokenizer.normalizer = family.normalizer
-            tokenizer.pre_tokenizer = family.pre_tokenizer()
-            tokenizer.decoder = decoders.ByteLevel()
+        ignored = family.ignore_merges
+        model = models.BPE(vocab=vocabulary, merges=header.merges, fuse_unk=False, ignore_merges=ignored)
+        tokenizer = Tokenizer(model)
+        if family.normalizer is not None:
+            tokenizer.normalizer = family.normalizer
+        tokenizer.pre_tokenizer = family.pre_tokenizer()
+        tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, header, names, vocabulary)
-    _set_edges(tokenizer, header, add_bos=add_bos)
+    _set_edges(tokenizer, header, add_bos=family is None or family.add_bos)
     return tokenizer
 
 

@@ -12,15 +12,13 @@ import torch
 from support.forwards import logits_of
 from support.gguf_files import write_gguf
 from support.gguf_models import IDS, YARN, changed, make_model, pattern
-from support.gguf_reading import LENGTH, check_tensors
+from support.gguf_reading import check_tensors, comes_back
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
 from support.tiny_models import FAMILIES
-from transformers import AutoConfig
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
 from asyncengine.layers.stored import dense
-from asyncengine.models.families import decoder_config_of
 from asyncengine.models.formats.gguf.container import GgufFile
 from asyncengine.models.formats.gguf.model import open_gguf
 from asyncengine.models.loading import load_model
@@ -47,9 +45,7 @@ def test_gpt_oss_as_ollama_makes_it(form: str, tmp_path: Path) -> None:
             assert stored.name == ("MXFP4_PAIRS" if form in ("first", "apart") else "MXFP4")
             assert torch.equal(dense(stored), tensor.transpose(1, 2).flatten(0, 1)), name
         model.release(stored)
-    fields = dict(model.config)
-    back = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    assert str(decoder_config_of(back, LENGTH)) == str(decoder_config_of(config, LENGTH))
+    comes_back(model, config)
     reference.load_state_dict(written)
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]

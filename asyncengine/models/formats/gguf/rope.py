@@ -5,7 +5,6 @@ Frequencies that converters worked out beforehand lie in a tensor (`rope_freqs`:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +17,6 @@ from asyncengine.models.formats.gguf.header import Header
 
 Factors = Mapping[str, NDArray[np.float32]]
 """The tensors `rope_freqs`, `rope_factors_long` and `rope_factors_short`, those that a file has."""
-
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA_3_LENGTH = 8192
-"""The length that converters take: they look for `original_max_position_embeddings` where no configuration has it."""
 
 
 def rope_parameters(header: Header, row: Architecture, factors: Factors, head_dim: int) -> dict[str, Any]:
@@ -50,7 +45,9 @@ def rope_parameters(header: Header, row: Architecture, factors: Factors, head_di
     kind = given.kind or None if kind is None else kind
     factor = header.real("rope.scaling.factor", header.real("rope.scale_linear", given.factor))
     if "rope_freqs" in factors:
-        found |= _divided(header, factors["rope_freqs"], theta, rotated)
+        # Llama 3's scaling among others: alike for every length
+        found |= _long(header, factors["rope_freqs"], factors["rope_freqs"])
+        found |= {"factor": 1.0, "attention_factor": 1.0}
     elif "rope_factors_long" in factors and "rope_factors_short" in factors:
         found |= _long(header, factors["rope_factors_long"], factors["rope_factors_short"])
     elif kind == "yarn":
@@ -89,37 +86,3 @@ def _long(header: Header, long: NDArray[np.float32], short: NDArray[np.float32])
         "rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist(),
         "original_max_position_embeddings": _original_length(header),
     }  # fmt: skip
-
-
-def _divided(header: Header, divisors: NDArray[np.float32], theta: float, rotated: int) -> dict[str, Any]:
-    """Llama 3's scaling where the divisors are what it gives; else the divisors as they are."""
-    for length in _original_lengths(divisors, theta, rotated):
-        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA_3}
-        scaling["original_max_position_embeddings"] = length
-        if np.allclose(_llama3_divisors(scaling, theta, rotated), divisors, rtol=1e-5):
-            return scaling
-    length = header.whole("context_length")  # long and short are alike: the same factors for every length
-    fixed = {"attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": length}
-    return {**_long(header, divisors, divisors), **fixed}
-
-
-def _original_lengths(divisors: NDArray[np.float32], theta: float, rotated: int) -> list[int]:
-    """Lengths that the divisors may be made for: the usual one, and the one that those between the bounds give."""
-    most = float(divisors.max())
-    between = np.flatnonzero((divisors > 1) & (divisors < most))
-    if not len(between):
-        return [_LLAMA_3_LENGTH]
-    place = int(between[len(between) // 2])
-    share = (1 / float(divisors[place]) - 1 / most) / (1 - 1 / most)
-    wave = 2 * math.pi * theta ** (2 * place / rotated)
-    low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
-    return [_LLAMA_3_LENGTH, max(round(wave * (share * (high - low) + low)), 1)]
-
-
-def _llama3_divisors(scaling: Mapping[str, Any], theta: float, rotated: int) -> NDArray[np.float64]:
-    """The numbers that Llama 3.1 divides frequencies by (Dubey et al. 2024)."""
-    waves = 2 * math.pi * theta ** (np.arange(0, rotated, 2) / rotated)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    share = (scaling["original_max_position_embeddings"] / waves - low) / (high - low)
-    divisors: NDArray[np.float64] = 1 / (1 / scaling["factor"] + np.clip(share, 0, 1) * (1 - 1 / scaling["factor"]))
-    return divisors

@@ -85,10 +85,10 @@ def write(folder: Path, shape: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     from asyncengine.models.families import decoder_config_of
-    from asyncengine.models.plain_config import plain_config
+    from asyncengine.models.families import native_config
 
     config = {"model_type": "qwen3", **shape, "dtype": "bfloat16"}
-    plain = plain_config(config)
+    plain = native_config(config)
     if plain is None:
         raise SystemExit(f"no such shape can be written: {shape}")
     described = decoder_config_of(plain, 64)

@@ -273,11 +273,13 @@ def _load_tokenizer(
     path: str, checkpoint: CheckpointSource, loaded: Loaded, config: EngineConfig
 ) -> TextTokenizer | None:
     """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
-    from asyncengine.models.plain_config import PlainConfig
+    from asyncengine.models.config import ModelConfig
     from asyncengine.text import load_tokenizer
+    from asyncengine.text.plain_tokenizer import FAMILIES
 
     if not checkpoint.metadata:
-        known = loaded.hf_config if isinstance(loaded.hf_config, PlainConfig) else None
+        read = loaded.hf_config
+        known = read if isinstance(read, ModelConfig) and read.model_type in FAMILIES else None
         return load_tokenizer(
             tokenizer_folder(path, checkpoint),
             config,

@@ -1,13 +1,12 @@
-"""What a config.json says of its layers and no family's file has: named, beside what is known.
+"""Errors for what a config.json says of its layers and no family's file has: named, beside what is known.
 
 transformers' configuration classes end at the first thing they don't understand, with a letter or an arithmetic error.
-So whatever a class refuses is looked at here before its own words are passed on.
+So layers are looked at here before a family reads the file, and before a class's own words are passed on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from asyncengine.errors import EngineError, ModelNotFound, shorten
@@ -32,19 +31,6 @@ _INTERVALS = (
 )  # fmt: skip
 """Every so many layers one is of another type."""
 _KIMI = ("kda_layers", "full_attn_layers")
-
-
-@contextmanager
-def named(config: Mapping[str, Any]) -> Iterator[None]:
-    """Around what reads a config.json: whatever it ends with, the error is about its layers where they are wrong."""
-    try:
-        yield
-    except EngineError:
-        raise
-    except Exception as error:
-        if found := misnamed(config):
-            raise found from error
-        raise
 
 
 def misnamed(config: Mapping[str, Any]) -> EngineError | None:

@@ -16,7 +16,7 @@ class Loaded:
     name: str
     folder: Path
     hf_config: Any
-    """transformers' config object, or a `PlainConfig` in its place."""
+    """A `ModelConfig`, or transformers' config object."""
     vocab_size: int
     """Width of the logits; of an encoder, token ids are below it."""
     max_model_len: int

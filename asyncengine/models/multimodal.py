@@ -31,7 +31,7 @@ _SPELLINGS = (
     ("model.", "lm_head."),
 )
 """(what the language model's parts begin with, what the output layer's do) in today's and earlier files."""
-_PLACEHOLDERS = {
+PLACEHOLDERS = {
     "image_token_id": "an image", "image_token_index": "an image", "video_token_id": "a video",
     "video_token_index": "a video", "audio_token_id": "a sound", "audio_token_index": "a sound",
 }  # fmt: skip
@@ -118,5 +118,5 @@ def placeholders(hf_config: Any) -> dict[int, str]:
     """{token id: what it stands for} of those in whose place a model of several parts puts images or sounds."""
     if hf_config.get_text_config() is hf_config:
         return {}
-    named = {getattr(hf_config, field, None): what for field, what in _PLACEHOLDERS.items()}
+    named = {getattr(hf_config, field, None): what for field, what in PLACEHOLDERS.items()}
     return {token: what for token, what in named.items() if isinstance(token, int) and not isinstance(token, bool)}

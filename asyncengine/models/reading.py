@@ -22,12 +22,11 @@ from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.checking import check_config, load_config, passed_over
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
-from asyncengine.models.families import MULTIMODAL, decoder_config_of
+from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
 from asyncengine.models.families.encoders import encoder_config_of
 from asyncengine.models.formats import CheckpointSource, first_line
-from asyncengine.models.layer_kinds import named
+from asyncengine.models.layer_kinds import misnamed
 from asyncengine.models.multimodal import text_part
-from asyncengine.models.plain_config import plain_config
 from asyncengine.models.sizes import LENGTH_FIELDS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,20 +113,27 @@ def _without_head(hf_config: Any, described: DecoderConfig | None) -> DecoderCon
 def read_config(
     path_or_id: str, checkpoint: CheckpointSource, config: EngineConfig
 ) -> tuple[Any, DecoderConfig | None, int]:
-    """(the configuration, what the decoder is built of, if it is native, the longest sequence). transformers' class is
-    imported only where it is needed."""
-    plain = plain_config(checkpoint.config, path_or_id) if config.fuse else None
-    if plain is not None:
-        length = _max_model_len(plain, config)
-        described = decoder_config_of(plain, length)
+    """(the configuration, what the decoder is built of, if it is native, the longest sequence).
+
+    A family that is written down reads its configuration itself. transformers' class is imported where it does not, or
+    where fields are missing for which only that class has defaults.
+    """
+    content = checkpoint.config
+    own_code = config.trust_remote_code and "auto_map" in content
+    native = config.fuse and not own_code and content.get("model_type") in (*NATIVE, *MULTIMODAL)
+    if native and (error := misnamed(content)):
+        raise error
+    own = native_config(content, path_or_id) if native else None
+    if own is not None:
+        length = _max_model_len(own, config)
+        described = decoder_config_of(own, length)
         if described is not None:
-            return plain, described, length
+            return own, described, length
     hf_config = load_config(checkpoint, config)
     length = _max_model_len(hf_config, config)
-    if plain is not None or not config.fuse:  # it was tried already, or is not to be
+    if own is not None or not config.fuse:  # an option of it is not written down, or it is not to be native
         return hf_config, None, length
-    with named(checkpoint.config):
-        return hf_config, decoder_config_of(hf_config, length), length
+    return hf_config, decoder_config_of(hf_config, length), length
 
 
 def _max_model_len(hf_config: Any, config: EngineConfig) -> int:

@@ -50,6 +50,8 @@ _QWEN_DEFAULTS: Mapping[str, str] = MappingProxyType(
 )
 _LARGE = 100_000
 """Tokens from which on transformers looks for Mistral's wrong splitting, and warns of it."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose tokenizers are read here."""
 
 
 class PlainTokenizer:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncengine.config import EngineConfig
 from asyncengine.demo import MODEL_PATH
-from asyncengine.models.plain_config import plain_config
+from asyncengine.models.families import native_config
 from asyncengine.text import TextTokenizer, load_tokenizer
 from asyncengine.text.chat_template import RESERVED, ChatTemplate
 from asyncengine.text.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
@@ -133,7 +133,7 @@ KINDS: dict[str, tuple[str, str, Callable[[], Tokenizer], Settings]] = {
 
 def theirs(folder: Path) -> Any:
     content = json.loads((folder / "config.json").read_text())
-    return AutoTokenizer.from_pretrained(str(folder), config=plain_config(content, str(folder)))
+    return AutoTokenizer.from_pretrained(str(folder), config=native_config(content, str(folder)))
 
 
 @pytest.fixture(scope="module", params=[*KINDS, "demo"])
@@ -313,7 +313,7 @@ def test_what_is_left_to_transformers(kind: str, tmp_path: Path) -> None:
 
 def test_the_loaded_tokenizer_gives_transformers_own_on_demand(tmp_path: Path) -> None:
     shutil.copytree(MODEL_PATH, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = plain_config(json.loads((tmp_path / "config.json").read_text()))
+    config = native_config(json.loads((tmp_path / "config.json").read_text()))
     found = load_tokenizer(tmp_path, EngineConfig(), model_config=config)
     assert found is not None
     assert isinstance(found.hf, PreTrainedTokenizerBase)

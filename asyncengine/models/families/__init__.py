@@ -12,15 +12,16 @@ from importlib import import_module
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
+from asyncengine.models.config import MissingField, ModelConfig, fill
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import KINDS, Inside, UnknownLayers, inside_of
-from asyncengine.models.plain_config import PlainConfig
+from asyncengine.models.multimodal import PLACEHOLDERS
 
 logger = logging.getLogger("asyncengine")
 
 DecoderConfigOf = Callable[[Any, int], DecoderConfig]
-"""(transformers' config object, longest sequence) -> what the decoder is built of. Raises `UnsupportedModel` for an
-option of the family that is not written down: such a model runs through transformers."""
+"""(a `ModelConfig` or transformers' config object, longest sequence) -> what the decoder is built of. Raises
+`UnsupportedModel` for an option of the family that is not written down: such a model runs through transformers."""
 
 NATIVE: Mapping[str, str] = {
     "apertus": "apertus",
@@ -116,6 +117,8 @@ MULTIMODAL: Mapping[str, Inside] = {
 """model_type of a model that reads images or sounds as well -> where its language model lies, the part that runs here.
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
+_OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
+"""Those whose classes have other defaults for fields of their language model than its family has."""
 
 
 def layer_kinds(family: str) -> Sequence[str] | None:
@@ -124,8 +127,43 @@ def layer_kinds(family: str) -> Sequence[str] | None:
     return None if file is None else getattr(import_module(f"{__name__}.{file}"), "KINDS", KINDS)
 
 
+def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | None:
+    """The configuration in the config.json of the model `name`.
+
+    None: transformers' class has to read it, as its family is not written down here, or as fields are missing for
+    which only that class has defaults. Raises `ModelNotFound` naming the field that is wrong.
+    """
+    family = content.get("model_type")
+    try:
+        if not isinstance(family, str) or family not in NATIVE:
+            return _with_language_model(content) if family in (*MULTIMODAL,) else None
+        module = import_module(f"{__name__}.{NATIVE[family]}")
+        aliases = getattr(module, "ALIASES", {}).get(family, {})
+        found = fill(content, module.FIELDS[family], aliases, getattr(module, "complete", lambda config: None))
+    except MissingField:
+        return None
+    found._name_or_path = name
+    return found
+
+
+def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
+    """The configuration of a model of several parts, with that of its language model; None as `native_config`."""
+    inner, beside = content.get("text_config"), ("tie_word_embeddings", *PLACEHOLDERS)
+    if (
+        content["model_type"] in _OWN_DEFAULTS
+        or not isinstance(inner, Mapping)
+        or inner.get("model_type") not in NATIVE
+    ):
+        return None
+    text = native_config(inner)
+    if text is None or beside[0] not in content or not any(field in content for field in beside[1:]):
+        return None
+    return ModelConfig(**{**content, "dtype": content.get("dtype") or content.get("torch_dtype"), "text_config": text})
+
+
 def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
-    """What the decoder is built of, of transformers' config object, for sequences of up to `length` tokens.
+    """What the decoder is built of, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or transformers'
+    config object.
 
     None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
     own (`trust_remote_code`).
@@ -133,7 +171,7 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     inside = MULTIMODAL.get(config.model_type)
     own = config if inside is None else config.get_text_config()
     file = NATIVE.get(own.model_type)
-    if file is None or not (isinstance(config, PlainConfig) or type(config).__module__.startswith("transformers.")):
+    if file is None or not (isinstance(config, ModelConfig) or type(config).__module__.startswith("transformers.")):
         logger.warning("family %r is not written down here: it runs through transformers, slower", own.model_type)
         return None
     read: DecoderConfigOf = import_module(f"{__name__}.{file}").decoder_config

@@ -1,4 +1,4 @@
-"""What families share: reading rotary embeddings, windows and activations out of transformers' config objects."""
+"""Readers of rotary embeddings, windows, activations and layer types, which families share."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
-from asyncengine.errors import UnsupportedModel, shorten
+from asyncengine.errors import ModelNotFound, UnsupportedModel, shorten
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.experts import MoEConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
+from asyncengine.models.families.frequencies import SCALED, plain
 
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -22,8 +21,6 @@ _ACTIVATIONS = {
 }  # fmt: skip
 KINDS = ("full_attention", "sliding_attention")
 """Layer types, where a family's file has no `KINDS` of its own."""
-_BY_LENGTH = ("dynamic", "longrope")
-"""Scalings that depend on the length of a sequence."""
 
 
 def activation(config: Any, name: str | None = None) -> str:
@@ -41,8 +38,7 @@ def head_dim_of(config: Any) -> int:
 
 def default_rotary(base: float, dim: int, style: Any = "halves") -> RotaryConfig:
     """The first `dim` dimensions of a head, without any scaling: as every family computes it, in float32."""
-    frequencies = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    return RotaryConfig(tuple(frequencies.tolist()), 1.0, style)
+    return RotaryConfig(tuple(plain(base, dim).tolist()), 1.0, style)
 
 
 def rotary_of(
@@ -60,20 +56,20 @@ def rotary_of(
     rotated in part (`partial_rotary_factor`); transformers' modules of the others do not look at that setting.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        rotated = parameters.get("partial_rotary_factor", 1.0) if partial else 1.0
-        dim = int((head_dim or head_dim_of(config)) * rotated)
-        return default_rotary(parameters["rope_theta"], dim, style)
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if kind not in ROPE_INIT_FUNCTIONS:
+    kind, whole = parameters.get("rope_type", "default"), head_dim or head_dim_of(config)
+    if kind != "default" and kind not in SCALED:
         raise UnsupportedModel(f"family {config.model_type!r} with rope_type {kind!r} is not written down")
-    arguments: dict[str, Any] = {} if layer_type is None else {"layer_type": layer_type}
-    if kind in _BY_LENGTH:
-        arguments["seq_len"] = length
-    found, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
-    return RotaryConfig(tuple(found.float().tolist()), float(scaling), style)
+    in_part = kind != "proportional" and (partial or kind != "default")
+    dim = int(whole * parameters.get("partial_rotary_factor", 1.0)) if in_part else whole
+    if dim == whole and dim % 2:
+        raise ModelNotFound(f"config.json: head_dim must be even where heads are rotated, got {dim}")
+    if kind == "default":
+        return default_rotary(parameters["rope_theta"], dim, style)
+    try:
+        found, scaling = SCALED[kind](parameters, dim, config.max_position_embeddings, length)
+    except KeyError as error:
+        raise ModelNotFound(f"config.json: rope_parameters of type {kind!r} lack {error}") from None
+    return RotaryConfig(tuple(found.tolist()), float(scaling), style)
 
 
 class UnknownLayers(UnsupportedModel):
@@ -93,6 +89,20 @@ def unknown_layers(family: str, kind: object, known: Sequence[str], what: str = 
     """The error for a layer type that is not `known`."""
     named = shorten(repr(kind), 80)
     return UnknownLayers(f"family {family!r} has {what} of type {named}; known are {', '.join(known)}")
+
+
+def alternate(config: Any, every: int, kind: str = "sliding_attention") -> None:
+    """Set layer types that config.json does not list: `kind`, and attention to everything in one layer of `every`."""
+    if config.layer_types is None:
+        layers = range(config.num_hidden_layers)
+        config.layer_types = [kind if (layer + 1) % every else "full_attention" for layer in layers]
+
+
+def slide_from(config: Any) -> None:
+    """Set layer types that config.json does not list: windows from layer `max_window_layers` on, if there are any."""
+    if config.layer_types is None:
+        first = config.num_hidden_layers if config.sliding_window is None else config.max_window_layers
+        config.layer_types = [KINDS[layer >= first] for layer in range(config.num_hidden_layers)]
 
 
 def windows_of(config: Any) -> list[int | None]:

@@ -6,6 +6,7 @@ rows share.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
@@ -15,6 +16,7 @@ from asyncengine.layers.latent_attention import LatentAttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.models.config import Fields
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, layer_types_of
 
@@ -25,6 +27,45 @@ _LEAST = 1e-20
 """A sum of weights at least."""
 _LATENT_EPSILON = 1e-6
 """Of the latent vector's norm, whatever config.json says of the others."""
+FIELDS: Mapping[str, Fields] = {
+    "kimi_linear": {
+        **dict.fromkeys(
+            (
+                "moe_intermediate_size", "num_experts", "num_experts_per_token", "num_shared_experts", "kv_lora_rank",
+                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+            ),
+            int,
+        ),
+        "max_position_embeddings": None, "model_max_length": int, "num_key_value_heads": int,
+        "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
+        "q_lora_rank": int | None, "rms_norm_eps": 1e-5, "eos_token_id": 163586, "linear_attn_config": {},
+        "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "mlp_layer_types": list | None,
+        "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "kimi_linear": {
+        "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group", "num_local_experts": "num_experts",
+        "num_experts_per_tok": "num_experts_per_token", "n_shared_experts": "num_shared_experts",
+    },
+}  # fmt: skip
+
+
+def complete(config: Any) -> None:
+    """Reads `linear_attn_config`, in which released files have what concerns layers of linear attention."""
+    given, layers = config.linear_attn_config, range(config.num_hidden_layers)
+    config.head_dim = config.qk_rope_head_dim
+    config.linear_head_dim = given.get("head_dim", config.linear_head_dim)
+    config.linear_num_heads = given.get("num_heads", config.linear_num_heads)
+    config.linear_conv_kernel_dim = given.get("short_conv_kernel_size", config.linear_conv_kernel_dim)
+    if config.layer_types is None and {"full_attn_layers", "kda_layers"} <= given.keys():
+        kinds = dict.fromkeys(given["kda_layers"], KINDS[0]) | dict.fromkeys(given["full_attn_layers"], KINDS[1])
+        config.layer_types = [kinds[layer + 1] for layer in layers]
+    elif config.layer_types is None:
+        config.layer_types = [KINDS[bool(layer and layer % 4 == 0)] for layer in layers]
+    if config.mlp_layer_types is None:
+        config.mlp_layer_types = ["dense" if layer < config.first_k_dense_replace else "sparse" for layer in layers]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

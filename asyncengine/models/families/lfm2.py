@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.short_conv import ShortConvConfig
+from asyncengine.models.config import Fields
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import layer_types_of, llama_like
 
@@ -17,6 +19,30 @@ _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
 """What is added to the sum of a row's weights."""
+FIELDS: Mapping[str, Fields] = {
+    "lfm2": {
+        "num_key_value_heads": int, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1e6,
+        "tie_word_embeddings": True, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256, "full_attn_idxs": list | None, "tie_embedding": bool | None,
+        "block_ff_dim": int | None,
+    },
+    "lfm2_moe": {
+        "num_key_value_heads": int, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1e6,
+        "tie_word_embeddings": True, "moe_intermediate_size": int, "num_dense_layers": 2, "num_experts": int,
+        "num_experts_per_tok": int, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "tie_embedding": bool | None,
+    },
+}  # fmt: skip
+
+
+def complete(config: Any) -> None:
+    if config.tie_embedding is not None:
+        config.tie_word_embeddings = config.tie_embedding
+    if config.model_type == "lfm2":
+        config.intermediate_size = config.block_ff_dim or config.intermediate_size
+        if config.layer_types is None:
+            layers, attend = range(config.num_hidden_layers), config.full_attn_idxs
+            config.layer_types = [KINDS[attend is None or layer in attend] for layer in layers]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

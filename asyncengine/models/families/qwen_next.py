@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
@@ -11,11 +12,33 @@ from asyncengine.layers.gated_delta import GatedDeltaConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
+from asyncengine.models.config import Fields
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
-from asyncengine.models.families.common import activation, head_dim_of, layer_types_of, rotary_of
+from asyncengine.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
+_LINEAR = (
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads",
+)  # fmt: skip
+_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+_HYBRID: Fields = {
+    **dict.fromkeys(("num_key_value_heads", "head_dim", *_LINEAR), int), "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25, "eos_token_id": int | list | None,
+}  # fmt: skip
+FIELDS: Mapping[str, Fields] = {
+    "qwen3_next": {
+        **_HYBRID, "decoder_sparse_step": 1, "mlp_only_layers": list | None, "norm_topk_prob": True,
+        **dict.fromkeys(_MIXTURE, int),
+    },
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, "intermediate_size": None, **dict.fromkeys(_MIXTURE, int)},
+}  # fmt: skip
+
+
+def complete(config: Any) -> None:
+    alternate(config, config.full_attention_interval, "linear_attention")
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

@@ -126,10 +126,10 @@ def leak(total: int, seed: int) -> list[dict[str, float]]:
     for name in alive:
         table.stop(name)
     assert not table.instances
-    assert not len(table.current)
+    assert not len(table.by_model)
     assert not table.used.any()
     assert not table.host_used.any()
-    assert not table.all_counts.nodes.any()
+    assert not table.node_counts.any()
     return rows
 
 

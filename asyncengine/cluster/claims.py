@@ -1,4 +1,4 @@
-"""What a model needs of a cluster, and where it may go. Plain data, checked."""
+"""The claim of a model: what it needs of a cluster, and where it may go. Plain data, checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncengine.errors import InvalidParameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one instance of a model needs. At least one of `device_bytes` and `cpu_bytes`.
+    """The needs of one instance of a model. At least one of `device_bytes` and `cpu_bytes` is given.
 
     Raises `InvalidParameter` naming the field.
     """
@@ -32,23 +32,23 @@ class Claim:
     """0: it takes its share of `device_bytes` of each device. Above 0, the share of each device that it takes whatever
     it needs, as vLLM does (gpu_memory_utilization): only devices of which so much is free are considered."""
     devices: int | None = None
-    """Exactly so many; None: as few as do."""
+    """Number of devices; None: as few as suffice."""
     split: tuple[int, ...] = ()
     """Numbers that its devices on one node must divide: attention heads, vocabulary."""
     several_nodes: bool = False
     """Whether it may span nodes."""
     cluster: str | None = None
     labels: Pairs = ()
-    """Those that a node must have."""
+    """Labels that a node must have."""
     on: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Only these devices: {node: [indices]}. Empty: any."""
     backend: str | None = None
     version: str | None = None
-    """Of the backend; None: any."""
+    """Version of the backend; None: any."""
     path: str | None = None
     """A local path that must exist on its nodes."""
     draft: str | None = None
-    """Of speculation: a model whose files a node should have, too."""
+    """Draft model of speculation, whose files a node should have, too."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", as_name("model", self.model))

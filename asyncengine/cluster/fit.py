@@ -1,4 +1,4 @@
-"""Where a claim fits: stages from one device to several nodes, of which the first that finds anything decides.
+"""Stages that fit a claim, from one device to several nodes; the first that finds anything decides.
 
 A device gives what is free of it, or, where the claim has a utilization, that share of it if so much is free. On k
 devices each gives the k-th part of the claim, as tensor parallelism divides a model; as few devices as possible. So
@@ -9,31 +9,99 @@ whose own rules do not have that property (docs/howto/placement.md compares them
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.counts import Int64Array
-from asyncengine.cluster.filters import Mask
-from asyncengine.cluster.view import View
+from asyncengine.cluster.table import Cluster, Int64Array, Mask
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """Nodes that passed all filters, and the memory that is free there, in the order that breaks ties."""
+
+    slots: Int64Array
+    """[rows] rows of the table."""
+    total: Int64Array
+    """[rows, columns] bytes that a device has; 0 where there is none, or none that the claim may use."""
+    free: Int64Array
+    """[rows, columns] bytes that can be taken."""
+    kind: NDArray[np.int32]
+    """[rows, columns] number of the device's kind; -1: no device."""
+    host_free: Int64Array
+    unified: Mask
+    kinds: tuple[int, ...]
+    """Kinds of devices, in the order in which they are first met."""
+    memo: dict[tuple[str, int], Any] = field(default_factory=dict)
+    """Intermediate results for the claim that it was made for, shared by the stages."""
+
+    def once(self, what: str, kind: int, work: Callable[[], T]) -> T:
+        """The result of `work()`, which is called the first time only."""
+        if (what, kind) not in self.memo:
+            self.memo[what, kind] = work()
+        found: T = self.memo[what, kind]
+        return found
+
+
+def view_of(table: Cluster, mask: Mask, claim: Claim) -> View:
+    """The view of the rows in `mask`. Nodes where the model's files lie come first."""
+    slots = np.flatnonzero(mask)
+    if ("file", claim.model) in table.named:
+        has = table.rows_with(("file", claim.model))[slots]
+        slots = np.concatenate((slots[has], slots[~has]))
+    kind, total = table.kind[slots], table.total[slots]
+    if claim.on:
+        mine = table.chosen(claim.on)[slots]
+        kind, total = np.where(mine, kind, -1), np.where(mine, total, 0)
+    free, host_free = free_memory(table, slots)
+    if claim.on:
+        free = np.where(kind >= 0, free, 0)
+    return View(slots, total, free, kind, host_free, table.unified[slots], _kinds(kind, len(table.kinds)))
+
+
+def free_memory(table: Cluster, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Free bytes of devices [rows, columns] and of hosts [rows], for the table's rows `slots`."""
+    used = table.used[slots]
+    free = np.maximum(table.limit[slots] - used, 0)
+    host_free = np.maximum(table.host_limit[slots] - table.host_used[slots], 0)
+    shared = np.flatnonzero(table.unified[slots])
+    if len(shared):  # the device's claims are on the same bytes
+        taken = table.device_reserved[slots[shared]] + used[shared].sum(axis=1)
+        host_free[shared] = np.maximum(host_free[shared] - taken, 0)
+        free[shared] = np.minimum(free[shared], host_free[shared, None])
+    return free, host_free
+
+
+def _kinds(kind: NDArray[np.int32], known: int) -> tuple[int, ...]:
+    flat = kind.ravel()
+    found: list[tuple[int, int]] = []
+    for each in range(known):
+        there = flat == each
+        if len(there) and there[first := int(there.argmax())]:
+            found.append((first, each))
+    return tuple(each for _, each in sorted(found))
 
 
 class Shares(NamedTuple):
     """One node's part of a placement in each row, of equally many devices."""
 
     rows: Int64Array
-    """[m] of the view."""
+    """[m] rows of the view."""
     columns: Int64Array
     """[m, k] devices, in the order in which they were chosen; k = 0: the host's processors."""
     claims: Int64Array
-    """[m, k] bytes of each."""
+    """[m, k] bytes of each device."""
     host: int
-    """Bytes of host memory, of each row."""
+    """Bytes of host memory on each node."""
 
 
 class Found(NamedTuple):
-    """Candidates: either each row of `single` is one, or each of `teams` is, whose first row leads."""
+    """Candidates: each row of `single`, or each of `teams`, whose first row leads."""
 
     single: Shares
     teams: tuple[Shares, ...] = ()
@@ -95,7 +163,7 @@ def most_of_one(view: View, claim: Claim) -> int:
 
 
 def on_several_devices(view: View, claim: Claim) -> Found:
-    """Of one node and one kind, the fewest that do."""
+    """Place on the fewest devices of one node and one kind that suffice."""
     if claim.device_bytes is None or claim.devices == 1:
         return NOTHING
     ranked = [_ranked(view, claim, kind) for kind in view.kinds]
@@ -127,8 +195,8 @@ def most_of_several(view: View, claim: Claim) -> int:
 
 
 def on_several_nodes(view: View, claim: Claim) -> Found:
-    """Equally many devices of one kind on each of them: the fewest devices that do, then the fewest nodes. A team of
-    each kind that can do with as few. (One node never does: the stages before have tried that.)"""
+    """Place on equally many devices of one kind on each node: the fewest devices that suffice, then the fewest nodes. A
+    team of each kind for which as few suffice. (One node never does: the stages before have tried that.)"""
     if claim.device_bytes is None or not claim.several_nodes:
         return NOTHING
     best = (0, 0)
@@ -170,7 +238,7 @@ def most_of_nodes(view: View, claim: Claim) -> int:
 
 
 def on_processors(view: View, claim: Claim) -> Found:
-    """Of one node, without its devices."""
+    """Place on the processors of one node."""
     if claim.cpu_bytes is None:
         return NOTHING
     rows = np.flatnonzero(view.host_free >= claim.cpu_bytes)
@@ -196,7 +264,7 @@ def _counts(view: View, claim: Claim, least: int = 2) -> list[int]:
 
 
 def _ranked(view: View, claim: Claim, kind: int) -> tuple[Int64Array, Int64Array]:
-    """(columns, bytes): devices of this kind on each node, those that give most first."""
+    """Columns and bytes of the devices of this kind on each node, those that give most first."""
 
     def rank() -> tuple[Int64Array, Int64Array]:
         given = offers(view, claim)

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes with their devices, and the instances that run on them. Plain data, checked.
+"""Nodes with their devices, and the instances that run on them. Plain data, checked.
 
 Memory is in bytes, or "80GiB". Everything here is frozen and in a fixed order, so that the same cluster gives the same
 placement.
@@ -19,7 +19,7 @@ MAX_MEMORY = 2**50
 MAX_TOTAL = 2**53
 """Bytes of a claim, over all its devices: as exact as float64 is, in which scores divide."""
 MAX_DEVICES = 1024
-"""Of one node."""
+"""Devices of one node."""
 MAX_CPUS = 1e6
 
 State = Literal["starting", "running", "failed"]
@@ -53,7 +53,7 @@ class Node:
     host_reserved: int = 0
     """Bytes of host memory that are never given away."""
     device_reserved: int = 0
-    """The same, of each device."""
+    """Bytes of each device that are never given away."""
     cpus: float | None = None
     """Logical CPUs to share out; None: they are not counted."""
     unified: bool = False
@@ -62,7 +62,7 @@ class Node:
     labels: Pairs = ()
     """A mapping, or pairs of key and value; kept as sorted pairs."""
     backends: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """What can run a model there, with its versions: {"asyncengine": ["0.2"]}."""
+    """Backends that can run a model there, with their versions: {"asyncengine": ["0.2"]}."""
     files: tuple[str, ...] = ()
     """Models whose files lie there, complete."""
     paths: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one instance takes of one node."""
+    """The part of one node that an instance takes."""
 
     node: str
     devices: tuple[tuple[int, int], ...] = ()
@@ -161,7 +161,7 @@ def as_name(field: str, value: Any) -> str:
 
 
 def as_names(field: str, value: Any) -> tuple[str, ...]:
-    """Sorted, each once."""
+    """Names, sorted, each once."""
     if isinstance(value, str):
         raise InvalidParameter(field, "must be a sequence of str", value)
     return tuple(sorted({as_name(field, item) for item in as_items(field, value)}))

@@ -1,4 +1,4 @@
-"""`place`: filter, fit, score. Where one more instance of a model goes, or why it goes nowhere."""
+"""Placement of one more instance of a model: filter the nodes, fit the claim, score the candidates."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import numpy as np
 from asyncengine.checks import as_items
 from asyncengine.cluster import fit
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.filters import in_words, passing
-from asyncengine.cluster.fit import Found, Shares
+from asyncengine.cluster.filters import passing
+from asyncengine.cluster.fit import Found, Shares, View, view_of
 from asyncengine.cluster.nodes import Instance, Node, Share, State
-from asyncengine.cluster.scores import Places, check_strategy, score
+from asyncengine.cluster.scores import check_strategy, score
 from asyncengine.cluster.table import Cluster
-from asyncengine.cluster.view import View, view_of
 from asyncengine.errors import InvalidParameter, OutOfMemory
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an instance goes."""
+    """A place for an instance."""
 
     model: str
     stage: str
@@ -31,18 +30,18 @@ class Placement:
     """The first leads."""
     score: float
     candidates: int
-    """Among how many it was the best."""
+    """Number of candidates among which it was the best."""
 
     def instance(self, name: str, *, state: State = "starting") -> Instance:
-        """What to tell the cluster once it is decided."""
+        """The instance to add to the cluster once it is decided."""
         return Instance(name=name, model=self.model, shares=self.shares, state=state)
 
 
 class Reason(NamedTuple):
-    """Why some nodes cannot take a model."""
+    """A reason why some nodes cannot take a model."""
 
     what: str
-    """The filter they fell to, or "no device", "host memory", "device memory"."""
+    """Filter that they fell to, or "no device", "host memory", "device memory"."""
     nodes: int
     text: str
 
@@ -57,7 +56,7 @@ class Refusal:
     device_bytes: int
     """The largest claim on devices that would have fitted, all else being equal; 0: none."""
     cpu_bytes: int
-    """The same of a claim on a host's memory."""
+    """The largest claim on a host's memory that would have fitted."""
 
     def __str__(self) -> str:
         falls = "; ".join(f"{reason.nodes} {reason.text}" for reason in self.reasons)
@@ -67,7 +66,7 @@ class Refusal:
         return f"{self.model} fits on none of {self.nodes} nodes: {falls or 'there are none'}{most}"
 
     def error(self) -> OutOfMemory:
-        """For callers to whom a refusal is an error."""
+        """The refusal as an exception."""
         return OutOfMemory(str(self))
 
 
@@ -78,7 +77,7 @@ def place(
     instances: Iterable[Instance] = (),
     strategy: str = "spread",
 ) -> Placement | Refusal:
-    """Where one more instance of `model` goes. Pure: nothing is taken, the same input gives the same answer.
+    """Place one more instance of `model`. Pure: nothing is taken, the same input gives the same answer.
 
     `nodes`: a `Cluster`, which is fast for many placements, or nodes and the `instances` that run on them.
 
@@ -100,24 +99,24 @@ def place(
     for stage in fit.STAGES:
         found = stage.find(view, model)
         if found:
-            return _best(view, Places(table, view.slots, model.model), model, strategy, stage.name, found)
-    reasons = [Reason(name, count, in_words(name, model)) for name, count in fell] + _did_not_fit(view, model)
+            return _best(table, view, model, strategy, stage.name, found)
+    reasons = [Reason(*each) for each in fell] + _did_not_fit(view, model)
     largest = {stage.name: stage.largest(view, model) for stage in fit.STAGES}
     hosts = largest.pop("cpu")
     devices = max(largest.values()) if model.device_bytes is not None else 0
     return Refusal(model.model, len(table), tuple(reasons), devices, hosts)
 
 
-def _best(view: View, places: Places, claim: Claim, strategy: str, stage: str, found: Found) -> Placement:
+def _best(table: Cluster, view: View, claim: Claim, strategy: str, stage: str, found: Found) -> Placement:
     """The candidate of the highest score, the first of several."""
-    single, teams = score(strategy, view, places, claim, found)
+    single, teams = score(strategy, table, view, claim, found)
     if found.teams:
         best = max(range(len(teams)), key=teams.__getitem__)
         shares, rows, highest = found.teams[best], range(len(found.teams[best].rows)), teams[best]
     else:
         best = int(single.argmax())
         shares, rows, highest = found.single, range(best, best + 1), float(single[best])
-    chosen = tuple(_share(view, places.table, shares, row, claim.cpus) for row in rows)
+    chosen = tuple(_share(view, table, shares, row, claim.cpus) for row in rows)
     return Placement(claim.model, stage, chosen, highest, len(single) + len(teams))
 
 
@@ -129,7 +128,7 @@ def _share(view: View, table: Cluster, shares: Shares, row: int, cpus: float) ->
 
 
 def _did_not_fit(view: View, claim: Claim) -> list[Reason]:
-    """Of the nodes that passed all filters, how many lack what."""
+    """Reasons why nodes that passed all filters cannot take the claim, with their numbers."""
     nothing = np.zeros(len(view.slots), np.bool_)
     has = (view.kind >= 0).any(axis=1) if claim.device_bytes is not None else nothing
     enough = fit.host_suffices(view, claim)

@@ -1,4 +1,4 @@
-"""Which replica takes a request: where its prefix is cached, as long as that replica is not overloaded. Pure.
+"""Routing of requests to replicas: where the prefix is cached, as long as that replica is not overloaded. Pure.
 
 The ideas: SGLang's and Ray Serve LLM's prefix-aware routers (longest match while balanced, else power of two choices),
 here fed by what the caches really published and evicted in place of a guess from the texts that were sent there;
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from asyncengine.checks import as_number
-from asyncengine.cluster.prefix_index import PrefixIndex
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
 
@@ -27,9 +26,110 @@ MANY_SESSIONS = 65536
 """Sessions and adapters remembered; the one longest unused is forgotten first."""
 
 
+class PrefixIndex:
+    """Pages by replica: those that its cache said it has, and those that requests on their way will leave there.
+
+    A page's hash covers everything before it (`kvcache.cache_log`), so the table stands for one trie of pages per
+    replica: a prompt's cached prefix ends at the first of its hashes that the replica does not have. Replicas are bits
+    of an integer, so that one walk along the prompt answers for all. Expected pages are counted: without them a burst
+    of equal prompts would be spread over all replicas before the first page is published.
+    """
+
+    def __init__(self) -> None:
+        self._cached: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
+        """Bits of the replicas, by hash."""
+        self._counts: dict[tuple[int, int], int] = {}
+        """Number of requests that will leave a page there, by (bit, hash), where it is more than one."""
+        self._pages: dict[int, dict[int, None]] = {}
+        """Pages that the replica's cache has, by its bit."""
+
+    def add(self, bit: int) -> None:
+        """Add a replica, named by an integer with one bit set, whose cache is empty."""
+        self._pages[bit] = {}
+
+    def remove(self, bit: int) -> None:
+        """Forget a replica. Requests that are still expected there may end later."""
+        for page in self._pages.pop(bit):
+            _clear(self._cached, page, bit)
+
+    def num_pages(self, bit: int) -> int:
+        return len(self._pages[bit])
+
+    def update(self, bit: int, news: CacheNews) -> None:
+        """Apply what a replica's cache said has changed."""
+        pages = self._pages[bit]
+        if news.whole:
+            for page in pages:
+                _clear(self._cached, page, bit)
+            pages.clear()
+        for page in news.removed:
+            if pages.pop(page, 0) is None:
+                _clear(self._cached, page, bit)
+        for page in news.added:
+            pages[page] = None
+            self._cached[page] = self._cached.get(page, 0) | bit
+
+    def expect(self, bit: int, pages: Iterable[int]) -> None:
+        """Note that a request with these pages is on its way to the replica."""
+        for page in pages:
+            bits = self._expected.get(page, 0)
+            if bits & bit:
+                self._counts[bit, page] = self._counts.get((bit, page), 1) + 1
+            else:
+                self._expected[page] = bits | bit
+
+    def settle(self, bit: int, pages: Iterable[int]) -> None:
+        """Note that such a request has ended: the cache says what it left."""
+        for page in pages:
+            count = self._counts.get((bit, page), 1) - 1
+            if count == 0:
+                _clear(self._expected, page, bit)
+            elif count == 1:
+                del self._counts[bit, page]
+            else:
+                self._counts[bit, page] = count
+
+    def match(self, pages: Sequence[int]) -> dict[int, int]:
+        """Number of `pages`, from the first on, that each replica has, by its bit. Replicas with none are left out."""
+        depths: dict[int, int] = {}
+        cached, expected = self._cached, self._expected
+        alive = -1
+        for depth, page in enumerate(pages):
+            there = (cached.get(page, 0) | expected.get(page, 0)) & alive
+            if alive not in (-1, there):
+                _note(depths, alive & ~there, depth)
+            alive = there
+            if not alive:
+                return depths
+        if alive != -1:
+            _note(depths, alive, len(pages))
+        return depths
+
+    @property
+    def size(self) -> int:
+        """Number of entries: nothing may be left of replicas and requests that are gone."""
+        return len(self._cached) + len(self._expected) + len(self._counts)
+
+
+def _clear(table: dict[int, int], page: int, bit: int) -> None:
+    left = table.get(page, 0) & ~bit
+    if left:
+        table[page] = left
+    else:
+        table.pop(page, None)
+
+
+def _note(depths: dict[int, int], bits: int, depth: int) -> None:
+    while bits:
+        bit = bits & -bits
+        depths[bit] = depth
+        bits ^= bit
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingWeights:
-    """What counts how much. A replica's score for a request is
+    """Weights of the router's rules. A replica's score for a request is
 
         prefix * (share of the prompt's pages it has) + adapter * (1 if it has used the adapter) \
 + session * (1 if the session's last request went there) - load * (its load / mean load)
@@ -64,16 +164,16 @@ class RoutingWeights:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What a router knows of a request."""
+    """A request as the router knows it."""
 
     pages: Sequence[int] = ()
     """Hashes of its prompt's full pages, in order (`page_hashes`)."""
     adapter: str = ""
-    """Digest; "" for none."""
+    """Digest of its adapter; "" for none."""
     session: str = ""
     """Requests of one session like to go where its last one went; "" for none."""
     load: float = 1.0
-    """How much it adds to a replica's load while it is there: its samples."""
+    """Load that it adds to its replica: its number of samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +183,7 @@ class Route:
     replica: str
     request: RouteRequest
     matched: int
-    """Pages of it that were expected to be there."""
+    """Number of its pages that were expected to be there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +210,7 @@ class Router:
     # ---------------------------------------------------------------- replicas
 
     def add(self, name: str) -> None:
-        """A replica that may be chosen from now on; its cache is empty. Raises `InvalidParameter` for a known name."""
+        """Add a replica, whose cache is empty. Raises `InvalidParameter` for a known name."""
         if name in self._replicas:
             raise InvalidParameter("replica", "has this name already", name)
         bit = self._free_bits.pop() if self._free_bits else self._next_bit
@@ -119,11 +219,11 @@ class Router:
         self._replicas[name] = _Replica(name, bit)
 
     def close(self, name: str) -> None:
-        """The replica takes no more requests; those it has go on."""
+        """Give a replica no more requests; those it has go on."""
         self._replicas[name].closing = True
 
     def remove(self, name: str) -> None:
-        """The replica is gone, and all its requests have been released."""
+        """Forget a replica, all of whose requests have been released."""
         replica = self._replicas[name]
         if replica.load > 1e-9:
             raise InvalidParameter("replica", f"{replica.load:g} requests have not been released", name)
@@ -134,7 +234,7 @@ class Router:
             del self._sessions[session]
 
     def update(self, name: str, news: CacheNews) -> None:
-        """What the replica's prefix cache says has changed."""
+        """Apply what the replica's prefix cache says has changed."""
         self.index.update(self._replicas[name].bit, news)
 
     def loads(self) -> dict[str, float]:
@@ -144,7 +244,7 @@ class Router:
     # ---------------------------------------------------------------- requests
 
     def assign(self, request: RouteRequest) -> Route | None:
-        """The replica that takes `request`, whose load grows by it. None: there is none."""
+        """Choose the replica that takes `request`, whose load grows by it. None if there is none."""
         open_ones = [replica for replica in self._replicas.values() if not replica.closing]
         if not open_ones:
             return None
@@ -159,7 +259,7 @@ class Router:
         return Route(chosen.name, request, depths.get(chosen.bit, 0))
 
     def release(self, route: Route) -> None:
-        """The request has ended, or its replica is about to be removed. Once for each route."""
+        """Take a request from its replica: it has ended, or goes elsewhere. Once for each route."""
         replica = self._replicas[route.replica]
         replica.load -= route.request.load
         self.index.settle(replica.bit, route.request.pages)
@@ -189,7 +289,7 @@ class Router:
         return min(self._random.sample(allowed, min(2, len(allowed))), key=_load)
 
     def _cold(self, replicas: list[_Replica], mean: float) -> _Replica | None:
-        """The replica that must be warmed, if there is one."""
+        """The replica whose cache must be filled first, if there is one."""
         quietest = min(replicas, key=_load)
         if mean < 1 or quietest.load >= self.weights.warm * mean:
             return None
@@ -202,7 +302,7 @@ def _load(replica: _Replica) -> float:
 
 
 def _remember(table: dict[str, T], key: str, value: T) -> None:
-    """As the last; the first is forgotten where there are too many."""
+    """Add an entry as the last. The first is forgotten where there are too many."""
     table.pop(key, None)
     table[key] = value
     if len(table) > MANY_SESSIONS:

@@ -1,4 +1,4 @@
-"""Which instance to stop first: by status, layers on devices, and placement. Pure.
+"""Order in which instances are stopped: by status, layers on devices, and placement. Pure.
 
 GPUStack's rule: status (at most 100) + offload (10) + placement (1), the lowest goes first. Placement by binpack is
 scored as if the instance were about to be placed where it is: its own claims count as free.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncengine.checks import as_number
-from asyncengine.cluster.fit import Shares
+from asyncengine.cluster.fit import Shares, free_memory
 from asyncengine.cluster.nodes import Instance, Share
 from asyncengine.cluster.scores import (
     Among,
@@ -24,14 +24,13 @@ from asyncengine.cluster.scores import (
     spread_over_nodes,
 )
 from asyncengine.cluster.table import Cluster
-from asyncengine.cluster.view import free_memory
 from asyncengine.errors import InvalidParameter
 
 STATUS_MAX, OFFLOAD_MAX, PLACEMENT_MAX = 100.0, 10.0, 1.0
 
 
 class Ranked(NamedTuple):
-    """An instance and how much it is worth keeping."""
+    """An instance, and the score of keeping it."""
 
     instance: Instance
     score: float
@@ -63,7 +62,7 @@ def rank_for_removal(
     if wanted is not None and len(found) < len(wanted):
         missing = next(name for name in wanted if name not in {each.name for each in found})
         raise InvalidParameter("names", f"{missing!r} is no instance of {model!r}")
-    places = Places(cluster, np.arange(len(cluster.alive)), model)
+    places = Places.of(cluster, np.arange(len(cluster.alive)), model)
     among = Among.of(*places.totals(np.flatnonzero(cluster.alive)))
     free, host_free = free_memory(cluster, places.slots)
 

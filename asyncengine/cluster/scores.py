@@ -1,4 +1,4 @@
-"""Which of several candidates is best: placement (at most 100) plus model-file locality (at most 5). Pure functions.
+"""Scores of candidates: placement (at most 100) plus locality of the model's files (at most 5). Pure functions.
 
 The formulas and weights are GPUStack's (of August 2026, commit 47277d79). `binpack` prefers what is nearly full,
 `spread` (the default) nodes and devices where few instances run, those of the same model above all.
@@ -16,18 +16,14 @@ once for each of its devices), and scores all nodes of an instance (there only t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncengine.cluster.claims import Claim
-from asyncengine.cluster.counts import Int64Array
-from asyncengine.cluster.filters import with_name
-from asyncengine.cluster.fit import Found, Shares
-from asyncengine.cluster.table import Cluster
-from asyncengine.cluster.view import View
+from asyncengine.cluster.fit import Found, Shares, View
+from asyncengine.cluster.table import Cluster, Counts, Int64Array
 from asyncengine.errors import InvalidParameter
 
 Float64Array = NDArray[np.float64]
@@ -46,29 +42,28 @@ STRATEGIES = ("spread", "binpack")
 
 
 class Places(NamedTuple):
-    """What scores look at, beside what is free: instances that run there."""
+    """Instances that run on the nodes of a view: of this model, and of all."""
 
-    table: Cluster
     slots: Int64Array
-    """Rows of the table, for the rows of a view."""
-    model: str
+    """[rows] rows of the table, for the rows of the view."""
+    current: Counts
+    every: Counts
+
+    @classmethod
+    def of(cls, table: Cluster, slots: Int64Array, model: str) -> Places:
+        return cls(slots, table.counts_of(model), table.counts())
 
     def totals(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Instances of this model, and of others, on each node."""
         slots = self.slots[rows]
-        current = self.table.counts_of(self.model).nodes[slots]
-        return current, self.table.all_counts.nodes[slots] - current
+        current = self.current.nodes[slots]
+        return current, self.every.nodes[slots] - current
 
     def on_devices(self, rows: Int64Array, columns: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The same, on a device of each."""
-        every = self.table.all_counts.devices
-        places = self.slots[rows] * every.shape[1] + columns
-        current = self.table.counts_of(self.model).devices.ravel()[places]
-        return current, every.ravel()[places] - current
-
-
-Scorer = Callable[[View, Places, Found], "tuple[Float64Array, list[float]]"]
-"""Scores of the rows of `single`, and of `teams`."""
+        """Instances of this model, and of others, on one device of each node."""
+        slots = self.slots[rows]
+        current = self.current.devices[slots, columns]
+        return current, self.every.devices[slots, columns] - current
 
 
 def check_strategy(strategy: str, field: str = "strategy") -> None:
@@ -76,32 +71,26 @@ def check_strategy(strategy: str, field: str = "strategy") -> None:
         raise InvalidParameter(field, "must be one of " + ", ".join(map(repr, STRATEGIES)), strategy)
 
 
-def score(strategy: str, view: View, places: Places, claim: Claim, found: Found) -> tuple[Float64Array, list[float]]:
-    """Placement and locality together."""
-    placement: Scorer = spread if strategy == "spread" else binpack
-    single, teams = placement(view, places, found)
-    single = single + _locality(view, places.table, claim, found.single.rows[:, None]) * LOCALITY_MAX
-    for place, team in enumerate(found.teams):
-        teams[place] += float(_locality(view, places.table, claim, team.rows[None, :])[0]) * LOCALITY_MAX
+def score(strategy: str, table: Cluster, view: View, claim: Claim, found: Found) -> tuple[Float64Array, list[float]]:
+    """Scores of the rows of `single`, and of `teams`: placement and locality together."""
+    if strategy == "spread":
+        single, teams = spread(view, Places.of(table, view.slots, claim.model), found)
+    else:
+        single = binpack_of(view.free, view.host_free, found.single)
+        teams = [combine(binpack_of(view.free, view.host_free, team).tolist()) for team in found.teams]
+    single = single + _locality(view, table, claim, found.single.rows[:, None]) * LOCALITY_MAX
+    for number, team in enumerate(found.teams):
+        teams[number] += float(_locality(view, table, claim, team.rows[None, :])[0]) * LOCALITY_MAX
     return single, teams
 
 
 # ---------------------------------------------------------------- binpack
 
 
-def binpack(view: View, places: Places, found: Found) -> tuple[Float64Array, list[float]]:
-    single = binpack_of(view.free, view.host_free, found.single)
-    teams = []
-    for team in found.teams:
-        own = binpack_of(view.free, view.host_free, team)
-        teams.append(combine([float(each) for each in own]))
-    return single, teams
-
-
 def binpack_of(
     free: Int64Array, host_free: Int64Array, shares: Shares, *, most: float = PLACEMENT_MAX, back: bool = False
 ) -> Float64Array:
-    """Of each row, how full it makes the fullest of its devices. `back`: the claims are part of what is not free."""
+    """Fullness of the fullest device of each row with the claims. `back`: these are part of what is not free."""
     rows = shares.rows
     host = host_free[rows] + (shares.host if back else 0)
     of_host = _part(np.full(len(rows), shares.host), host) * most
@@ -115,12 +104,12 @@ def binpack_of(
 
 
 def combine(scores: list[float]) -> float:
-    """The score of an instance, of those of its nodes: their mean, with the first node at its weight."""
+    """Score of an instance from those of its nodes: their mean, with the first node at its weight."""
     return (scores[0] * _LEADER + sum(scores[1:])) / (_LEADER + len(scores) - 1)
 
 
 def _part(claim: Int64Array, free: Int64Array) -> Float64Array:
-    """claim / free; 0 where nothing is free."""
+    """Claim over free memory; 0 where nothing is free."""
     parts: Float64Array = np.divide(claim, free, out=np.zeros(len(claim)), where=free > 0)
     return parts
 
@@ -156,7 +145,7 @@ class Among(NamedTuple):
 def spread_over_nodes(
     current: Int64Array, others: Int64Array, among: Among, most: float = PLACEMENT_MAX
 ) -> Float64Array:
-    """Of each node, how few instances of this model and of others run there, at most `most`."""
+    """Score of each node, at most `most`: high where few instances of this model and of others run."""
     near, far = _few(current, *among.current), _few(others, *among.others)
     if among.current[0] == 0:  # somewhere none of this model runs: that is better than anywhere else
         scores = np.where(current == 0, 0.85 + 0.15 * far, 0.45 + 0.35 * near + 0.20 * far)
@@ -168,7 +157,7 @@ def spread_over_nodes(
 def spread_over_devices(
     places: Places, shares: Shares, nodes: Float64Array, most: float = PLACEMENT_MAX
 ) -> Float64Array:
-    """The scores of the nodes in `shares`, `nodes`, and how little runs on the devices there, in one."""
+    """Scores of the nodes in `shares` and of the devices there, together. `nodes`: scores of these nodes."""
     count = shares.columns.shape[1]
     if not count:
         return nodes
@@ -181,7 +170,7 @@ def spread_over_devices(
 
 
 def _few(counts: Int64Array, fewest: int, most: int) -> Float64Array:
-    """1 for the fewest, 0 for the most."""
+    """Counts scaled to 1 for the fewest and 0 for the most."""
     if most <= fewest:
         return np.ones(len(counts))
     scaled: Float64Array = 1.0 - (counts - fewest) / (most - fewest)
@@ -192,13 +181,13 @@ def _few(counts: Int64Array, fewest: int, most: int) -> Float64Array:
 
 
 def _locality(view: View, table: Cluster, claim: Claim, rows: Int64Array) -> Float64Array:
-    """Of candidates with these nodes each [m, nodes]: the share of them where the model's files lie, and half as
-    important, where any node of the cluster has them, those of its draft."""
+    """Share of each candidate's nodes, `rows` [m, nodes], where the model's files lie; and half as important, where any
+    node of the cluster has them, those of its draft."""
 
     def share(model: str) -> Float64Array:
         if ("file", model) not in table.named:
             return np.zeros(len(rows))
-        near: Float64Array = with_name(table, ("file", model))[view.slots[rows]].sum(axis=1) / rows.shape[1]
+        near: Float64Array = table.rows_with(("file", model))[view.slots[rows]].sum(axis=1) / rows.shape[1]
         return near
 
     if claim.draft is None or ("file", claim.draft) not in table.named:

@@ -136,7 +136,7 @@ def test_a_table_that_has_lived_answers_as_a_new_one() -> None:
         nodes = {name: replace(node, name=name, cpus=r.choice((None, 1, 2.5))) for name, node in named.items()}
         table, number, compared = Cluster(), 0, 0
         for _ in range(120):
-            outside = [name for name in nodes if table.find(name) is None]
+            outside = [name for name in nodes if name not in {node.name for node in table.nodes}]
             way = r.random()
             if outside and (way < 0.3 or not len(table)):
                 table.add(nodes[r.choice(outside)])
@@ -177,9 +177,9 @@ def test_rows_that_move_together_take_everything_with_them() -> None:
     place(claims[1], table)
     for i in range(0, 300, 2):
         table.remove(f"n{i}")
-    rows = table.shape[0]
+    rows = len(table.alive)
     table.add(Node(name="new", host_memory=GIB))
-    assert table.shape[0] < rows  # they have moved
+    assert len(table.alive) < rows  # they have moved
     assert len(table.instances) > 50
     fresh = Cluster(table.nodes, table.instances.values())
     for claim in [*claims, Claim(model="m", device_bytes=GIB, labels={"odd": "1"}), Claim(model="m", cpu_bytes=GIB)]:
@@ -189,7 +189,7 @@ def test_rows_that_move_together_take_everything_with_them() -> None:
         table.stop(name)
     assert not table.used.any()
     assert not table.cpu_used.any()
-    assert len(table.current) == 0
+    assert len(table.by_model) == 0
 
 
 def test_an_emptied_table_keeps_nothing() -> None:
@@ -211,10 +211,10 @@ def test_an_emptied_table_keeps_nothing() -> None:
                 table.stop(name)
         lost: list[Instance] = [instance for name in names for instance in table.remove(name)]
         assert len(lost) == (0 if life % 2 else 4)
-    assert len(table) == len(table.instances) == len(table.named) == len(table.current) == 0
+    assert len(table) == len(table.instances) == len(table.named) == len(table.by_model) == 0
     assert not table.used.any()
     assert not table.host_used.any()
     assert not table.cpu_used.any()
-    assert not table.all_counts.devices.any()
-    assert not table.all_counts.nodes.any()
+    assert not table.device_counts.any()
+    assert not table.node_counts.any()
     assert len(table.alive) < 200

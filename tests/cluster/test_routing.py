@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from asyncengine.cluster.prefix_index import PrefixIndex
-from asyncengine.cluster.routing import Route, Router, RouteRequest, RoutingWeights
+from asyncengine.cluster.routing import PrefixIndex, Route, Router, RouteRequest, RoutingWeights
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.cache_log import CacheNews
 from benchmarks.cluster import routing as simulated

@@ -1,26 +1,25 @@
-"""GPUStack's placement of a language model, transcribed rule by rule: filters, staged fit, scores, first of the best.
+"""GPUStack's placement of a language model on one device or host, transcribed: filters, fit, scores, first of the best.
 
 Plain loops over the plain data, and nothing of `asyncengine.cluster` but that data. What a formula multiplies first is
-multiplied first here, so that equal scores are equal to the last bit.
+multiplied first here, so that equal scores are equal to the last bit. Its rules for several devices and nodes differ
+from ours on purpose (docs/howto/placement.md).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from asyncengine.cluster import Claim, Instance, Node
 
 Part = tuple[str, list[int], dict[int, int], int]
 """(node, devices in the order chosen, bytes of each, bytes of host memory)"""
-STAGES = ("device", "devices", "nodes", "cpu")
 
 
 @dataclass
 class Candidate:
     stage: str
-    main: Part
-    followers: list[Part] = field(default_factory=list)
+    part: Part
     score: float = 0.0
 
 
@@ -93,19 +92,9 @@ class Rules:
         return groups
 
     def candidates(self) -> list[Candidate]:
-        stages = [self.one_device, self.several_devices, self.several_nodes] if self.claim.device_bytes else []
-        for stage in [*stages, self.cpu]:
-            found = stage()
-            if found:
-                return found
-        return []
-
-    def divisible(self, size: int) -> bool:
-        return all(number % size == 0 for number in self.claim.split)
+        return (self.one_device() if self.claim.device_bytes else []) or self.cpu()
 
     def one_device(self) -> list[Candidate]:
-        if self.claim.devices is not None and self.claim.devices > 1:
-            return []
         found, u = [], self.claim.utilization
         for group in self.by_kind().values():
             for node, devices in group:
@@ -119,79 +108,6 @@ class Rules:
                     found.append(Candidate("device", (node.name, [device.index], taken, self.claim.host_bytes)))
         return found
 
-    def several_devices(self) -> list[Candidate]:
-        if self.claim.devices == 1:
-            return []
-        found = []
-        for group in self.by_kind().values():
-            for node, devices in group:
-                candidate = self.of_node(node, devices)
-                if candidate is not None:
-                    found.append(candidate)
-        if not found:
-            return []
-        fewest = min(len(candidate.main[1]) for candidate in found)
-        return [candidate for candidate in found if len(candidate.main[1]) == fewest]
-
-    def of_node(self, node: Node, devices: list) -> Candidate | None:
-        u = self.claim.utilization
-        host, free = self.free[node.name]
-        if len(devices) < 2 or host < self.claim.host_bytes:
-            return None
-        usable = [d for d in devices if free[d.index] / d.memory > u]
-        usable = sorted(usable, key=lambda d: free[d.index], reverse=True)
-        total, taken = 0, {}
-        for device in usable:
-            taken[device.index] = int(device.memory * u)
-            total += taken[device.index]
-            size = len(taken)
-            if not self.divisible(size):
-                continue
-            part = (node.name, list(taken), taken, self.claim.host_bytes)
-            if self.claim.devices is not None and size >= self.claim.devices:
-                return Candidate("devices", part) if total >= self.claim.device_bytes else None
-            if self.claim.devices is None and total >= self.claim.device_bytes:
-                return Candidate("devices", part)
-        return None
-
-    def several_nodes(self) -> list[Candidate]:
-        if not self.claim.several_nodes or self.claim.devices == 1:
-            return []
-        found = []
-        for group in self.by_kind().values():
-            by_count: dict[int, list] = {}
-            for node, devices in sorted(group, key=lambda pair: len(pair[1]), reverse=True):
-                by_count.setdefault(len(devices), []).append((node, devices))
-            for count, members in by_count.items():
-                if len(members) < 2 or not self.divisible(count):
-                    continue
-                candidate = self.team(count, members)
-                if candidate is not None:
-                    found.append(candidate)
-                    break
-        return found
-
-    def team(self, count: int, members: list) -> Candidate | None:
-        u = self.claim.utilization
-        parts: list[Part] = []
-        total = devices_so_far = 0
-        for node, devices in members:
-            host, free = self.free[node.name]
-            if host < self.claim.host_bytes or any(free[d.index] / d.memory < u for d in devices):
-                continue
-            taken = {d.index: int(d.memory * u) for d in devices}
-            parts.append((node.name, list(taken), taken, self.claim.host_bytes))
-            devices_so_far += count
-            total += sum(taken.values())
-            if self.claim.devices is not None:
-                if devices_so_far < self.claim.devices:
-                    continue
-                if devices_so_far > self.claim.devices:
-                    break
-            if total >= self.claim.device_bytes:
-                return Candidate("nodes", parts[0], parts[1:])
-        return None
-
     def cpu(self) -> list[Candidate]:
         if self.claim.cpu_bytes is None:
             return []
@@ -201,7 +117,7 @@ class Rules:
 
     # -------------------------------------------------------- scores
 
-    def binpack_item(self, part: Part, most: float, *, down: bool) -> float:
+    def binpack(self, part: Part, most: float, *, down: bool = False) -> float:
         node, indexes, taken, ram = part
         host, free = self.free[node]
         if not indexes:
@@ -214,16 +130,6 @@ class Rules:
             vram_score = 0 if vram_free == 0 else taken[index] / vram_free * most * 2.0
             best = max(best, (ram_score + vram_score) / (1.0 + 2.0))
         return best
-
-    def binpack(self, main: Part, followers: list[Part], most: float, *, down: bool = False) -> float:
-        score = self.binpack_item(main, most, down=down)
-        if not followers:
-            return score
-        total = 0.0
-        for part in followers:
-            total += self.binpack_item(part, most, down=down)
-        n = len(followers)
-        return (score * 5.0 + total * n * 1.0) / (5.0 + 1.0 * n)
 
     def counts(self) -> tuple[dict, dict]:
         """{node: [current, others]}, once for each device of an instance; {(node, device): [current, others]}"""
@@ -260,22 +166,22 @@ class Rules:
         return score * 0.85 + total / len(part[1]) * most * 0.15
 
     def locality(self, candidate: Candidate) -> float:
-        names = {candidate.main[0], *(part[0] for part in candidate.followers)}
+        name = candidate.part[0]
         main = {node.name for node in self.nodes if self.claim.model in node.files}
         draft = {node.name for node in self.nodes if self.claim.draft is not None and self.claim.draft in node.files}
-        ratio = len(names & main) / len(names)
+        ratio = float(name in main)
         if draft:
-            ratio = (ratio + 0.5 * (len(names & draft) / len(names))) / 1.5
+            ratio = (ratio + 0.5 * (name in draft)) / 1.5
         return ratio * 5.0
 
     def best(self) -> Candidate | None:
         found = self.candidates()
-        among = [candidate.main[0] for candidate in found]
+        among = [candidate.part[0] for candidate in found]
         for candidate in found:
             if self.strategy == "spread":
-                score = self.spread(candidate.main, among, 100.0)
+                score = self.spread(candidate.part, among, 100.0)
             else:
-                score = self.binpack(candidate.main, candidate.followers, 100.0)
+                score = self.binpack(candidate.part, 100.0)
             candidate.score = score + self.locality(candidate)
         chosen = found[0] if found else None
         for candidate in found[1:]:
@@ -291,16 +197,17 @@ class Rules:
         for instance in self.instances:
             if instance.model != self.claim.model:
                 continue
-            parts = [(s.node, [i for i, _ in s.devices], dict(s.devices), s.host_bytes) for s in instance.shares]
-            if not ready[parts[0][0]] or instance.state == "failed":
+            (share,) = instance.shares
+            part = (share.node, [index for index, _ in share.devices], dict(share.devices), share.host_bytes)
+            if not ready[share.node] or instance.state == "failed":
                 status = 0.0
             else:
                 status = 100.0 if instance.state == "running" else 50.0
             offload = 0.0 if instance.layers is None else instance.layers[0] / instance.layers[1] * 10.0
             if self.strategy == "spread":
-                placement = self.spread(parts[0], [node.name for node in self.nodes], 1.0)
+                placement = self.spread(part, [node.name for node in self.nodes], 1.0)
             else:
-                placement = self.binpack(parts[0], parts[1:], 1.0, down=True)
+                placement = self.binpack(part, 1.0, down=True)
             scored.append((instance.name, status + offload + placement))
         return sorted(scored, key=lambda pair: pair[1])
 

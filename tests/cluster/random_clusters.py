@@ -20,27 +20,21 @@ class Case:
     strategy: str
 
 
-def random_case(seed: int, *, utilization: bool, alike: bool = False) -> Case:
-    """`utilization`: the claim has one, as GPUStack's language models do; else it may. `alike`: nodes have equally many
-    devices, all of one memory, and no instance has more than one."""
+def random_case(seed: int, *, utilization: bool, single: bool = False) -> Case:
+    """A case of this seed. `utilization`: the claim has one, as GPUStack's language models do; else it may. `single`:
+    no instance has more than one device."""
     r = random.Random(seed)
-    plain = alike or r.random() < 0.5  # alike nodes, with nothing to filter: many ties
+    plain = r.random() < 0.5  # alike nodes, with nothing to filter: many ties
     kinds = ("cuda",) if plain or r.random() < 0.6 else ("cuda", "rocm")
-    devices = (r.choice((1, 2, 4)), r.choice(MEMORIES)) if alike else None
-    nodes = [_node(r, f"n{i}", kinds, plain, devices) for i in range(r.randint(1, 9))]
-    instances = _instances(r, nodes, single=alike)
+    nodes = [_node(r, f"n{i}", kinds, plain) for i in range(r.randint(1, 9))]
+    instances = _instances(r, nodes, single=single)
     return Case(nodes, instances, _claim(r, nodes, plain, utilization), r.choice(("spread", "binpack")))
 
 
-def _node(
-    r: random.Random, name: str, kinds: tuple[str, ...], plain: bool, alike: tuple[int, int] | None = None
-) -> Node:
-    """`alike`: how many devices it has, of which memory."""
-    unified = alike is None and r.random() < 0.12
+def _node(r: random.Random, name: str, kinds: tuple[str, ...], plain: bool) -> Node:
+    unified = r.random() < 0.12
     count = 1 if unified else r.choice((0, 1, 2, 2, 4, 4, 8)) if not plain else 4
     memory = r.choice(MEMORIES)
-    if alike is not None:
-        count, memory = alike
     devices = [
         Device(
             index=i if plain else 2 * i + 1,

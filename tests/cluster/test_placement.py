@@ -210,6 +210,45 @@ def test_files_decide_between_equals() -> None:
     assert nodes_of(place(claim(), [node("a"), node("b")])) == ["a"]
 
 
+# ---------------------------------------------------------------- differences from GPUStack's rules
+
+
+def test_spread_counts_an_instance_of_many_devices_once() -> None:
+    """GPUStack counts it once for each device, so that a node with three instances looks emptier."""
+    wide = instance("wide", "a", dict.fromkeys(range(4), GIB), "other")
+    narrow = [instance(f"n{index}", "b", {index: GIB}, "other") for index in range(3)]
+    assert nodes_of(place(claim(), [node("a", devices=8), node("b", devices=8)], instances=[wide, *narrow])) == ["a"]
+
+
+def test_every_node_of_an_instance_is_scored() -> None:
+    """GPUStack's spread looks at the first alone; its binpack multiplies the followers' sum by their number."""
+    rocm = (Device(index=0, memory=80 * GIB, kind="rocm"),)
+    nodes = [node("a", devices=1), node("b", devices=1), node("c", own=rocm), node("d", own=rocm)]
+    crowded = [instance(f"i{number}", "b", {0: GIB}, "other") for number in range(3)]
+    assert nodes_of(place(claim(120, several_nodes=True), nodes, instances=crowded)) == ["c", "d"]
+    full = [node(name, devices=1, gib=100) for name in "abcd"]
+    found = place(claim(400, utilization=1.0, several_nodes=True), full, strategy="binpack")
+    assert isinstance(found, Placement)
+    assert found.score == pytest.approx(100 * 2 / 3)  # no host memory is claimed
+
+
+def test_as_few_devices_as_suffice_and_the_first_of_equals() -> None:
+    """GPUStack takes all devices of each node, and devices and hosts by what is free."""
+    found = place(claim(400, several_nodes=True), [node(name, devices=4) for name in "ab"])
+    assert isinstance(found, Placement)
+    assert [len(share.devices) for share in found.shares] == [3, 3]
+    half = [instance("i", "a", {0: 40 * GIB, 1: 40 * GIB}, "other")]  # free to exactly the utilization
+    found = place(claim(70, utilization=0.5), [node("a")], instances=half)
+    assert isinstance(found, Placement)
+    assert len(found.shares[0].devices) == 2
+    roomy = [instance("i", "a", {0: 4 * GIB, 1: 2 * GIB}, "other"), instance("j", "a", {2: GIB}, "other")]
+    found = place(claim(140, utilization=0.9), [node("a", devices=3)], instances=roomy)
+    assert isinstance(found, Placement)
+    assert [index for index, _ in found.shares[0].devices] == [0, 1]
+    hosts = [Node(name="a", host_memory=16 * GIB), Node(name="b", host_memory=64 * GIB)]
+    assert nodes_of(place(Claim(model="m", cpu_bytes=GIB), hosts)) == ["a"]
+
+
 # ---------------------------------------------------------------- scale-down
 
 

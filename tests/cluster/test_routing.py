@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 
 import pytest
 
@@ -158,16 +157,6 @@ def test_the_index_agrees_with_plain_sets() -> None:
     for bit in list(cached):
         index.remove(bit)
     assert index.size == 0
-
-
-def test_a_choice_among_many_replicas_is_quick() -> None:
-    router = fleet(64)
-    for number in range(64):
-        router.update(f"r{number}", CacheNews(tuple(range(number, 500))))
-    before = time.process_time()
-    for _ in range(200):
-        router.release(assign(router, *range(100)))
-    assert (time.process_time() - before) / 200 < 0.005
 
 
 SMALL = Traffic(replicas=16, requests=4000, load=10, documents=250, document_pages=(8, 24), capacity=1024)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from asyncengine.errors import InvalidParameter
 from benchmarks.cluster import __main__ as command
-from benchmarks.cluster.events import Plan, make_claims, make_events, make_nodes
+from benchmarks.cluster.events import Plan, make_events, make_nodes
 from benchmarks.cluster.placement import Simulation
 
 BUSY = {"nodes": 6, "devices": 4, "hours": 60.0, "arrivals": 12.0, "lifetime": 6.0, "failures": 0.03, "models": 6}
@@ -48,14 +47,6 @@ def test_the_same_seed_is_the_same_life_and_another_is_not() -> None:
     assert life(3)[0] != life(4)[0]
 
 
-def test_nodes_without_devices_run_models_on_their_processors() -> None:
-    found = Simulation(Plan(nodes=3, devices=0, hours=10.0), "spread").run()
-    assert set(found.stages) == {"cpu"}
-    assert 0 < found.used <= 1
-    sizes = [claim.cpu_bytes or 0 for claim in make_claims(Plan(devices=0))]
-    assert sizes == sorted(sizes)
-
-
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--nodes", "4", "--hours", "6", "--utilization", "0.9"]
     assert command.main(["placement", *flags]) == 0
@@ -89,49 +80,6 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(
     for long in (["placement", "--hours", "1e5"], ["routing", "--requests", "1000000"]):
         assert command.main([*long, "--plot", str(tmp_path / "plot.png")]) == 2
         assert 'pip install "asyncengine[bench]"' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "what",
-    [["placement", "--nodes", "4", "--hours", "6"], ["routing", "--replicas", "4", "--requests", "200"]],
-    ids=lambda what: str(what[0]),
-)
-def test_a_plot_is_written(what: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "plot.png"
-    assert command.main([*what, "--plot", str(plot)]) == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    assert command.main([*what, "--plot", str(tmp_path / "no" / "p.png")]) == 2
-    assert "plot: " in capsys.readouterr().err
-
-
-def test_what_is_drawn_is_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for matplotlib, so that it holds where that is not installed."""
-    drawn: list[tuple[list[float], list[float], str]] = []
-
-    class Axes:
-        def plot(self, x: list[float], y: list[float], label: str) -> None:
-            drawn.append((x, y, label))
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **kwargs: None
-
-    figure = Axes()
-    pyplot = ModuleType("matplotlib.pyplot")
-    pyplot.subplots = lambda rows, columns, **_: (figure, [[Axes() for _ in range(columns)] for _ in range(rows)])  # type: ignore[attr-defined]
-    matplotlib = ModuleType("matplotlib")
-    matplotlib.use = lambda backend: None  # type: ignore[attr-defined]
-    matplotlib.pyplot = pyplot  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
-    assert command.main(["placement", "--nodes", "4", "--hours", "6", "--plot", str(tmp_path / "plot.png")]) == 0
-    assert [label for _, _, label in drawn] == ["spread", "spread", "binpack", "binpack"]
-    for hours, values, _ in drawn:
-        assert len(hours) == len(values) > 10
-        assert hours == sorted(hours)
-        assert hours[-1] <= 6
-    assert max(drawn[0][1]) <= 1
 
 
 def test_a_plan_is_checked_where_it_is_made() -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import InvalidParameter
 
-Settings = TypeVar("Settings")
+Kind = TypeVar("Kind")
 
 MAX_COUNT = 2**31 - 1
 """Largest number of anything, and largest token id: what an int32 holds."""
@@ -42,7 +44,7 @@ def check_known(values: Mapping[str, Any], known: Collection[str], elsewhere: Ma
             raise InvalidParameter.unknown(name, known, elsewhere)
 
 
-def knows_its_fields(kind: type[Settings]) -> type[Settings]:
+def knows_its_fields(kind: type[Kind]) -> type[Kind]:
     """A decorator of dataclasses: an unknown keyword is refused as `check_known` does, not with a bare `TypeError`."""
     construct: Any = kind.__init__
     known = {field.name: None for field in fields(kind)}  # type: ignore[arg-type]
@@ -98,6 +100,97 @@ def as_items(name: str, value: object) -> tuple[Any, ...]:
         except TypeError:  # an array of no dimension says it is iterable
             pass
     raise InvalidParameter(name, "must be a sequence", value)
+
+
+def as_choice(name: str, value: object, choices: Collection[str]) -> str:
+    """One of some names. Raises `InvalidParameter`."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidParameter(name, "must be one of " + ", ".join(map(repr, choices)), value)
+    return value
+
+
+def as_switch(name: str, value: object) -> bool:
+    """A bool. Raises `InvalidParameter`."""
+    if not isinstance(value, bool):
+        raise InvalidParameter(name, "must be True or False", value)
+    return value
+
+
+def as_text(name: str, value: object) -> str:
+    """A str. Raises `InvalidParameter`."""
+    if not isinstance(value, str):
+        raise InvalidParameter(name, "must be a str", value)
+    return value
+
+
+Check = Callable[[str, Any], Any]
+"""A check of a field: takes its name and its value, returns what is kept of it. Raises `InvalidParameter`."""
+
+
+def integer_in(low: int, high: int = MAX_COUNT) -> Check:
+    """`as_integer` with these limits."""
+    return partial(as_integer, low=low, high=high)
+
+
+def number_in(low: float, high: float, *, exclusive_low: bool = False) -> Check:
+    """`as_number` with these limits."""
+    return partial(as_number, low=low, high=high, exclusive_low=exclusive_low)
+
+
+def one_of(choices: Collection[str]) -> Check:
+    """`as_choice` among these, which the command line lists."""
+    return partial(as_choice, choices=choices)
+
+
+Count = Annotated[int, integer_in(0)]
+Positive = Annotated[int, integer_in(1)]
+Seconds = Annotated[float, as_seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A base of dataclasses whose fields carry their limits in their types: `Annotated[int, integer_in(1, 8)] | None`.
+
+    A bool, a str and a `Literal` need no more than that. A field of any other type without a check takes anything. An
+    unknown keyword is refused as `check_known` does, not with a bare `TypeError`.
+    """
+
+    def __new__(cls, *args: object, **given: Any) -> Self:
+        check_known(given, cls.__dataclass_fields__)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, (check, optional) in self.checks().items():
+            value = getattr(self, name)
+            if (value is not None or not optional) and (kept := check(name, value)) is not value:
+                object.__setattr__(self, name, kept)
+
+    @classmethod
+    @functools.cache
+    def checks(cls) -> dict[str, tuple[Check, bool]]:
+        """Name -> the check of that field, and whether None passes without. Fields that take anything are left out."""
+        found = {}
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            value = next(each for each in members if each is not NoneType)
+            check: Check | None = {bool: as_switch, str: as_text}.get(value)
+            if get_origin(value) is Literal:
+                check = one_of(get_args(value))
+            elif get_origin(value) is Annotated:
+                check = value.__metadata__[0]
+            if check is not None:
+                found[name] = check, NoneType in members
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build from loose keywords; an unknown name is refused with the nearest known one."""
+        check_known(values, cls.__dataclass_fields__)
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked like a new one."""
+        return replace(self, **changes)
 
 
 def _plain(value: object, kind: type, convert: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict
 
-from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, check_known
+from asyncengine.checks import MAX_INT64, MIN_INT64, as_integer, as_seconds, as_switch, as_text, check_known
 from asyncengine.errors import InvalidParameter
 from asyncengine.sampling_params import SamplingParams
 
@@ -141,11 +141,10 @@ class ChatRequest:
     def variables(self) -> dict[str, Any]:
         """All that the template is told. Raises `InvalidParameter` naming the one that is malformed or given twice."""
         variables = template_variables(self.template_kwargs)
-        for name, kind, limit in (("enable_thinking", bool, "True or False"), ("reasoning_effort", str, "a str")):
+        for name, check in (("enable_thinking", as_switch), ("reasoning_effort", as_text)):
             if (value := getattr(self, name)) is None:
                 continue
-            if not isinstance(value, kind):
-                raise InvalidParameter(name, f"must be {limit}", value)
+            check(name, value)
             if name in variables:
                 raise InvalidParameter(name, "is given twice: as a keyword and in template_kwargs", value)
             variables[name] = value
@@ -201,8 +200,8 @@ def template_variables(given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidParameter("template_kwargs", "must map names of template variables to values", given)
     for name, value in given.items():
-        if name in _TEMPLATE_SWITCHES and not isinstance(value, bool):
-            raise InvalidParameter(name, "must be True or False", value)
+        if name in _TEMPLATE_SWITCHES:
+            as_switch(name, value)
         if name in ("self", "messages", "tools"):
             raise InvalidParameter("template_kwargs", f"cannot set {name!r}")
     return dict(given)

@@ -8,16 +8,13 @@ must refuse. So nothing here repeats a limit.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from asyncengine.cli.options import ENGINE_FIELDS, SAMPLING_FIELDS, field_docs
-from asyncengine.config import EngineConfig
+from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.errors import InvalidParameter
 from asyncengine.options import ChatRequest, RequestOptions
 from asyncengine.sampling_params import SamplingParams
@@ -51,13 +48,13 @@ class Setting(NamedTuple):
 
 def settings(kind: type, flags: Sequence[str], accepts: Accepts | None) -> dict[str, Setting]:
     """A row for each field of a dataclass, by name; `accepts` None: values are checked later, against the engine."""
-    docs = field_docs(kind)
+    docs, hints = field_docs(kind), get_type_hints(kind)
     return {
         one.name: Setting(
             one.name,
             flag_of(one, flags),
             default_of(one),
-            "" if accepts is None else limit_of(one.name, accepts, "int | str" in str(one.type)),
+            "" if accepts is None else limit_of(one.name, accepts, {int, str} <= {*get_args(hints[one.name])}),
             docs.get(one.name, ""),
         )
         for one in fields(kind)
@@ -109,20 +106,6 @@ def request_accepts(name: str, value: Any) -> object:
     return RequestOptions(**{name: value}).checked()
 
 
-def parts(kind: type) -> dict[str, list[str]]:
-    """Fields under the comments (`# -- title`) that part a class's source, in order."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef)
-    titles = [(number, line) for number, line in enumerate(source.splitlines(), 1) if line.startswith("    # -- ")]
-    found: dict[str, list[str]] = {line.removeprefix("    # -- "): [] for _, line in titles}
-    for node in definition.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            title = [line for number, line in titles if number < node.lineno][-1]
-            found[title.removeprefix("    # -- ")].append(node.target.id)
-    return found
-
-
 def table(rows: Sequence[Setting], name: str = "setting") -> str:
     columns = f"| {name} | flag | default | takes | |\n|---|---|---|---|---|"
     return "\n".join([columns, *map(str, rows)])
@@ -134,8 +117,8 @@ def page() -> str:
     sampling = settings(SamplingParams, (*SAMPLING_FIELDS, *ELSEWHERE), sampling_accepts)
     request = settings(RequestOptions, (), request_accepts)
     chat = settings(ChatRequest, (), None)
-    sections = [f"## {title[0].upper()}{title[1:]}\n\n{table([engine[name] for name in names])}"
-                for title, names in parts(EngineConfig).items()]  # fmt: skip
+    sections = [f"## {title}\n\n{table([engine[one.name] for one in fields(group)])}"
+                for title, group in GROUPS.items()]  # fmt: skip
     return f"""# Settings
 
 Every setting, every option of a request and every sampling parameter. Written by `python -m tools.settings_page` from

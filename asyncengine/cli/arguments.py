@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.cli.adapters import name_and_path
-from asyncengine.cli.options import ENGINE_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, add_flags
-from asyncengine.config import EngineConfig
+from asyncengine.cli.options import ENGINE_FIELDS, MOST_TOKENS, SAMPLING_FIELDS, add_flags, field_docs, literal
+from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
 Commands = Any
@@ -23,9 +23,12 @@ def add_demo(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print only the summary, as JSON")
     parser.add_argument("--export-svg", type=Path, metavar="FILE", help="also write what is shown to an SVG picture")
-    parser.add_argument("--streams", type=int, default=64, metavar="N", help="streams in the first scene [64]")
+    parser.add_argument("--streams", type=literal, default=64, metavar="N", help="streams in the first scene [64]")
     parser.add_argument(
-        "--fleet", type=int, metavar="N", help="another story: N processes behind one engine (needs the extra: cluster)"
+        "--fleet",
+        type=literal,
+        metavar="N",
+        help="another story: N processes behind one engine (needs the extra: cluster)",
     )
     _add_engine_flags(parser)
 
@@ -78,7 +81,7 @@ def add_embed(commands: Commands) -> None:
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt-name", metavar="NAME", help='one of the model\'s prompts, such as "query"')
     prompts.add_argument("--prompt", metavar="TEXT", help="what goes in front of every text")
-    parser.add_argument("--dimensions", type=int, metavar="N", help="numbers of a vector to keep [all]")
+    parser.add_argument("--dimensions", type=literal, metavar="N", help="numbers of a vector to keep [all]")
     parser.add_argument(
         "--normalize", action=argparse.BooleanOptionalAction, help="make vectors one long [as the model says]"
     )
@@ -96,11 +99,11 @@ def add_bench(commands: Commands) -> None:
     )  # fmt: skip
     _add_model(parser)
     parser.add_argument(
-        "--concurrency", type=_integers, default=(1, 4, 16, 64), metavar="N,N,...", help="streams at once [1,4,16,64]"
+        "--concurrency", type=literal, default=(1, 4, 16, 64), metavar="N,N,...", help="streams at once [1,4,16,64]"
     )
-    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens [128]")
-    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens [64]")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="requests of each stream, in turn [2]")
+    parser.add_argument("--input-len", type=literal, default=128, metavar="N", help="prompt tokens [128]")
+    parser.add_argument("--output-len", type=literal, default=64, metavar="N", help="output tokens [64]")
+    parser.add_argument("--rounds", type=literal, default=2, metavar="N", help="requests of each stream, in turn [2]")
     parser.add_argument("--owned", action="store_true", help="run the engine on the caller's own event loop")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them (needs the extra: bench)")
@@ -116,7 +119,7 @@ def add_fit(commands: Commands) -> None:
     )  # fmt: skip
     _add_model(parser)
     parser.add_argument(
-        "--kv-tokens", type=int, metavar="N",
+        "--kv-tokens", type=literal, metavar="N",
         help="tokens that the KV cache is to hold [as --kv-cache-memory says, or one long request's]",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures and the claim as JSON")
@@ -144,15 +147,10 @@ def _add_adapter_flags(parser: argparse.ArgumentParser, use: str | None = None) 
 
 def _add_sampling_flags(parser: argparse.ArgumentParser, *more: str) -> None:
     most = f"Most tokens to generate [{MOST_TOKENS}, for some answers have no end; less where the context is shorter]"
-    add_flags(parser, "sampling", SamplingParams, (*SAMPLING_FIELDS, *more), max_tokens=most)
+    docs = {**field_docs(SamplingParams), "max_tokens": most}
+    add_flags(parser, "sampling", SamplingParams, (*SAMPLING_FIELDS, *more), docs)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "engine (fields of EngineConfig)", EngineConfig, ENGINE_FIELDS)
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if any(number < 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be integers >= 1, got {text!r}")
-    return numbers
+    for title, group in GROUPS.items():
+        add_flags(parser, f"engine: {title}", group, ENGINE_FIELDS, field_docs(EngineConfig))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.checks import as_integer
 from asyncengine.cli.adapters import given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.load import Load, Measured, measure
@@ -25,8 +26,9 @@ Progress = Callable[[str], None]
 
 def run(args: argparse.Namespace) -> int:
     for name in ("input_len", "output_len", "rounds"):
-        if getattr(args, name) < 1:
-            raise CliError(f"{name}: must be >= 1, got {getattr(args, name)}")
+        as_integer(name, getattr(args, name), 1)
+    counts = args.concurrency if isinstance(args.concurrency, tuple) else (args.concurrency,)
+    args.concurrency = [as_integer("concurrency", count, 1) for count in counts]
     if args.plot is not None:
         _require_matplotlib()
     config = engine_config(args, max_num_seqs=max(args.concurrency), show_progress=False, adapters=given_adapters(args))

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
+from asyncengine.checks import as_integer
 from asyncengine.cli import fleet_demo, frameworks, scenes
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import in_background, open_async_engine
@@ -28,10 +29,9 @@ DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.streams < 1:
-        raise CliError(f"streams: must be >= 1, got {args.streams}")
-    if args.fleet is not None and args.fleet < 2:
-        raise CliError(f"fleet: must be >= 2 (one of them is killed), got {args.fleet}")
+    as_integer("streams", args.streams, 1)
+    if args.fleet is not None:
+        as_integer("fleet", args.fleet, 2)  # one of them is killed
     show = Show(quiet=args.json, picture=args.export_svg)
     if args.fleet is None:
         summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS, adapters=ADAPTERS), args.streams))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from asyncengine.checks import as_integer
 from asyncengine.cli.errors import CliError
 from asyncengine.cli.loading import open_engine
 from asyncengine.cli.options import engine_config
@@ -40,6 +41,8 @@ class Sink(Protocol):
 
 def run(args: argparse.Namespace) -> int:
     path = _output(args.output)
+    if args.dimensions is not None:
+        as_integer("dimensions", args.dimensions, 1)
     config = engine_config(args, show_progress=sys.stderr.isatty())
     lines = _lines()
     with open_engine(args.model, config) as engine, _sink(path, engine) as sink, _progress() as advance:

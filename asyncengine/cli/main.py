@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _interrupted()
     except (InvalidParameter, ModelNotFound, UnsupportedModel) as error:
-        return _fail(error, USAGE)
+        return _fail(_naming_flag(str(error), given), USAGE)
     except CliError as error:
-        return _fail(error, error.code)
+        return _fail(_naming_flag(str(error), given), error.code)
     except EngineError as error:
         return _fail(error, FAILED)
     except BrokenPipeError:  # the reader of our output has left (`| head`), and knows
@@ -87,6 +87,14 @@ def _finish_compiling() -> None:
         if sys.stderr.isatty():
             print("compiling what other requests will call, once on this machine", file=sys.stderr)
         others.wait()
+
+
+def _naming_flag(message: str, given: Sequence[str]) -> str:
+    """The message about a field ("max_num_seqs: must be ..."), with the flag in the field's place if that was given."""
+    field = message.partition(":")[0]
+    flag = "--" + field.replace("_", "-")
+    named = any(each.partition("=")[0] in (flag, f"--no-{flag[2:]}") for each in given)
+    return flag + message.removeprefix(field) if named else message
 
 
 def _fail(error: Exception | str, code: int) -> int:

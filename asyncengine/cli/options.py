@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from itertools import pairwise
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from asyncengine.config import CHOICES, EngineConfig
+from asyncengine.checks import Settings
+from asyncengine.config import EngineConfig
 from asyncengine.errors import ContextLengthExceeded
 from asyncengine.outputs import Completion
 from asyncengine.sampling_params import SamplingParams
@@ -30,24 +33,24 @@ SAMPLING_FIELDS = (
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, title: str, settings: type, names: Sequence[str], **docs_here: str
+    parser: argparse.ArgumentParser, title: str, settings: type[Settings], names: Sequence[str], docs: Mapping[str, str]
 ) -> None:
-    """A group of flags, one for each named field, with `docs_here` for those whose default is a command's own. A flag
-    that is not given leaves the field's default alone."""
+    """A group of flags, one for each named field, with its text of `docs`. A flag that is not given leaves the field's
+    default alone."""
     group = parser.add_argument_group(title)
-    docs = {**field_docs(settings), **docs_here}
-    hints = get_type_hints(settings)
-    defaults = {f.name: f.default for f in fields(settings)}
-    for name in names:
-        text = docs.get(name, "")
-        if isinstance(defaults[name], (bool, int, float, str)):
-            text = f"{text} [{defaults[name]}]".lstrip()
+    hints, checks = get_type_hints(settings), settings.checks()
+    for one in fields(settings):
+        if one.name not in names:
+            continue
+        text = docs.get(one.name, "")
+        if isinstance(one.default, (bool, int, float, str)):
+            text = f"{text} [{one.default}]".lstrip()
         group.add_argument(
-            "--" + name.replace("_", "-"),
-            dest=name,
+            "--" + one.name.replace("_", "-"),
+            dest=one.name,
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
-            **_how_to_parse(name, hints[name]),
+            **_how_to_parse(hints[one.name], getattr(checks[one.name][0], "keywords", {}).get("choices", ())),
         )
 
 
@@ -88,47 +91,46 @@ _MOST_CHOICES = 9
 """Names that a flag lists; more stand in the documentation."""
 
 
-def _how_to_parse(name: str, hint: Any) -> dict[str, Any]:
-    """argparse keywords for a field's type. Ranges are checked by the settings class, which names the field."""
-    options = [kind for kind in _members(hint) if kind is not type(None)]
-    choices = get_args(options[0]) if get_origin(options[0]) is Literal else CHOICES.get(name, ())
+def _how_to_parse(hint: Any, choices: Collection[str]) -> dict[str, Any]:
+    """argparse keywords for a field's type. What a flag is given is checked by the settings class."""
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
     if 0 < len(choices) <= _MOST_CHOICES:
         return {"metavar": "{" + ",".join(choices) + "}"}
-    if options == [bool]:
+    if kinds == [bool]:
         return {"action": argparse.BooleanOptionalAction}
-    if str in options:
+    if get_origin(hint) is Sequence:
+        return {"action": "append", **_how_to_parse(kinds[0], ())}
+    if str in kinds:
         return {"metavar": "TEXT"}
-    if get_origin(options[0]) is Sequence:
-        (item,) = get_args(options[0])
-        return {"action": "append", "type": item, "metavar": item.__name__.upper()}
-    if get_origin(options[0]) is tuple:
-        return {"type": _numbers, "metavar": "FLOAT,..."}
-    return {"type": options[0], "metavar": options[0].__name__.upper()}
+    return {"type": literal, "metavar": "FLOAT,..." if get_origin(kinds[0]) is tuple else kinds[0].__name__.upper()}
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    """Raises `ArgumentTypeError`."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, got {text!r}") from None
+def literal(text: str) -> Any:
+    """A flag's value as Python reads it, such as a number, or several with commas between them.
+
+    What Python cannot read stays a text, for the check of its field to refuse.
+    """
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    return text
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
+@functools.cache
 def field_docs(settings: type) -> dict[str, str]:
-    """The string literal under each field of a class, on one line. Empty where the source is not at hand."""
+    """The string literal under each field of a class, its bases' included, on one line; only of its own module.
+
+    Empty where the source is not at hand.
+    """
     try:
-        (definition,) = ast.parse(inspect.getsource(settings)).body
+        module = ast.parse(inspect.getsource(sys.modules[settings.__module__]))
     except (OSError, SyntaxError):
         return {}
-    assert isinstance(definition, ast.ClassDef)
+    names = {each.__name__ for each in settings.__mro__}
     docs: dict[str, str] = {}
-    for node, below in zip(definition.body, definition.body[1:], strict=False):
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            docs[node.target.id] = " ".join(below.value.value.split())
+    for definition in module.body:
+        if isinstance(definition, ast.ClassDef) and definition.name in names:
+            for pair in pairwise(definition.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                        docs[name] = " ".join(text.split())
     return docs

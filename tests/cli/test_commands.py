@@ -72,7 +72,7 @@ def test_generate_reads_stdin_and_samples(run: Run, monkeypatch: pytest.MonkeyPa
 def test_a_request_that_cannot_fit_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "demo", "hi", "--max-tokens", "1000000", *SMALL]) == 2
     captured = capsys.readouterr()
-    assert "max_tokens" in captured.err
+    assert "--max-tokens: " in captured.err
     assert captured.err.count("\n") == 1
 
 
@@ -122,7 +122,7 @@ def test_chat_says_why_an_answer_stopped(run: Run, monkeypatch: pytest.MonkeyPat
     [
         (("--regex", "(a"), "grammar"),
         (("--schema", "no/such/file"), "schema"),
-        (("--regex", "a{30}", "--max-tokens", "3"), "max_tokens"),
+        (("--regex", "a{30}", "--max-tokens", "3"), "--max-tokens"),
     ],
 )
 def test_a_form_that_cannot_be_is_refused_in_one_line(
@@ -137,7 +137,7 @@ def test_a_form_that_cannot_be_is_refused_in_one_line(
 def test_a_missed_deadline_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["generate", "demo", "hi", "--request-timeout", "0.000001", *SMALL])
     assert code == 1
-    assert "request_timeout" in capsys.readouterr().err
+    assert "--request-timeout: " in capsys.readouterr().err
 
 
 def test_chat_from_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_long_lines_end_a_chunk_early(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--prompt-name", "nonsense"), "prompt_name"),
+        (("--prompt-name", "nonsense"), "--prompt-name"),
         (("--dimensions", "4096"), "dimensions"),
         (("--dimensions", "0"), "dimensions"),
         (("--no-truncate",), "line 5: "),

@@ -74,9 +74,9 @@ def test_a_device_is_taken_before_the_processors(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["demo", "--kv-tokens", "0"], "kv_tokens: must be an integer >= 1"),
-        (["demo", "--kv-tokens", "99999999999"], "kv_tokens: must be between 1 and"),
-        (["demo", "--dtype", "int7"], "dtype: must be one of"),
+        (["demo", "--kv-tokens", "0"], "--kv-tokens: must be an integer >= 1"),
+        (["demo", "--kv-tokens", "99999999999"], "--kv-tokens: must be between 1 and"),
+        (["demo", "--dtype", "int7"], "--dtype: must be one of"),
         (["./nowhere"], "no folder"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from asyncengine import EngineConfig, __version__
 from asyncengine.cli.main import build_parser, main
 from asyncengine.cli.options import ENGINE_FIELDS, engine_config, field_docs, sampling_params
+from asyncengine.config import GROUPS
 
 HEAVY = ("torch", "transformers", "rich", "numpy", "matplotlib", "langchain_core", "llama_index")
 
@@ -57,7 +58,10 @@ def test_every_engine_setting_is_a_flag_with_its_own_help(capsys: pytest.Capture
     for field in fields(EngineConfig):
         if field.name not in ("show_progress", "adapters"):
             assert "--" + field.name.replace("_", "-") in text, field.name
-    assert "Weights and activations" in text
+    titles = [text.index(f"engine: {title}:") for title in GROUPS]
+    assert titles == sorted(titles)
+    assert text.index("--page-size") in range(*titles[1:3])
+    assert "Type of weights and activations" in text
     assert set(field_docs(EngineConfig)) > {"dtype", "policy", "max_num_seqs", "kv_cache_memory"}
 
 
@@ -80,40 +84,60 @@ def test_flags_become_settings_of_the_right_types() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["generate", "demo", "hi", "--max-num-seqs", "many"], "--max-num-seqs"),
-        (["generate", "demo", "hi", "--max-num-seqs", "0"], "max_num_seqs: must be between 1 and 65536, got 0"),
-        (["generate", "demo", "hi", "--draft-costs", "1,x"], "--draft-costs: must be numbers with commas"),
-        (["generate", "demo", "hi", "--draft-costs", "1,2"], "draft_costs: must be 3 positive numbers"),
-        (["generate", "demo", "hi", "--dtype", "int3"], "dtype: must be one of"),
-        (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "kv_cache_memory: must be a positive number"),
-        (["generate", "demo", "hi", "--temperature", "nan"], "temperature: must be finite"),
-        (["generate", "demo", "hi", "--max-tokens", "-1"], "max_tokens: must be an integer >= 1, got -1"),
+        (["generate", "demo", "hi", "--max-num-seqs", "many"], "error: --max-num-seqs: must be an integer, got 'many'"),
+        (
+            ["generate", "demo", "hi", "--max-num-seqs", "0"],
+            "error: --max-num-seqs: must be between 1 and 65536, got 0",
+        ),
+        (
+            ["generate", "demo", "hi", "--draft-costs", "1,x"],
+            "--draft-costs: must be 3 positive numbers, or None, got '1,x'",
+        ),
+        (["generate", "demo", "hi", "--draft-costs", "1,2"], "--draft-costs: must be 3 positive numbers"),
+        (["generate", "demo", "hi", "--dtype", "int3"], "--dtype: must be one of"),
+        (["generate", "demo", "hi", "--kv-cache-memory", "lots"], "--kv-cache-memory: must be a positive number"),
+        (["generate", "demo", "hi", "--temperature", "nan"], "--temperature: must be a number, got 'nan'"),
+        (["generate", "demo", "hi", "--max-tokens", "-1"], "--max-tokens: must be an integer >= 1, got -1"),
         (["generate", "demo", ""], "prompt: must not be empty"),
         (["generate", "demo"], "PROMPT"),
-        (["generate", "demo", "hi", "--no-chat", "--system", "Be brief."], "system: --no-chat sends no messages"),
+        (["generate", "demo", "hi", "--no-chat", "--system", "Be brief."], "--system: --no-chat sends no messages"),
         (["generate", "demo", "hi", "--max-token", "3"], "--max-token"),
-        (["chat", "demo", "--top-p", "2"], "top_p: must be > 0 and <= 1, got 2"),
-        (["bench", "demo", "--output-len", "0"], "output_len: must be >= 1, got 0"),
-        (["bench", "demo", "--concurrency", "4,none"], "--concurrency"),
-        (["bench", "demo", "--concurrency", "0"], "--concurrency"),
-        (["embed", "demo-embed", "--output", "vectors.csv"], 'output: must end in .npy or .jsonl, or be "-"'),
+        (["chat", "demo", "--top-p", "2"], "--top-p: must be > 0 and <= 1, got 2"),
+        (["bench", "demo", "--output-len", "0"], "--output-len: must be an integer >= 1, got 0"),
+        (["bench", "demo", "--concurrency", "4,none"], "--concurrency: must be an integer, got '4,none'"),
+        (["bench", "demo", "--concurrency", "0"], "--concurrency: must be an integer >= 1, got 0"),
+        (["embed", "demo-embed", "--output", "vectors.csv"], '--output: must end in .npy or .jsonl, or be "-"'),
         (
             ["embed", "demo-embed", "--output", "no/such/folder/vectors.npy"],
-            "output: there is no folder no/such/folder",
+            "--output: there is no folder no/such/folder",
         ),
         (["embed", "demo-embed", "--prompt", "a", "--prompt-name", "b"], "--prompt-name"),
-        (["demo", "--streams", "0"], "streams: must be >= 1, got 0"),
+        (["demo", "--streams", "0"], "--streams: must be an integer >= 1, got 0"),
+        (["demo", "--streams", "some"], "--streams: must be an integer, got 'some'"),
+        (["demo", "--fleet", "1"], "--fleet: must be an integer >= 2, got 1"),
+        (["generate", "demo", "hi", "--min-tokens=4", "--max-tokens=3"], "--min-tokens: must not exceed max_tokens=3"),
+        (["generate", "demo", "hi", "--speculation=off", "--draft-model=x"], '--draft-model: needs speculation="auto"'),
+        (
+            ["generate", "demo", "hi", "--request-timeout", "soon"],
+            "--request-timeout: must be a positive, finite number",
+        ),
+        (["generate", "demo", "hi", "--stop-token-ids", "x"], "--stop-token-ids: must be an integer, got 'x'"),
+        (["embed", "demo-embed", "--dimensions", "x"], "--dimensions: must be an integer, got 'x'"),
+        (["generate", "demo", "hi", "--temperature", "1e999"], "--temperature: must be finite, got inf"),
+        (["generate", "demo", "hi", "--page-size", "9" * 5000], "--page-size: must be an integer, got '999"),
+        (["generate", "demo", "hi", "--page-size", "(" * 5000], "--page-size: must be an integer, got '((("),
+        (["generate", "demo", "hi", "--page-size", "True"], "--page-size: must be an integer, got True"),
         (["dance"], "dance"),
         (["generate", "demo", "hi", "--adapter", "pirate"], "--adapter: must be NAME=PATH, got 'pirate'"),
         (["chat", "demo", "--adapter", "=somewhere"], "--adapter: must be NAME=PATH"),
         (["bench", "demo", "--adapter", "a=nowhere"], "adapter 'a': path: is no folder, got '"),
         (["chat", "demo", "--adapter", "a=."], "adapter 'a': path: has no adapter_config.json"),
-        (["generate", "demo", "hi", "--adapter", "a=x", "--adapter", "a=y"], "adapter: 'a' is given twice"),
+        (["generate", "demo", "hi", "--adapter", "a=x", "--adapter", "a=y"], "--adapter: 'a' is given twice"),
         (["generate", "demo", "hi", "--adapter", "a=x", "--adapter", "b=y"], "choose with --use: a, b"),
-        (["generate", "demo", "hi", "--adapter", "a=x", "--use", "b"], "use: must be the name of an adapter ('a')"),
-        (["chat", "demo", "--use", "b"], "use: must be the name of an adapter (none is given"),
-        (["generate", "demo", "hi", "--adapter-root", "nowhere"], "adapter_root: is no folder, got 'nowhere'"),
-        (["generate", "demo", "hi", "--max-loras", "0"], "max_loras: must be between 1 and 4096, got 0"),
+        (["generate", "demo", "hi", "--adapter", "a=x", "--use", "b"], "--use: must be the name of an adapter ('a')"),
+        (["chat", "demo", "--use", "b"], "--use: must be the name of an adapter (none is given"),
+        (["generate", "demo", "hi", "--adapter-root", "nowhere"], "--adapter-root: is no folder, got 'nowhere'"),
+        (["generate", "demo", "hi", "--max-loras", "0"], "--max-loras: must be between 1 and 4096, got 0"),
     ],
 )
 def test_bad_values_are_named_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:

@@ -11,7 +11,7 @@ from asyncengine.config import EngineConfig
 from asyncengine.options import ChatRequest, RequestOptions
 from asyncengine.sampling_params import SamplingParams
 from tools import settings_page
-from tools.settings_page import engine_accepts, limit_of, page, parts, request_accepts, sampling_accepts, settings
+from tools.settings_page import engine_accepts, limit_of, page, request_accepts, sampling_accepts, settings
 
 
 def test_it_is_as_written() -> None:
@@ -26,9 +26,17 @@ def test_every_field_is_described() -> None:
         assert not [name for name, row in rows.items() if len(row.does) < 10]
 
 
-def test_every_setting_is_in_one_part() -> None:
-    named = [name for names in parts(EngineConfig).values() for name in names]
-    assert named == [field.name for field in fields(EngineConfig)]
+def test_every_setting_is_in_one_group() -> None:
+    """As the page and the command line show them: those of a group together, in the order of their class."""
+    shown = [line.split("`")[1] for line in page().splitlines() if line.startswith("| `")]
+    assert shown[: len(fields(EngineConfig))] == [field.name for field in fields(EngineConfig)]
+
+
+def test_every_setting_carries_its_limits() -> None:
+    """In its type: a field without any would take what nobody has thought of."""
+    assert [*EngineConfig.checks()] == [field.name for field in fields(EngineConfig)]
+    assert {field.name for field in fields(SamplingParams)} - SamplingParams.checks().keys() == {"grammar"}
+    assert not [name for name, row in settings(EngineConfig, (), engine_accepts).items() if not row.takes]
 
 
 @pytest.mark.parametrize(

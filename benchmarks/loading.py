@@ -84,8 +84,7 @@ def write(folder: Path, shape: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from asyncengine.models.families import decoder_config_of
-    from asyncengine.models.families import native_config
+    from asyncengine.models.families import decoder_config_of, native_config
 
     config = {"model_type": "qwen3", **shape, "dtype": "bfloat16"}
     plain = native_config(config)

@@ -110,6 +110,15 @@ class Cluster:
         """Instances by name, in the order in which they came."""
         return MappingProxyType(self._instances)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows in use (empty ones included), and of columns."""
+        return len(self._names), self.kind.shape[1]
+
+    def find(self, node: str) -> int | None:
+        """Row of a node; None if it is not here."""
+        return self._rows.get(node)
+
     def name_of(self, row: int) -> str:
         name = self._names[row]
         assert name is not None

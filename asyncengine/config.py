@@ -21,7 +21,7 @@ from asyncengine.kvcache.eviction import STRATEGIES
 from asyncengine.policies import POLICIES, Policy, check_policy
 
 STEP_SIZES = 3
-"""How many sizes of steps have a cost (`speculation.costs`)."""
+"""The number of sizes of steps that have a cost (`speculation.costs`)."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 TOOL_FORMATS = (
     "auto", "hermes", "llama3", "mistral", "json", "apertus", "command", "command_r", "deepseek_v3", "deepseek_v31",

@@ -1,4 +1,4 @@
-"""What each command takes. Light on purpose: `--help` must not import a model library."""
+"""Arguments of each command. Light on purpose: `--help` must not import a model library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
 Commands = Any
-"""What `add_subparsers` returns; argparse does not export its type."""
+"""The result of `add_subparsers`; argparse does not export its type."""
 
 
 def add_demo(commands: Commands) -> None:

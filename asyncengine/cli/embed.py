@@ -30,7 +30,7 @@ CHUNK_LINES = 2048
 CHUNK_CHARACTERS = 4_000_000
 """The same for long lines; a chunk ends with the line that passes it."""
 HEADER_BYTES = 128
-"""Of a .npy file; a multiple of 64, with room for any number of rows."""
+"""Bytes of a .npy file's header; a multiple of 64, with room for any number of rows."""
 
 
 class Sink(Protocol):
@@ -115,7 +115,7 @@ def _some(lines: Iterator[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _sink(path: Path | None, engine: Engine) -> Iterator[Sink]:
-    """Where vectors go. A file appears under its name once it is complete."""
+    """The sink of the vectors. A file appears under its name once it is complete."""
     if path is None:
         yield JsonLines(sys.stdout.write)
         return

@@ -52,7 +52,7 @@ def _read(model: str, config: EngineConfig) -> tuple[ModelNeeds, Machine]:
 
 
 def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
-    """Of one engine, which runs on one device or on the host's processors."""
+    """The claim of one engine, which runs on one device or on the host's processors."""
     total = needs.total(tokens)
     claim = Claim(model=needs.name, cpu_bytes=total, device_bytes=total, devices=1)
     if config.device == "cpu":
@@ -61,7 +61,7 @@ def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
 
 
 def as_node(machine: Machine) -> Node:
-    """What is free now is all there is."""
+    """This machine as a node: what is free now is all there is."""
     free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
     devices = [Device(index=index, memory=count) for index, count in free]
     return Node(name=HERE, host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))

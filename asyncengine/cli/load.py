@@ -42,7 +42,7 @@ class Measured:
     loop_lag: Summary
     preemptions: int
     tokens_per_pass: float
-    """Of one request in one step: above 1 where guesses came true."""
+    """Tokens of one request in one step: above 1 where guesses came true."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,7 +107,7 @@ async def _client(
 
 @contextlib.asynccontextmanager
 async def _probing(lag: list[float]) -> AsyncIterator[None]:
-    """How late does the caller's own loop run its timers while the block runs?"""
+    """Measure how late the caller's own loop runs its timers while the block runs."""
 
     async def probe() -> None:
         while True:

@@ -92,8 +92,9 @@ def _check_paths(model: str, config: EngineConfig) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Of garbage. Imports and loading make objects that stay: looking through them all, each time there are some more,
-    takes a fifth of a start, and once a sixth of a second, before the first answer; so nobody ever does."""
+    """Turn off garbage collection. Imports and loading make objects that stay: looking through them all, each time
+    there are some more, takes a fifth of a start, and once a sixth of a second, before the first answer; so nobody ever
+    does."""
     before = gc.isenabled()
     gc.disable()
     try:

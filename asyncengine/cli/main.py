@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish_compiling() -> None:
-    """Of a first start: what its own answer did not call. Whoever builds an image by a command wants all of it."""
+    """Compile the kernels that a first start's own answer did not call. Whoever builds an image by a command wants all
+    of it."""
     found = sys.modules.get("asyncengine.kernels.elsewhere")
     for others in [] if found is None else list(found.elsewhere):
         if sys.stderr.isatty():

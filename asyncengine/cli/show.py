@@ -1,4 +1,4 @@
-"""What the demo prints: titled scenes, a live board of streams, and a copy of it all for the picture."""
+"""The output of the demo: titled scenes, a live board of streams, and a copy of it all for the picture."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Device:
     """An accelerator of a node. Raises `InvalidParameter` naming the field."""
 
     index: int
-    """As the node numbers it."""
+    """The node's own number of the device."""
     memory: int
     """Bytes it has."""
     kind: str = "cuda"

@@ -1,4 +1,4 @@
-"""What holds a model's adapters, and the memory that they take on its device."""
+"""The registry of a model's adapters, and the memory that they take on its device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncengine")
 
 
 def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:
-    """What holds the adapters of a model, with those of the configuration already read.
+    """Make the registry of a model's adapters, with those of the configuration already read.
 
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
     """

@@ -86,7 +86,7 @@ class Assembler:
         return Usage(self.prepared.spec.prompt_len, generated, mailbox.cached_tokens, thought, *mailbox.predicted)
 
     def failure(self) -> Exception | None:
-        """What `result()` raises, if the request failed."""
+        """The error that `result()` raises, if the request failed."""
         failed, mailbox = self._failed, self.prepared.mailbox
         if failed is None:
             return None

@@ -1,4 +1,4 @@
-"""Where time comes from. One reading per step makes a run replayable."""
+"""The source of time. One reading per step makes a run replayable."""
 
 from __future__ import annotations
 

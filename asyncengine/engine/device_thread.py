@@ -267,7 +267,7 @@ class DeviceThread:
 
 
 def _outcome(work: Callable[[], Any]) -> Any:
-    """What it returns, or what it raises."""
+    """The value that `work` returns, or the error that it raises."""
     try:
         return work()
     except BaseException as error:

@@ -58,7 +58,7 @@ _TASKS = {
     "rerank": ("a reranker", ("rerank", "classify")),
     "classify": ("a classifier", ("classify",)),
 }
-"""By a model's task: the model in words, and the calls that it serves."""
+"""Tasks of models: the model in words, and the calls that it serves."""
 
 
 class Frontend:

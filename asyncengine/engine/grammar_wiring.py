@@ -1,4 +1,4 @@
-"""What compiles grammars and plans chats, of a model's tokenizer."""
+"""The compiler of grammars and the planner of chats, made of a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def make_grammars(
     tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int, config: EngineConfig
 ) -> GrammarService | None:
-    """What compiles grammars for a model of so many tokens, or None where there is no text to constrain. `ends`: tokens
-    that end an answer (empty: those that the tokenizer names).
+    """Make the compiler of grammars for a model of so many tokens, or None where there is no text to constrain. `ends`:
+    tokens that end an answer (empty: those that the tokenizer names).
 
     Takes half a second for a large vocabulary and holds the interpreter lock while it does: part of loading.
     """
@@ -52,8 +52,8 @@ def make_grammars(
 def make_planner(
     tokenizer: TextTokenizer | None, grammars: GrammarCompiler | None, config: EngineConfig
 ) -> ChatPlanner | None:
-    """What plans chats, or None where there is no template for them, or no grammar to hold them to. Renders samples of
-    the template: part of loading, too."""
+    """Make the planner of chats, or None where there is no template for them, or no grammar to hold them to. Renders
+    samples of the template: part of loading, too."""
     if tokenizer is None or not tokenizer.has_chat_template or grammars is None:
         return None
     from asyncengine.chat import ChatPlanner

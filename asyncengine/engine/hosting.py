@@ -1,4 +1,4 @@
-"""Where the engine's loop runs: a task on the caller's event loop, or a thread with a loop of its own.
+"""The host of the engine's loop: a task on the caller's event loop, or a thread with a loop of its own.
 
 *Owned* is structured and hops threads only for a forward pass of the CPU. *Hosted* outlives event loops and serves
 callers on any loop or thread; adapters use it, because frameworks call synchronously from inside running loops and
@@ -126,7 +126,7 @@ class OwnedHost:
         threading.Thread(target=self._end, name="asyncengine-end", daemon=True).start()
 
     def _end(self) -> None:
-        """Where the engine has not ended by itself: its loop is lost, or cancelled the task before it began."""
+        """End an engine that has not ended by itself: its loop is lost, or cancelled the task before it began."""
         engine = self._engine
         try:
             if not engine.inbox.closed:

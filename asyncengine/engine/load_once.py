@@ -24,7 +24,7 @@ class LoadOnce:
         self._outcome: Future[Frontend] | None = None
         self._loaded: Frontend | None = None
         self._born = PROCESS.generation
-        """Where it was begun."""
+        """The process in which it was begun."""
         self.closed = False
 
     @property
@@ -38,7 +38,7 @@ class LoadOnce:
             PROCESS.check_unforked(self._born)
 
     def begin(self) -> Future[Frontend]:
-        """What was or will be loaded. A failure is not kept: the next caller tries again. Raises `EngineClosed`."""
+        """The load, begun now or before. A failure is not kept: the next caller tries again. Raises `EngineClosed`."""
         with self._lock:
             if self.closed:
                 raise EngineClosed("the engine is closed; make a new one")

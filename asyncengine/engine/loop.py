@@ -99,11 +99,11 @@ class EngineLoop:
         self.hooks = Hooks()
         self.record = recorder
         self.failure: BaseException | None = None
-        """What killed the engine, if something did."""
+        """The error that killed the engine, if one did."""
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, WeightUpdate] = {}
-        """By number; one is here before its message is posted."""
+        """Updates by number; one is here before its message is posted."""
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._drain: Drain | None = None
@@ -302,7 +302,7 @@ class EngineLoop:
             launched.result.set_exception(TimeoutError(f"step {launched.batch.step} ran for over {limit:.0f} s"))
 
     def _probe_lag(self, due: float) -> None:
-        """How late do timers run on this loop?"""
+        """Measure how late timers run on this loop."""
         now = self.clock.now()
         self.meter.loop_lag.append(max(0.0, now - due))
         self._lag_timer = asyncio.get_running_loop().call_later(LAG_PROBE, self._probe_lag, now + LAG_PROBE)

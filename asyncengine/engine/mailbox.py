@@ -43,9 +43,9 @@ class Mailbox:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.prompt_logprobs: dict[int, TokenLogprob] = {}
-        """By prompt position; complete when sample 0 has its first token."""
+        """Log-probabilities by prompt position; complete when sample 0 has its first token."""
         self.cause: Exception | None = None
-        """What to raise where reason is "error", if the failure has a type of its own."""
+        """The error to raise where reason is "error", if the failure has a type of its own."""
         self.failure: Callable[[], Exception] = EngineDead
         """Makes the error to raise where reason is "engine_dead"; each consumer gets one of its own."""
 

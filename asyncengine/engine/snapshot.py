@@ -1,4 +1,4 @@
-"""What a running engine looks like from outside, in one piece."""
+"""A snapshot of a running engine's figures, in one piece."""
 
 from __future__ import annotations
 

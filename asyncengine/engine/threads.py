@@ -25,7 +25,7 @@ def on_own_thread(work: Callable[[], T], name: str) -> T:
 
 
 def begun(work: Callable[[], T], name: str) -> Future[T]:
-    """What a thread of its own will have made of `work`. Nobody can cancel it for the others who wait."""
+    """Run `work` on a thread of its own. Returns its future result, which no waiter can cancel for the others."""
     return _begin(work, name)[1]
 
 

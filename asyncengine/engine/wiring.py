@@ -75,8 +75,9 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
 
 
 def resolve_model(model: str | os.PathLike[str]) -> str:
-    """What to load for `model`: "demo" and "demo-embed" are bundled unless a folder of that name is here; a folder
-    becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub id.
+    """The path or hub id to load for `model`: "demo" and "demo-embed" are bundled unless a folder of that name is here;
+    a folder becomes absolute, so that the same one is the same whatever the working directory; anything else is a hub
+    id.
 
     Raises `InvalidParameter` for what is no path.
     """
@@ -89,7 +90,7 @@ def resolve_model(model: str | os.PathLike[str]) -> str:
 
 
 def bundled_name(path: str) -> str | None:
-    """What a bundled model is called that lies at `path`; None: it is somebody else's."""
+    """The name of the bundled model at `path`; None: there is none."""
     return next((name for name, folder in BUNDLED.items() if path == str(folder)), None)
 
 
@@ -272,7 +273,8 @@ def _await_kernels(ahead: CompileAhead, progress: LoadProgress) -> None:
 def _load_tokenizer(
     path: str, checkpoint: CheckpointSource, loaded: Loaded, config: EngineConfig
 ) -> TextTokenizer | None:
-    """Of the folder, or of a GGUF file's header; that marks ends of an answer which no configuration names."""
+    """The tokenizer of the folder, or of a GGUF file's header, that marks ends of an answer which no configuration
+    names."""
     from asyncengine.models.config import ModelConfig
     from asyncengine.text import load_tokenizer
     from asyncengine.text.plain_tokenizer import FAMILIES

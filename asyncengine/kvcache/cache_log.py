@@ -1,9 +1,4 @@
-"""What a prefix cache has published and evicted, told as hashes of pages: how others learn what lies in it.
-
-The hash of a page covers its tokens and, through its parent's hash, all tokens before it and the namespace: equal
-hashes mean equal prefixes, so a flat set of them says as much as the tree. They are hints for routing and nothing
-else: a collision sends a request to a cache that does not help it, for the cache itself compares tokens.
-"""
+"""A log of the pages that a prefix cache has published and evicted, as hashes: so others learn what lies in it."""
 
 from __future__ import annotations
 
@@ -13,17 +8,18 @@ from dataclasses import dataclass
 
 
 def root_hash(namespace: tuple[Hashable, ...]) -> int:
-    """Of a namespace: the same in every process (Python's own hash of a str is not)."""
+    """The hash of a namespace: the same in every process (Python's own hash of a str is not)."""
     return int.from_bytes(hashlib.blake2b(repr(namespace).encode(), digest_size=8).digest()) >> 1
 
 
 def page_hash(parent: int, tokens: tuple[int, ...]) -> int:
-    """Of a page of `tokens` behind the page (or namespace) of hash `parent`. Integers hash alike in every process."""
+    """The hash of a page of `tokens` behind the page (or namespace) of hash `parent`. Integers hash alike in every
+    process."""
     return hash((parent, tokens))
 
 
 def page_hashes(namespace: tuple[Hashable, ...], tokens: Sequence[int], page_size: int) -> list[int]:
-    """Of every full page of `tokens`, in order."""
+    """Hashes of every full page of `tokens`, in order."""
     parent, hashes = root_hash(namespace), []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         parent = page_hash(parent, tuple(tokens[start : start + page_size]))
@@ -33,7 +29,7 @@ def page_hashes(namespace: tuple[Hashable, ...], tokens: Sequence[int], page_siz
 
 @dataclass(frozen=True, slots=True)
 class CacheNews:
-    """What has changed since the last news."""
+    """Changes since the last news."""
 
     added: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
@@ -53,9 +49,9 @@ class CacheLog:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._last: dict[int, bool] = {}
-        """By hash: is it there now? In order of the first event."""
+        """Presence of pages by hash, in order of the first event."""
         self._new: dict[int, None] = {}
-        """Those of them that were not there when the log was last drained."""
+        """Hashes of pages that were not there when the log was last drained."""
         self.overflowed = False
 
     def published(self, page: int) -> None:
@@ -77,7 +73,7 @@ class CacheLog:
         self._last[page] = there
 
     def drain(self, everything: Iterable[int]) -> CacheNews:
-        """What is to be told now. `everything`: all pages there are, read only where events were dropped."""
+        """Changes to report now. `everything`: all pages there are, read only where events were dropped."""
         if self.overflowed:
             news = CacheNews(tuple(everything), whole=True)
         else:

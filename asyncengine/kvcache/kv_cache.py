@@ -46,7 +46,7 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_pages)
         self.sight = None if num_states else self._worthwhile(Sight.of(windows))
-        """How far back the model looks; None: all the way, or as far as there are pages."""
+        """The distance that the model looks back; None: all the way, or as far as there are pages."""
         strategy = eviction_strategy(eviction)
         self.pages = PageGroup(self.pool, page_size, strategy, self.sight, most_ahead, keep=prefix_caching)
         self.tree = self.pages.tree
@@ -124,8 +124,8 @@ class KVCache:
         return self.pool.capacity * self.page_size if self.sight is None else sys.maxsize
 
     def most_at_once(self, num_tokens: int, start: int) -> int:
-        """How many of a request's `num_tokens` it may compute in a step from `start` on. Less than all only where they
-        are more than a pool holds, so that the request can run when it is alone."""
+        """Tokens of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
+        they are more than a pool holds, so that the request can run when it is alone."""
         return min(group.most_at_once(num_tokens, start) for group in self.groups)
 
     def has_room(self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]) -> bool:
@@ -174,7 +174,7 @@ class KVCache:
         return table
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> int:
-        """How many tokens `open` would find. Changes nothing (policies use it)."""
+        """The number of tokens that `open` would find. Changes nothing (policies use it)."""
         node = self.tree.peek(namespace, tokens, limit)
         if node is not None and self.states is not None:
             node = self.states.deepest(node)

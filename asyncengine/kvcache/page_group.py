@@ -112,13 +112,13 @@ class PageGroup:
         return -(-num_tokens // self._size)
 
     def most_at_once(self, num_tokens: int, start: int) -> int:
-        """How many of a request's `num_tokens` it may compute in a step from `start` on. Less than all only where they
-        are more than the pool holds."""
+        """Tokens of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
+        they are more than the pool holds."""
         longer = self.pages_for(num_tokens) >= self.pool.capacity
         return min(num_tokens - start, self.most_alone) if longer else num_tokens - start
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
-        """How many pages more than `table` has its request will hold at a time, to have `num_tokens` computed."""
+        """Pages beyond those of `table` that its request will hold at a time, to have `num_tokens` computed."""
         missing = self.pages_for(num_tokens) - table.num_pages
         if self.sight is None:
             return missing

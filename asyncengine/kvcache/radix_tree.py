@@ -106,7 +106,7 @@ class RadixTree:
         return root
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node | None:
-        """What `match` would find, None for nothing. Changes nothing (policies use it)."""
+        """The node that `match` would find, None for none. Changes nothing (policies use it)."""
         node = self._roots.get(namespace)
         return None if node is None else self._walk(node, tokens, limit)
 
@@ -124,7 +124,7 @@ class RadixTree:
         return node
 
     def num_unseen(self, depth: int) -> int:
-        """How many of the first `depth` pages the position after them does not see."""
+        """The number of the first `depth` pages that the position after them does not see."""
         return 0 if self.sight is None else self.sight.first(depth * self.page_size) // self.page_size
 
     def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> Node:

@@ -1,4 +1,4 @@
-"""How far back a model's attention looks: what no later token sees need not be kept.
+"""The distance that a model's attention looks back: what no later token sees need not be kept.
 
 A page has one number for all layers, so it can be given back only when no layer sees any of its positions any more. A
 single layer that sees everything keeps them all.
@@ -14,19 +14,19 @@ Window = tuple[int, int]
 
 
 class Sight(NamedTuple):
-    """Of a model all of whose layers have a window or a chunk."""
+    """The range of a model all of whose layers have a window or a chunk."""
 
     windows: tuple[Window, ...]
 
     @classmethod
     def of(cls, windows: Iterable[Window]) -> Sight | None:
-        """Of a model with layers of these kinds. None: some see everything, or there are none."""
+        """The range of a model with layers of these kinds. None: some see everything, or there are none."""
         kinds = tuple(sorted({(window, chunk) for window, chunk in windows}))
         return cls(kinds) if kinds and all(any(kind) for kind in kinds) else None
 
     @property
     def span(self) -> int:
-        """How many positions before its own one sees, at most."""
+        """The number of positions before its own that one sees, at most."""
         return max(min(most for most in kind if most) - 1 for kind in self.windows)
 
     def first(self, position: int) -> int:

@@ -36,7 +36,7 @@ class StateCounts:
 
     free: int = 0
     working: int = 0
-    """Of running requests, and the trails of their answers."""
+    """Slots of running requests, and the trails of their answers."""
     snapshots: int = 0
     saving: int = 0
     """Snapshots that launched steps are taking."""
@@ -62,7 +62,7 @@ class Snapshot:
 
 
 class WorkingState:
-    """What a running request has of states: a slot of its own, and where it will leave snapshots."""
+    """The states of a running request: a slot of its own, and positions at which it will leave snapshots."""
 
     __slots__ = (
         "common", "follows", "marks", "origin", "position", "saving", "slot", "source", "trail", "trail_position",
@@ -72,9 +72,9 @@ class WorkingState:
     def __init__(self, slot: int, source: int, position: int, origin: Node, marks: list[int]) -> None:
         self.slot = slot
         self.source = source
-        """What its next row starts from: a snapshot, or 0, the state before any token; then its own."""
+        """The slot that its next row starts from: a snapshot, or 0, the state before any token; then its own."""
         self.position = position
-        """Where its state is once all launched steps have run. It only ever moves forward."""
+        """The position of its state once all launched steps have run. It only ever moves forward."""
         self.origin = origin
         """The last node of its path that had a snapshot when it passed."""
         self.marks = marks
@@ -105,12 +105,12 @@ class StateGroup:
         self._pool = BlockPool(num_slots, "state slot")
         self.capacity = self._pool.capacity
         self._snapshots: dict[int, Snapshot] = {}
-        """By slot, least recently used first."""
+        """Snapshots by slot, least recently used first."""
         self._passed: dict[int, Snapshot] = {}
         """Likewise, those that nobody is expected to start from again."""
         self._saving: dict[int, None] = {}
         self._trails: dict[int, WorkingState] = {}
-        """By slot, oldest first."""
+        """Trails by slot, oldest first."""
         self._most_trails = self.capacity // _TRAILS
         self._retiring: Retiring[int] = Retiring(lambda slot: self._pool.give((slot,)))
         self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
@@ -147,8 +147,8 @@ class StateGroup:
         return working
 
     def use(self, working: WorkingState, start: int, end: int, step: int, full: bool = False) -> StateUse:
-        """What a row over the positions [start, end) of launched step `step` does with states. `full`: it begins with a
-        page of the answer, so that a trail may be left there."""
+        """The use of states by a row over the positions [start, end) of launched step `step`. `full`:
+        it begins with a page of the answer, so that a trail may be left there."""
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
@@ -251,7 +251,7 @@ class StateGroup:
         return node
 
     def _touch(self, node: Node) -> None:
-        """Somebody starts from here: this one, and those at branch points above, are used now."""
+        """Note that a request starts from here: this one, and those at branch points above, are used now."""
         found = [self._passed.pop(node.state)] if node.state in self._passed else []
         step: Node | None = node
         while step is not None:

@@ -1,4 +1,4 @@
-"""What can be known about a model's folder before any weight is read: config, shards, sizes, what is missing.
+"""Facts about a model's folder that are known before any weight is read: config, shards, sizes, what is missing.
 
 Nothing here needs torch before a quantized checkpoint is found: wrong paths are refused at once.
 
@@ -53,7 +53,7 @@ class Checkpoint:
     """config.json as it stands."""
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
-    """By name, over all files. Quantized matrices have the names that they have without quantization."""
+    """Tensors by name, over all files. Quantized matrices have the names that they have without quantization."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Nothing: what is said beside the tensors is in files of its own."""
     matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Checkpoint:
         return MappedMatrix(found, parts, self.opened.release)
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """What `read` gave, or part of it, will not be read again: the system may take back its pages."""
+        """Let the system take back the pages of what `read` gave, or of a part of it: it will not be read again."""
         from torch import Tensor
 
         if isinstance(tensor, Tensor):
@@ -86,7 +86,7 @@ class Checkpoint:
             tensor.release(0, tensor.shape[0])
 
     def generation_defaults(self) -> dict[str, Any]:
-        """What generation_config.json sets. Raises `ModelNotFound` for a file that cannot be read."""
+        """Settings of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
         file = self.folder / "generation_config.json"
         return read_json(file, str(self.folder)) if file.is_file() else {}
 
@@ -120,7 +120,7 @@ def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) 
 
 
 def _transformer_of(folder: Path) -> Path:
-    """Of an embedder: an old one has its transformer in a folder of its own (0_Transformer)."""
+    """The folder of an embedder's transformer: an old one has it in a folder of its own (0_Transformer)."""
     if not (folder / "modules.json").is_file():
         return folder
     from asyncengine.pooling.spec import transformer_folder
@@ -211,7 +211,7 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """What a file holds, after checking that it is as long as its header says."""
+    """Tensors of a file, after checking that it is as long as its header says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -233,7 +233,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _check_places(header: dict[str, Any]) -> int:
-    """Where the last tensor ends. Raises `ValueError` for one that is longer or shorter than its shape, or in another.
+    """The end of the last tensor. Raises `ValueError` for one that is longer or shorter than its shape, or in another.
 
     safetensors finds this out, too, but only when a file's first tensor is read: others' may have been written by then.
     """

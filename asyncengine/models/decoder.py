@@ -44,7 +44,7 @@ class LayerConfig:
     """A layer that keeps a state, in the place of attention, or beside it on the same input and added to it
     (Falcon-H1). With neither, the layer is its feed-forward part alone (Nemotron-H)."""
     attention_scale: float = 1.0
-    """What attention gives is multiplied by it (Falcon-H1)."""
+    """A factor of attention's results (Falcon-H1)."""
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     """On what attention gives, before it is added (Gemma 2, OLMo 2, GLM 4)."""
@@ -70,7 +70,7 @@ class DecoderConfig:
     norm: NormConfig
     rotary: tuple[RotaryConfig, ...] = ()
     max_positions: int = 2048
-    """Of the learned embedding, if there is one."""
+    """Positions of the learned embedding, if there is one."""
     embedding: str = "model.embed_tokens"
     embedding_scale: float = 1.0
     positions: str | None = None
@@ -78,7 +78,8 @@ class DecoderConfig:
     position_offset: int = 0
     """Rows of that table before the one of position 0 (OPT)."""
     embedding_width: int | None = None
-    """Of embeddings and of what the output layer reads, if not `width`: two matrices go between (OPT 350M)."""
+    """Numbers of an embedding and of what the output layer reads, if not `width`: two matrices go between (OPT
+    350M)."""
     project_in: str = ""
     project_out: str = ""
     layer_inputs: LayerInputConfig | None = None
@@ -185,7 +186,7 @@ class DecoderLayer:
         return residual, residual if following is None else following(residual)
 
     def mix(self, x: torch.Tensor, step: StepContext, angles: Angles) -> torch.Tensor | None:
-        """What other tokens have to say, [T, width]; None: the layer is its feed-forward part alone."""
+        """The contribution of other tokens, [T, width]; None: the layer is its feed-forward part alone."""
         branch = None if self.attention is None else self.attention(x, step, angles, self.merged)
         if branch is not None and self.config.attention_scale != 1.0:
             branch *= self.config.attention_scale
@@ -223,7 +224,7 @@ class DecoderLayer:
         return [linear for part in parts if part is not None for linear in part.linears()]
 
     def slots(self) -> Iterator[tuple[str, TensorSlot]]:
-        """What it takes from a checkpoint, by name."""
+        """Tensors of the checkpoint that it takes, by name."""
         inputs = [] if self.inputs is None else self.inputs.linears()
         sides = [] if self.side is None else [self.side]
         parts: list[Any] = [self.attention, self.state, self.mlp, *sides, *self.norms(), *inputs]
@@ -347,7 +348,7 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         parts: list[Any] = [self.embedding, self.positions, self.inputs, *self.projections, self.norm, self.head]
         for layer in self.layers:
             within = [] if layer.attention is None else layer.attention.norms or ()
@@ -373,7 +374,8 @@ class Decoder:
         return self.fused is not None or all(layer.compiled for layer in self.layers)
 
     def describe(self) -> list[str]:
-        """How it runs, e.g. ["decoder x 1", "fused_layers x 28", "packed x 113"]."""
+        """Parts of the model by the way in which they run, e.g. ["decoder x 1", "fused_layers x 28", "packed x
+        113"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         counts[self.head.weight.name] += 1
         counts.update(mixture.experts.name for layer in self.layers for mixture in layer.mixtures())
@@ -382,7 +384,7 @@ class Decoder:
         return ["decoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
 
     def places(self) -> list[Place]:
-        """Where adapters may act, in the model's order."""
+        """Products that adapters may change, in the model's order."""
         table, head = self.embedding, self.head
         found = [Place(table.num_embeddings, ((table.path, table.width),), "embedding", scale=table.scale)]
         linears = [*self.projections, *([] if self.inputs is None else [self.inputs.projection])]

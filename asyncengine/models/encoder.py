@@ -48,7 +48,7 @@ class EncoderConfig:
     distance_bias: str | None = None
     """Added to all layers' scores, by how far apart a query and a key are (MPNet); None: nothing is."""
     head: SequenceHeadConfig | None = None
-    """Of a classifier."""
+    """The head of a classifier."""
 
 
 class Encoder:
@@ -145,7 +145,7 @@ class Encoder:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         parts = [part for part in self._parts() if not isinstance(part, DecoderLayer)]
         for layer in self.layers:
             within = () if layer.attention is None else layer.attention.norms or ()
@@ -162,7 +162,7 @@ class Encoder:
         return None
 
     def describe(self) -> list[str]:
-        """How it runs, e.g. ["encoder x 1", "packed x 24"]."""
+        """Parts of the model by the way in which they run, e.g. ["encoder x 1", "packed x 24"]."""
         counts = Counter(linear.weight.name for layer in self.layers for linear in layer.linears())
         return ["encoder x 1", *(f"{name} x {count}" for name, count in sorted(counts.items()))]
 

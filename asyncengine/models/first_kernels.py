@@ -27,9 +27,10 @@ class FirstKernels(NamedTuple):
     """Names as `calls.compile_named` takes them, those that take longest first. None where nothing is compiled."""
 
     needed: Sequence[str] = ()
-    """Of a first answer to a short prompt."""
+    """Kernels of a first answer to a short prompt."""
     later: Sequence[str] = ()
-    """Of long prompts and contexts, and of requests that sample in another way than the model's own defaults."""
+    """Kernels of long prompts and contexts, and of requests that sample in another way than the model's own
+    defaults."""
 
 
 def kernels_of(decoder: Decoder, page_size: int, defaults: Mapping[str, Any]) -> FirstKernels:
@@ -85,13 +86,13 @@ def _sampling(defaults: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def sampling_kernels() -> list[str]:
-    """Of models that have no names here (`fallback`): what their first steps do not call."""
+    """Kernels that sample, for models without names here (`fallback`): their first steps do not call them."""
     needed, others = _sampling({"temperature": 0.0})
     return [name for name in needed + others if ":void(" in name]
 
 
 def _between_products(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    """What fused layers call between a feed-forward part's products."""
+    """Kernels that fused layers call between a feed-forward part's products."""
     parts = [part for part in map(_dense_part, layers) if part is not None]
     names = [called("activation:gate", 5, kind, 1)] if any(part.config.gated for part in parts) else []
     names += [] if all(part.config.gated for part in parts) else [called("activation:activate", 4, kind, 1)]
@@ -137,7 +138,7 @@ def _activations(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
 
 
 def _gates(parts: Sequence[MLP], kind: str) -> list[str]:
-    """What gated parts call for their activation."""
+    """Kernels of gated parts' activations."""
     from asyncengine.kernels.cpu.activation import gated_by
 
     names = dict.fromkeys(gated_by(part.gated) for part in parts)
@@ -158,7 +159,7 @@ def _attention(layers: Sequence[DecoderLayer], kind: str, tiles: list[str]) -> l
 
 
 def _states(decoder: Decoder, kind: str) -> list[str]:
-    """Of layers that keep states, and of gates of heads."""
+    """Kernels of layers that keep states, and of gates of heads."""
     names: list[str] = []
     kernels = [getattr(layer.state, "kernel", None) for layer in decoder.layers]
     for code in [kernel.code(decoder.dtype) for kernel in kernels if kernel is not None]:
@@ -170,7 +171,7 @@ def _states(decoder: Decoder, kind: str) -> list[str]:
 
 
 def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
-    """Of fused layers that multiply numbers on the way, or add attention to a state."""
+    """Kernels of fused layers that multiply numbers on the way, or add attention to a state."""
     names = []
     if any(part.config.scales != (1.0, 1.0) for part in map(_dense_part, layers) if part is not None):
         names.append(called("scaling:scale", 1, "float32", 3, kind, 1))
@@ -184,7 +185,7 @@ def _scalings(layers: Sequence[DecoderLayer], kind: str) -> list[str]:
 
 
 def _mixtures(decoder: Decoder, kind: str) -> list[str]:
-    """Of routers and experts, which are called one by one where layers are not fused, and in long steps."""
+    """Kernels of routers and experts, which are called one by one where layers are not fused, and in long steps."""
     from asyncengine.kernels.cpu.linears import forms_of
     from asyncengine.kernels.cpu.mixture import MixtureKernel
 
@@ -211,7 +212,7 @@ def _mixtures(decoder: Decoder, kind: str) -> list[str]:
 
 
 def _dense_part(layer: DecoderLayer) -> MLP | None:
-    """What all rows go through: the feed-forward part, or what a mixture has beside its experts."""
+    """The part that all rows go through: the feed-forward part, or what a mixture has beside its experts."""
     return layer.mlp.shared if isinstance(layer.mlp, SparseMLP) else layer.mlp
 
 

@@ -1,4 +1,4 @@
-"""What a folder holds when it is no text generator in safetensors: said in words, with what to do instead."""
+"""The kind of model in a folder that is no text generator in safetensors: said in words, with what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EMBEDDER = "is an embedding model: it gives vectors and writes no text"
 _VECTOR_FILES = ("modules.json", "config_sentence_transformers.json")
 _FILES = {"model_index.json": "is an image generator. Run it with diffusers", **dict.fromkeys(_VECTOR_FILES, _EMBEDDER)}
 _WITHOUT_HEAD = ("ForSequenceClassification", "ForMaskedLM")
-"""Those that give scores, or vectors: what is in the way of the hidden states is left out."""
+"""Architectures that give scores, or vectors: what is in the way of the hidden states is left out."""
 _ENDINGS = {
     "ForSequenceClassification": "is a classifier (or reranker): it gives scores and writes no text",
     "ForTokenClassification": "is a classifier of tokens: it gives labels and writes no text",
@@ -54,7 +54,7 @@ def check_architectures(folder: Path, config: Mapping[str, Any], writes: bool = 
 
 
 def not_causal(family: str, config: Mapping[str, Any]) -> UnsupportedModel:
-    """What to say of a family that has no text generator of its own."""
+    """The error for a family that has no text generator of its own."""
     named = config.get("architectures")
     name = next((item for item in named if isinstance(item, str)), "") if isinstance(named, list) else ""
     sees = any(part in config for part in ("vision_config", "image_size", "num_channels"))

@@ -23,7 +23,7 @@ _OLDER = {"linear_attention": "mamba", "full_attention": "attention"}
 _LISTS = ("layer_types", "layers_block_type", "mtp_layers_block_type")
 _PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
 _LETTERS = {"M": "Mamba-2", "*": "attention", "-": "a feed-forward part", "E": "experts"}
-"""Of a pattern, one for each layer."""
+"""Letters of a pattern, one for each layer."""
 _FORWARDS = ("dense", "sparse")
 _INTERVALS = (
     "full_attention_interval", "sliding_window_pattern", "no_rope_layer_interval", "decoder_sparse_step",
@@ -81,7 +81,7 @@ def _strangers(listed: object, known: Sequence[str]) -> list[object]:
 
 
 def _kimi_errors(settings: object, count: object) -> Iterator[EngineError]:
-    """Of two lists of layers, counted from one: together they name each of `count`."""
+    """Errors in two lists of layers, counted from one: together they name each of `count`."""
     if not isinstance(settings, Mapping):
         yield ModelNotFound(f"config.json: linear_attn_config must be an object, got {shorten(repr(settings), 80)}")
         return

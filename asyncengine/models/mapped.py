@@ -29,8 +29,8 @@ class MappedFiles:
     """The address ranges of weight files mapped into this process when it was made, or last looked."""
 
     def __init__(self, files: Iterable[Path] | None = None) -> None:
-        """Of `files`, or (None) of all whose names end as safetensors files' do. A hub's download is known only by its
-        path: links lead to files with names of their own."""
+        """Watch the mappings of `files`, or (None) of all whose names end as safetensors files' do. A hub's download is
+        known only by its path: links lead to files with names of their own."""
         self._files = None if files is None else frozenset(map(os.path.realpath, files))
         self._ranges: list[tuple[int, int]] = []
         self.look()

@@ -83,7 +83,7 @@ class TextPart:
 
 
 def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
-    """What there is for the decoder `described`, whose own names are those of transformers today.
+    """The part of a checkpoint for the decoder `described`, whose own names are those of transformers today.
 
     A checkpoint without anything that looks like its layers keeps its names: the first one that is missing is named
     later.
@@ -104,7 +104,7 @@ def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
 
 
 def language_names(names: Iterable[str]) -> set[str]:
-    """Those of a checkpoint's names, as its files have them, that may belong to its language model."""
+    """Names of a checkpoint, as its files have them, that may belong to its language model."""
     known = set(names)
     spelled = _spelling(known)
     return known if spelled is None else {name for name in known if name.startswith(spelled)}

@@ -1,4 +1,4 @@
-"""What a model is loaded for: to write text, or to give vectors or scores."""
+"""The purpose that a model is loaded for: to write text, or to give vectors or scores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from asyncengine.pooling.spec import PoolingSpec, read_pooling, root_folder
 
 
 def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpec | None:
-    """What the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`, and
-    `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
+    """The pooling that the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`,
+    and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
     if checkpoint.metadata and config.task == "auto" and config.pooling is None:
         return None  # a GGUF file; what it says of pooling is not read
     found = read_pooling(

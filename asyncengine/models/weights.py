@@ -108,7 +108,7 @@ def slots_of(decoder: Decoder, checkpoint: CheckpointSource) -> dict[str, Tensor
 
 
 def _stored_name(checkpoint: CheckpointSource, name: str) -> str | None:
-    """What the checkpoint calls a tensor: it may leave out what all names begin with."""
+    """The checkpoint's name of a tensor: it may leave out what all names begin with."""
     return next((known for known in (name, name.partition(".")[2]) if known in checkpoint.tensors), None)
 
 
@@ -136,7 +136,7 @@ def _check_form(checkpoint: CheckpointSource, name: str, takes: StoredForm | Non
 
 
 def _in_words(form: NumberForm, ordered: bool) -> str:
-    """What tells forms apart."""
+    """The text that tells forms apart."""
     words = [f"{form.bits} bits", f"groups of {form.group}" if form.group else "a scale for each row"]
     if form.group:
         words += [f"blocks of {form.block}"] if form.block else [f"{form.scale_dtype} scales"]
@@ -165,7 +165,7 @@ def _by_file(checkpoint: CheckpointSource, names: Iterable[str]) -> list[str]:
 
 
 def stored_forms(checkpoint: CheckpointSource, names: Mapping[str, str]) -> dict[str, StoredForm]:
-    """How each quantized matrix is stored, by its slot's path. `names`: the slots of the checkpoint's tensors."""
+    """The stored form of each quantized matrix, by its slot's path. `names`: the slots of the checkpoint's tensors."""
     found = {}
     for name in _by_file(checkpoint, (name for name in names if checkpoint.tensors[name].quantized)):
         matrix = checkpoint.read(name)

@@ -1,4 +1,4 @@
-"""What scores and vectors go through at the end: activations, cut dimensions, length one. Row by row, in float32."""
+"""Functions of scores and vectors at the end: activations, cut dimensions, length one. Row by row, in float32."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NON_FINITE = "the model computed numbers that are not finite for this text"
 
 
 class Span(NamedTuple):
-    """Where a row's hidden states are."""
+    """The span of a row's hidden states."""
 
     row: int
     """Its place in the batch."""
@@ -50,7 +50,7 @@ class Pooler:
                 raise ModelNotFound(f"{layer.spec.folder} takes {layer.spec.inputs} numbers, and is given {size}")
         self.dimensions = sizes[-1] if self._head is None else len(self._head)
         self._partial: dict[int, Partial] = {}
-        """By slot: texts of which a chunk is still to come."""
+        """Texts of which a chunk is still to come, by slot."""
 
     def read(self, rows: Sequence[Row], spans: Sequence[Span], hidden: torch.Tensor, result: StepResult) -> None:
         """Put the vectors of rows that end their texts into `result`. `hidden` [N, width], on the host."""
@@ -82,7 +82,7 @@ class Pooler:
 
 
 class Partial:
-    """What is known of one text's vector, of its first positions."""
+    """The part of one text's vector that its first positions give."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         self._modes = modes

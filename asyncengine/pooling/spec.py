@@ -1,4 +1,4 @@
-"""What a model's folder says of its vectors: how they are pooled, what comes after, prompts, lengths, labels.
+"""The description of a model's vectors in its folder: how they are pooled, what comes after, prompts, lengths, labels.
 
 The files are those of sentence-transformers: modules.json, the config.json of each module's folder,
 config_sentence_transformers.json and sentence_bert_config.json, in today's forms and in the older ones that most
@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncengine")
 
 Task = Literal["generate", "embed", "rerank", "classify"]
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""How hidden states become one vector; of several, the results stand one behind the other."""
+"""Ways in which hidden states become one vector; of several, the results stand one behind the other."""
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -49,7 +49,7 @@ class DenseSpec:
     bias: bool = True
     activation: str = "tanh"
     residual: bool = False
-    """What went in is added to what comes out."""
+    """True where a layer's input is added to its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class PoolingSpec:
     """Tokens; longer texts are cut. None: as the tokenizer and the model say."""
     lower_case: bool = False
     labels: tuple[str, ...] = ()
-    """Of a classification head."""
+    """Labels of a classification head."""
     activation: str = "identity"
-    """What scores of a head go through."""
+    """The function of a head's scores."""
     tokens: tuple[int, ...] = ()
     """The score is the logit of the first less that of the second, behind the last position. None: "yes" and "no"."""
     scores_tokens: bool = False
@@ -93,14 +93,7 @@ class PoolingSpec:
 def read_pooling(
     folder: Path, config: Mapping[str, Any], task: str, pooling: str | None, *, encoder: bool = False
 ) -> PoolingSpec | None:
-    """What the files in `folder` ask for, whose config.json says `config`; None: it writes text.
-
-    `task`: as the caller wants it, or "auto". `pooling`: modes that take the place of those of the files, joined by
-    "+". `encoder`: its tokens see those after them; without such files its hidden states are averaged.
-
-    Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for what they ask for and is not
-    written down here.
-    """
+    """The pooling that the files in `folder` ask for, whose config.json says `config`; None: it writes text."""
     settings = _read(folder / "config_sentence_transformers.json") or {}
     modules = _modules(folder)
     found = _task(config, modules, settings, task, pooling)
@@ -160,7 +153,7 @@ def _named(config: Mapping[str, Any], ending: str) -> bool:
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the classes, in order; transformers' own names where config.json has none."""
+    """Labels of the classes, in order; transformers' own names where config.json has none."""
     named = config.get("id2label")
     if isinstance(named, dict) and named:
         try:
@@ -206,7 +199,7 @@ def parse_modes(pooling: str) -> tuple[str, ...]:
 
 
 def _modes(where: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a Pooling module's settings; older ones have a switch for each mode."""
+    """Modes of a Pooling module's settings; older ones have a switch for each mode."""
     named = content.get("pooling_mode")
     if named is None:
         named = [mode for key, mode in _LEGACY_MODES.items() if content.get(key)] or ["mean"]
@@ -311,7 +304,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where an embedder's config.json and weights are: older ones have them in a folder like 0_Transformer."""
+    """The folder of an embedder's config.json and weights: older ones have them in a folder like 0_Transformer."""
     modules = _modules(folder)
     return modules[0][1] if modules else folder
 

@@ -1,4 +1,5 @@
-"""Who starts running in this step: from the waiting queue, in the policy's order, while budget and memory last.
+"""The choice of the requests that start in this step: from the waiting queue, in the policy's order, while budget and
+memory last.
 
 Memory blocks: if the first in order does not fit, nobody behind it starts, or a long prompt would wait for ever.
 Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt
@@ -119,8 +120,8 @@ class Admission:
         return not other.overdue and self._policy.preempts(request, other)
 
     def _victims(self, request: Request, running: Iterable[Request], verdict: Verdict) -> list[Request]:
-        """Who gives way next for `request`, of which `verdict` was said: the least important, or all that use an
-        adapter that nobody else does."""
+        """Requests that give way next for `request`, of which `verdict` was said: the least important, or all that use
+        an adapter that nobody else does."""
         giving = sorted((other for other in running if self.goes_before(request, other)), key=self.rank)
         if verdict is Verdict.FULL or not giving:
             return giving[-1:]
@@ -179,7 +180,8 @@ class Admission:
         return Verdict.ADMITTED
 
     def namespace(self, request: Request) -> Namespace:
-        """What must match besides the tokens. Without caching, samples of one prompt still share its pages."""
+        """The namespace of a request: what must match besides the tokens. Without caching, samples of one prompt still
+        share its pages."""
         spec = request.spec
         shared = (request.adapter_digest, spec.options.cache_salt or "")
         if self._kv.prefix_caching:

@@ -94,7 +94,7 @@ def _room(request: Request, row: Row, kv: KVCache) -> int:
 
 
 def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, index: int) -> int:
-    """How many of the row's drafts stand, which the planner hears of."""
+    """The number of the row's drafts that were right, which the planner is told."""
     accepted = result.accepted.get(index, 0) if row.drafts else 0
     if row.drafts and planner is not None:
         planner.learn(row.spec.ticket, result.drafted.get(index, 0), accepted)

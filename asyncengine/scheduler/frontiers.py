@@ -1,4 +1,5 @@
-"""What running requests are about to leave in the cache, so that others wait for it rather than compute it as well.
+"""Pages and snapshots that running requests are about to leave in the cache, so that others wait for it rather than
+compute it as well.
 
 Of a model without states that is a page: who would begin with the page that somebody computes right now waits for it.
 Of a model with states it is a snapshot: a request waits while a running one will leave one on their common way, behind
@@ -34,7 +35,7 @@ class Frontiers(Protocol):
 
 
 def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:
-    """Of the requests that run now."""
+    """The frontiers of the requests that run now."""
     found: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
     for request in running:
         found.add(request)
@@ -108,7 +109,8 @@ class SnapshotFrontiers:
                 yield table.state, leader.tokens
 
     def _common(self, state: WorkingState, one: list[int], other: list[int], limit: int) -> int:
-        """How many tokens of full pages the two begin with alike; 0 where that is less than any snapshot to come."""
+        """Tokens of full pages that the two have in common at their beginning; 0 where that is less than any snapshot
+        to come."""
         size = self._page_size
         first = state.saving[0] if state.saving else state.position + size
         if first > limit or one[first - size : first] != other[first - size : first]:
@@ -117,7 +119,7 @@ class SnapshotFrontiers:
 
 
 def common_pages(one: Sequence[int], other: Sequence[int], limit: int, page_size: int) -> int:
-    """How many tokens `one[:limit]` and `other[:limit]` begin with alike, in full pages."""
+    """Tokens that `one[:limit]` and `other[:limit]` have in common at their beginning, in full pages."""
     same, differs = 0, limit // page_size + 1
     while differs - same > 1:
         middle = (same + differs) // 2

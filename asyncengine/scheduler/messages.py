@@ -68,7 +68,7 @@ class UpdateWeights:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawUpdate:
-    """Nobody wants the update of this `number` any more. Ignored if it has happened."""
+    """A withdrawal of the update of this `number`. Ignored if it has happened."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""What the scheduler says about one request after a step: a token, an end, or both."""
+"""The scheduler's report on one request after a step: a token, an end, or both."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Counters:
 
     steps: int = 0
     prompt_tokens: int = 0
-    """Of admitted requests (each counted at its first admission)."""
+    """Prompt tokens of admitted requests (each counted at its first admission)."""
     cached_tokens: int = 0
-    """Of `prompt_tokens`, found in the prefix cache."""
+    """The part of `prompt_tokens` that was found in the prefix cache."""
     computed_tokens: int = 0
     """Positions computed, recomputation after preemption included."""
     generated_tokens: int = 0
     forced_tokens: int = 0
-    """Of `generated_tokens`, not sampled but forced by a grammar."""
+    """The part of `generated_tokens` that was not sampled but forced by a grammar."""
     passes: int = 0
     """Rows that gave tokens."""
     preemptions: int = 0

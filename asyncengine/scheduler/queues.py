@@ -49,7 +49,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request | None:
-        """Of a static policy: the first to be admitted."""
+        """The first request to be admitted, under a static policy."""
         return self._requests[0] if self._requests else None
 
     def in_order(self) -> list[Request]:

@@ -11,7 +11,7 @@ from asyncengine.step import GrammarMatcher
 
 
 class RequestState(Enum):
-    """Where a request is. `WAITING` with `preemptions > 0` has run before and keeps its tokens."""
+    """The state of a request. `WAITING` with `preemptions > 0` has run before and keeps its tokens."""
 
     GRAMMAR_QUEUE = "grammar_queue"
     """Its grammar is compiling; others proceed."""
@@ -59,7 +59,7 @@ class Request:
         self.slot = -1
         self.adapter_slot = 0
         self.adapter_digest = ""
-        """Of its adapter's content, once that is in memory; "" for none."""
+        """The digest of its adapter's content, once that is in memory; "" for none."""
         self.matcher: GrammarMatcher | None = None
 
         self.num_computed = 0
@@ -118,7 +118,7 @@ class Request:
         return self.num_computed <= self.num_launched and behind >= 0 and bool(behind or self.num_pending)
 
     def discard_launched(self) -> None:
-        """What was launched after the token now known was launched for another one, and must be again."""
+        """Discard what was launched after the token now known: it was launched for another one, and must be again."""
         self.discard_until = self.last_step
         self.num_pending = 0
         self.num_launched = self.num_computed

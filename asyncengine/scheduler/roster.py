@@ -79,7 +79,7 @@ class Roster:
             self.waiting.add(request)
 
     def leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
-        """What `ticket` waited for in `queue` is here, or will never be (`error`)."""
+        """Take `ticket` out of `queue`: what it waited for is here, or will never be (`error`)."""
         request = queue.pop(ticket, None)
         if request is None:
             return

@@ -1,4 +1,4 @@
-"""What a request's next row is, out of which budget, and how it ends."""
+"""The next row of a request, the budget that it comes out of, and the end of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TokenBudget:
         self.threshold = threshold
 
     def grant(self, wanted: int, whole: bool = False) -> int:
-        """How many of `wanted` positions this request may compute now (0 if the step is full). Takes nothing."""
+        """The number of `wanted` positions that this request may compute now (0 if the step is full). Takes nothing."""
         if whole:
             return wanted if wanted <= self.left or self.left == self.total else 0
         if wanted > 1 and self.threshold is not None:
@@ -42,7 +42,7 @@ class TokenBudget:
         return min(wanted, self.left)
 
     def rest(self, wanted: int) -> int:
-        """How many of `wanted` more a request gets that has the step for itself. Takes nothing."""
+        """The number of `wanted` more positions that a request gets that has the step for itself. Takes nothing."""
         return min(wanted, self.left)
 
     def take(self, count: int) -> None:
@@ -64,7 +64,7 @@ def may_overlap(request: Request) -> bool:
 
 
 def plain_end(request: Request, token: int) -> EndReason | None:
-    """How an output ends with its last token, if it does and has no grammar."""
+    """The reason for which an output without a grammar ends with its last token, if it does."""
     spec = request.spec
     if token in spec.stop_ids and request.num_output > spec.params.min_tokens:
         return "stop"
@@ -74,7 +74,7 @@ def plain_end(request: Request, token: int) -> EndReason | None:
 def constrained_end(
     matcher: GrammarMatcher, token: ConstrainedToken, reason: EndReason | None
 ) -> tuple[EndReason | None, str | None]:
-    """How a constrained output ends with `token`, if it does: `reason` is what it would be without its grammar.
+    """The end of a constrained output with `token`, if it ends: `reason` is what it would be without its grammar.
 
     The matcher itself is asked only where the budget is spent: till then a launched step may be moving it.
     """

@@ -286,7 +286,7 @@ class Scheduler:
 
     @property
     def speculation(self) -> SpeculationCounters | None:
-        """What became of drafts; None: there are none."""
+        """Counters of drafts; None: there are none."""
         return None if self.roster.drafts is None else self.roster.drafts.counters
 
     @property

@@ -52,7 +52,7 @@ class Slots:
         request.slot = self._free.pop()
 
     def take_swaps(self) -> tuple[AdapterSwap, ...]:
-        """What the next step must copy to the device before it runs."""
+        """Copies to the device that the next step must make before it runs."""
         return self._adapters.take_swaps() if self._adapters is not None else ()
 
     def release(self, request: Request, fence: int) -> None:

@@ -1,4 +1,5 @@
-"""What steps do with recurrent states: which slots their rows read and write, and what becomes of snapshots they took.
+"""The use that steps make of recurrent states: which slots their rows read and write, and what becomes of snapshots
+they took.
 
 A state cannot be taken back: once a row has moved it over a token, it is that of the next position. So nothing is
 launched on a guess here (`rows.may_overlap`), and a request that loses its place, or whose state was lost on the

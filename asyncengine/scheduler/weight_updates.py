@@ -19,7 +19,7 @@ class WeightUpdates:
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
         self._pending: dict[int, tuple[int, UpdateMode]] = {}
-        """By number: its place in the order of all updates, and its mode."""
+        """Updates by number: their place in the order of all updates, and their mode."""
         self._asked = 0
 
     def add(self, number: int, mode: UpdateMode) -> None:

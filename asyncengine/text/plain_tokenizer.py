@@ -31,20 +31,20 @@ _SILENT: Mapping[str, tuple[type, ...]] = MappingProxyType(
         "response_schema": (dict, type(None)),
     }
 )  # fmt: skip
-"""What changes nothing that is done with a tokenizer here, by the types it may have: transformers ignores
+"""Settings that change nothing here, by the types that they may have: transformers ignores
 `add_bos_token` beside a tokenizer.json, and cleans up nothing behind byte pair encoding."""
 _OFF = ("add_prefix_space", "split_special_tokens", "spaces_between_special_tokens")
-"""What may stand there as false or null."""
+"""Settings that may be false or null."""
 _ELSEWHERE = ("special_tokens_map.json", "added_tokens.json")
-"""Where older folders have special tokens as well; not read if tokenizer_config.json has all added tokens."""
+"""Files in which older folders have special tokens as well; not read if tokenizer_config.json has all added tokens."""
 _FLAGS: Mapping[str, bool] = MappingProxyType(
     {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 )
-"""Of a special token that any class would add in the same way."""
+"""Flags of a special token that any class would add in the same way."""
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How `Qwen2Tokenizer` splits texts, whatever the file says."""
+"""The pattern by which `Qwen2Tokenizer` splits texts, whatever the file says."""
 _QWEN_DEFAULTS: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 )
@@ -55,7 +55,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class PlainTokenizer:
-    """Of a transformers tokenizer what an engine asks of one: ids, text, special tokens and the chat template.
+    """The part of a transformers tokenizer that an engine uses: ids, text, special tokens and the chat template.
 
     `special`: {name: token} of the named ones. Any number of threads may use it.
     """

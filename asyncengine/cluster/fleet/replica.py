@@ -41,13 +41,13 @@ STATS_SECONDS = 0.1
 class OutboxMailbox(Mailbox):
     """A request's mailbox that puts itself into the outbox when it has something new."""
 
-    __slots__ = ("_noted", "_outbox", "_told", "key")
+    __slots__ = ("_noted", "_outbox", "_reported", "key")
 
     def __init__(self, key: int, outbox: Outbox) -> None:
         super().__init__()
         self.key = key
         self._outbox = outbox
-        self._noted = self._told = False
+        self._noted = self._reported = False
 
     def put(self, chunk: Chunk) -> Waiter | None:
         super().put(chunk)
@@ -60,9 +60,9 @@ class OutboxMailbox(Mailbox):
         """Everything new."""
         self._noted = False
         output = RequestOutput(self.key, merge(self.take()), cause=self.cause)
-        if self._told or self.started_at is None:
+        if self._reported or self.started_at is None:
             return output
-        self._told = True
+        self._reported = True
         at = self.started_at if self.first_token_at is None else self.first_token_at
         return output._replace(
             computing=at - self.started_at, cached_tokens=self.cached_tokens, prompt_logprobs=self.prompt_logprobs

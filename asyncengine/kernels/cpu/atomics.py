@@ -129,7 +129,7 @@ else:
 
     @serial
     def nanoseconds(space: int) -> int:
-        """Of a clock that only goes forward. `space`: two words that are this thread's own."""
+        """Nanoseconds of a clock that only goes forward. `space`: two words that are this thread's own."""
         _clock(np.int32(_MONOTONIC), space)
         fields = array(pointer(space, np.int64(0)), (2,))
         seconds: int = fields[0]
@@ -138,12 +138,12 @@ else:
 
     @serial
     def make_mutex(mutex: int) -> None:
-        """Of zeros."""
+        """Make it of zeros."""
         _make_mutex(mutex, 0)
 
     @serial
     def make_condition(condition: int) -> None:
-        """Of zeros."""
+        """Make it of zeros."""
         _make_condition(condition, 0)
 
     @serial

@@ -20,7 +20,7 @@ _ATTRIBUTE = "asyncengine_attention"
 
 
 class AttentionHandler(Protocol):
-    """What is attached to an attention module. query [1, heads, T, dim], key and value [1, kv heads, T, dim]."""
+    """The handler attached to an attention module. query [1, heads, T, dim], key and value [1, kv heads, T, dim]."""
 
     def __call__(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]

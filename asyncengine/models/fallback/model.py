@@ -60,7 +60,7 @@ class TransformersModel:
         return logits
 
     def places(self) -> list[Place]:
-        """Where adapters may act, in the model's order."""
+        """Products that adapters may change, in the model's order."""
         if self._places is None:
             self._places = adapt(self.module, self._current)
         return list(self._places)

@@ -1,4 +1,4 @@
-"""Where low-rank adapters act in a transformers model, and how they get there."""
+"""Products of a transformers model that low-rank adapters change, and the hooks that do it."""
 
 from __future__ import annotations
 

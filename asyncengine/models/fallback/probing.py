@@ -17,7 +17,7 @@ _PROBE_TOKENS = 7
 _PROBE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference of a whole model, relative to the largest logit."""
 _LAYER_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.01}
-"""Of what one layer's attention gives, relative to its largest number."""
+"""The largest error of one layer's attention, relative to its largest number."""
 
 
 def agree(expected: torch.Tensor, found: torch.Tensor) -> bool:
@@ -32,7 +32,7 @@ def _within(expected: torch.Tensor, found: torch.Tensor, errors: Mapping[torch.d
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a short forward of the loaded model showed."""
+    """The results of a short forward of the loaded model."""
 
     layers: list[LayerSpec]
     modules: list[Any]

@@ -118,7 +118,7 @@ MULTIMODAL: Mapping[str, Inside] = {
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
 _OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
-"""Those whose classes have other defaults for fields of their language model than its family has."""
+"""Model types whose classes have other defaults for fields of their language model than its family has."""
 
 
 def layer_kinds(family: str) -> Sequence[str] | None:
@@ -162,7 +162,7 @@ def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
 
 
 def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
-    """What the decoder is built of, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or transformers'
+    """The decoder's configuration, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or transformers'
     config object.
 
     None: it runs through transformers, as its family or an option of it is not written down, or as its code is its

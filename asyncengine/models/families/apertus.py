@@ -22,7 +22,7 @@ FIELDS: Mapping[str, Fields] = {
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `ApertusForCausalLM`."""
+    """The decoder of `ApertusForCausalLM`."""
     norm = NormConfig(epsilon=config.rms_norm_eps)
     fields = {"qkv_bias": config.attention_bias, "out_bias": config.attention_bias, "head_norm": norm}
     act = "xielu" if config.hidden_act == "xielu" else activation(config)

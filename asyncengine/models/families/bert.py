@@ -18,14 +18,14 @@ from asyncengine.models.families.common import activation
 _IGNORED = (
     r"(.*\.)?embeddings\.(position|token_type)_ids", r"(.*\.)?pooler\..*", r"cls\..*", r"lm_head\..*", r"vocab_.*",
 )  # fmt: skip
-"""What goes with the training that these checkpoints are of."""
+"""Tensors that go with the training that these checkpoints are of."""
 _MPNET_PADDING = 1
 """Whatever its config says."""
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """Of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`, `MPNetModel`, and
-    of their `...ForSequenceClassification`."""
+    """The encoder of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`, `MPNetModel`,
+    and of their `...ForSequenceClassification`."""
     if config.model_type == "distilbert":
         return _distilbert(config, length, classifies)
     if config.model_type == "mpnet":

@@ -17,7 +17,7 @@ _POOLINGS: dict[str, Any] = {"bos": "first", "mean": "mean", "late": "late"}
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """Of `EuroBertModel`, `EuroBertForSequenceClassification`, and of `Gemma3TextModel` with
+    """The encoder of `EuroBertModel`, `EuroBertForSequenceClassification`, and of `Gemma3TextModel` with
     `use_bidirectional_attention`."""
     longest = length or config.max_position_embeddings
     if config.model_type == "gemma3_text":

@@ -31,7 +31,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `CohereForCausalLM`, `Cohere2ForCausalLM`."""
+    """The decoder of `CohereForCausalLM`, `Cohere2ForCausalLM`."""
     norm = NormConfig("layer", epsilon=config.layer_norm_eps)
     second = config.model_type == "cohere2"
     windows = windows_of(config) if second else [None] * config.num_hidden_layers

@@ -112,7 +112,7 @@ def windows_of(config: Any) -> list[int | None]:
 
 
 class Inside(NamedTuple):
-    """Where a language model lies in a model that reads images or sounds as well, as transformers names it today."""
+    """The place of a language model in a model that reads images or sounds as well, as transformers names it today."""
 
     base: str = "model.language_model."
     """In place of "model."."""

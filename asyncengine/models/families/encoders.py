@@ -20,7 +20,7 @@ encoder is built of. Raises `UnsupportedModel` for an option that is not written
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How earlier files of a family call its tensors, by what they are called today."""
+    """Names of a family's tensors in earlier files, by what they are called today."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     """(regular expression, what takes its place), applied in turn."""
@@ -29,7 +29,7 @@ class Spelling:
 
 
 _NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias"))
-"""As TensorFlow's BERT called them."""
+"""Names of norms in TensorFlow's BERT."""
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 SPELLINGS: Mapping[str, Spelling] = {
     "nomic_bert": Spelling(
@@ -105,7 +105,7 @@ def is_encoder_config(config: Any) -> bool:
 
 
 def encoder_config_of(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """What the encoder is built of. Raises `UnsupportedModel` naming the family and what of it is not written down."""
+    """The encoder's configuration. Raises `UnsupportedModel` naming the family and what of it is not written down."""
     family = config.model_type
     file = ENCODERS.get(family)
     if file is None:
@@ -118,6 +118,6 @@ def encoder_config_of(config: Any, length: int | None, classifies: bool) -> Enco
 
 
 def spelling_of(family: str) -> Spelling:
-    """How earlier files of a family may call its tensors."""
+    """Names that earlier files of a family may have for its tensors."""
     known = SPELLINGS.get(family, Spelling())
     return Spelling((*_NORMS, *known.renamed), known.split)

@@ -91,4 +91,4 @@ SCALED: Mapping[str, Scaled] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""By rope_type."""
+"""Functions that scale frequencies, by rope_type."""

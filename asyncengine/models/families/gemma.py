@@ -55,7 +55,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`."""
+    """The decoder of `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`."""
     family = config.model_type
     norm = NormConfig(epsilon=config.rms_norm_eps, offset=1.0)
     windows = windows_of(config)

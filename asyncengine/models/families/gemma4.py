@@ -50,7 +50,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Gemma4ForCausalLM`."""
+    """The decoder of `Gemma4ForCausalLM`."""
     norm = NormConfig(epsilon=config.rms_norm_eps)
     values = NormConfig(epsilon=config.rms_norm_eps, weight=False)
     kinds, windows = layer_types_of(config), windows_of(config)

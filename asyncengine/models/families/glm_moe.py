@@ -54,7 +54,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Glm4MoeForCausalLM`, `Glm4vMoeTextModel`, `Dots1ForCausalLM`, `Ernie4_5_MoeForCausalLM`."""
+    """The decoder of `Glm4MoeForCausalLM`, `Glm4vMoeTextModel`, `Dots1ForCausalLM`, `Ernie4_5_MoeForCausalLM`."""
     if config.model_type == "ernie4_5_moe":
         return _ernie(config, length)
     norm = NormConfig(epsilon=config.rms_norm_eps)

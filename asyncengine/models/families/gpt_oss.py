@@ -32,7 +32,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `GptOssForCausalLM`, its checkpoints in 16 or 32 bits."""
+    """The decoder of `GptOssForCausalLM`, its checkpoints in 16 or 32 bits."""
     windows = windows_of(config)
     router = RouterConfig(
         config.num_local_experts, config.num_experts_per_tok, name="mlp.router.weight", bias="mlp.router.bias"

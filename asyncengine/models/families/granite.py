@@ -41,7 +41,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `GraniteForCausalLM`, `GraniteMoeForCausalLM`, `GraniteMoeSharedForCausalLM` and
+    """The decoder of `GraniteForCausalLM`, `GraniteMoeForCausalLM`, `GraniteMoeSharedForCausalLM` and
     `GraniteMoeHybridForCausalLM`."""
     hybrid = config.model_type == "granitemoehybrid"
     mixture = _mixture(config)
@@ -69,7 +69,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _kinds(config: Any) -> list[str]:
-    """Of the layers. transformers calls attention by its full name where older files do not."""
+    """Kinds of the layers. transformers calls attention by its full name where older files do not."""
     return ["full_attention" if kind == "attention" else kind for kind in layer_types_of(config, (*KINDS, "attention"))]
 
 

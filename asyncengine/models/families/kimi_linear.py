@@ -26,7 +26,7 @@ _EXPERT = f"{_SPARSE}experts.{{}}."
 _LEAST = 1e-20
 """A sum of weights at least."""
 _LATENT_EPSILON = 1e-6
-"""Of the latent vector's norm, whatever config.json says of the others."""
+"""Epsilon of the latent vector's norm, whatever config.json says of the others."""
 FIELDS: Mapping[str, Fields] = {
     "kimi_linear": {
         **dict.fromkeys(
@@ -69,7 +69,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `KimiLinearForCausalLM`."""
+    """The decoder of `KimiLinearForCausalLM`."""
     act = activation(config)
     _refuse_unknown(config, act)
     own, shared = config.qk_nope_head_dim, config.qk_rope_head_dim

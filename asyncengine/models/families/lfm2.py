@@ -18,7 +18,7 @@ KINDS = ("conv", "full_attention")
 _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
-"""What is added to the sum of a row's weights."""
+"""A number added to the sum of a row's weights."""
 FIELDS: Mapping[str, Fields] = {
     "lfm2": {
         "num_key_value_heads": int, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1e6,
@@ -46,7 +46,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
+    """The decoder of `Lfm2ForCausalLM` and `Lfm2MoeForCausalLM`."""
     norm = NormConfig(epsilon=config.norm_eps)
     kinds = layer_types_of(config, KINDS)
     attention = {
@@ -78,7 +78,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _width(config: Any) -> int:
-    """Of what is between the two products of the feed-forward part."""
+    """Numbers between the two products of the feed-forward part."""
     width = int(config.intermediate_size)
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return width

@@ -79,7 +79,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `LlamaForCausalLM`, `MistralForCausalLM`, `MinistralForCausalLM`, `Ministral3ForCausalLM`,
+    """The decoder of `LlamaForCausalLM`, `MistralForCausalLM`, `MinistralForCausalLM`, `Ministral3ForCausalLM`,
     `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `SmolLM3ForCausalLM`, `SeedOssForCausalLM`, `HunYuanDenseV1ForCausalLM`,
     `Qwen2VLTextModel`, `Qwen2_5_VLTextModel`, `Qwen3VLTextModel`."""
     family = config.model_type

@@ -44,7 +44,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Llama4ForCausalLM`."""
+    """The decoder of `Llama4ForCausalLM`."""
     mixture = _mixture(config)
     kinds, bias = layer_types_of(config, KINDS), bool(config.attention_bias)
     norm = NormConfig(epsilon=config.rms_norm_eps, weight=False) if config.use_qk_norm else None

@@ -65,7 +65,7 @@ def complete_mixer(config: Any, width: int | None = None) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Mamba2ForCausalLM`, `BambaForCausalLM` and `FalconH1ForCausalLM`."""
+    """The decoder of `Mamba2ForCausalLM`, `BambaForCausalLM` and `FalconH1ForCausalLM`."""
     if config.model_type == "mamba2":
         return _pure(config)
     if config.model_type == "falcon_h1":
@@ -83,7 +83,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def mixer(config: Any) -> Mamba2Config:
-    """Of the families whose options are called mamba_..."""
+    """The mixer of the families whose options are called mamba_..."""
     check_silu(config, config.hidden_act)
     groups = config.mamba_n_groups
     return Mamba2Config(
@@ -94,7 +94,7 @@ def mixer(config: Any) -> Mamba2Config:
 
 
 def limits_of(config: Any) -> tuple[float, float]:
-    """Of dt."""
+    """Bounds of dt."""
     least, most = config.time_step_limit or (0.0, float("inf"))
     return float(least), float(most)
 

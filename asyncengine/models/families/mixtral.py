@@ -43,7 +43,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `MixtralForCausalLM`, `PhimoeForCausalLM`, `MiniMaxM2ForCausalLM`."""
+    """The decoder of `MixtralForCausalLM`, `PhimoeForCausalLM`, `MiniMaxM2ForCausalLM`."""
     family = config.model_type
     router = RouterConfig(config.num_local_experts, config.num_experts_per_tok, name=f"{_BLOCK}gate.weight")
     aliases = [(router.name, "mlp.router.weight" if family == "phimoe" else "mlp.gate.weight")]

@@ -14,7 +14,7 @@ from asyncengine.models.families.common import activation, rotary_of
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """Of `ModernBertModel`, `ModernBertForSequenceClassification`."""
+    """The encoder of `ModernBertModel`, `ModernBertForSequenceClassification`."""
     longest = length or config.max_position_embeddings
     kinds = list(config.layer_types)
     rotations = sorted(set(kinds))

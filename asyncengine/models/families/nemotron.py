@@ -16,7 +16,7 @@ FIELDS: Mapping[str, Fields] = {
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `NemotronForCausalLM`."""
+    """The decoder of `NemotronForCausalLM`."""
     bias = bool(config.attention_bias)
     return llama_like(
         config,

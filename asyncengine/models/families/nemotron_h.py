@@ -61,7 +61,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `NemotronHForCausalLM`. Its attention rotates nothing."""
+    """The decoder of `NemotronHForCausalLM`. Its attention rotates nothing."""
     check_silu(config, config.mamba_hidden_act)
     dim = head_dim_of(config)
     attention = AttentionConfig(

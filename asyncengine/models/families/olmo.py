@@ -42,7 +42,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`, `Exaone4ForCausalLM`."""
+    """The decoder of `OlmoForCausalLM`, `Olmo2ForCausalLM`, `Olmo3ForCausalLM`, `Exaone4ForCausalLM`."""
     family, kinds, windows = config.model_type, layer_types_of(config), windows_of(config)
     bias = family != "exaone4" and bool(config.attention_bias)
     if family == "olmo":

@@ -28,7 +28,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `OPTForCausalLM`."""
+    """The decoder of `OPTForCausalLM`."""
     heads, bias = config.num_attention_heads, config.enable_bias
     head_dim = config.hidden_size // heads
     attention = AttentionConfig(

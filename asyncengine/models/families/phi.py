@@ -34,7 +34,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Phi3ForCausalLM`, `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4vTextModel`."""
+    """The decoder of `Phi3ForCausalLM`, `GlmForCausalLM`, `Glm4ForCausalLM`, `Glm4vTextModel`."""
     family = config.model_type
     if family == "phi3":
         own = {"window": config.sliding_window, "qkv": ("self_attn.qkv_proj",)}

@@ -56,7 +56,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3VLMoeTextModel`, `OlmoeForCausalLM`."""
+    """The decoder of `Qwen2MoeForCausalLM`, `Qwen3MoeForCausalLM`, `Qwen3VLMoeTextModel`, `OlmoeForCausalLM`."""
     family, act = config.model_type, activation(config)
     norm = NormConfig(epsilon=config.rms_norm_eps)
     images = family == "qwen3_vl_moe_text"

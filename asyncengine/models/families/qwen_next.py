@@ -42,7 +42,7 @@ def complete(config: Any) -> None:
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
+    """The decoder of `Qwen3NextForCausalLM`, `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`."""
     family, act = config.model_type, activation(config)
     kinds = layer_types_of(config, KINDS)
     if act != "silu":

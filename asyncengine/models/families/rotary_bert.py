@@ -19,7 +19,8 @@ _BASES = {"nomic_bert": "nomic_bert", "gte": "gte", "jina_embeddings_v3": "rober
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """Of `NomicBertModel`, `GteModel`, `JinaEmbeddingsV3Model`, and of their `...ForSequenceClassification`."""
+    """The encoder of `NomicBertModel`, `GteModel`, `JinaEmbeddingsV3Model`, and of their
+    `...ForSequenceClassification`."""
     family, base = config.model_type, _BASES[config.model_type]
     longest = length or config.max_position_embeddings
     dim, biased = head_dim_of(config), family != "nomic_bert"

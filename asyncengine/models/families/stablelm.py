@@ -23,7 +23,7 @@ FIELDS: Mapping[str, Fields] = {
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """Of `StableLmForCausalLM`, `Starcoder2ForCausalLM`."""
+    """The decoder of `StableLmForCausalLM`, `Starcoder2ForCausalLM`."""
     if config.model_type == "starcoder2":
         bias = config.use_bias
         own: dict[str, Any] = {"window": config.sliding_window, "qkv_bias": bias, "out_bias": bias}

@@ -27,7 +27,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Kinds of tensors, by safetensors' names for dtypes."""
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
-"""Those that nothing here is stored in."""
+"""Dtypes of safetensors that nothing here is stored in."""
 
 
 class StoredTensor(NamedTuple):
@@ -36,7 +36,7 @@ class StoredTensor(NamedTuple):
     kind: str
     """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
     shape: tuple[int, ...]
-    """Of a matrix, that of what it stands for."""
+    """The tensor's shape; of a quantized matrix, the shape that it has unquantized."""
     file: Path
 
     @property
@@ -54,12 +54,12 @@ class CheckpointSource(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where it lies, for messages."""
+        """The checkpoint's folder, for messages."""
         ...
 
     @property
     def config(self) -> dict[str, Any]:
-        """As config.json has it, or would have it."""
+        """The configuration, as config.json has it or would have it."""
         ...
 
     @property
@@ -67,17 +67,19 @@ class CheckpointSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """By the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a quantized type."""
+        """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a quantized
+        type."""
         ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the file says beside the tensors: tokenizer, chat template, defaults. Empty where it says nothing."""
+        """Facts that the file has beside the tensors: tokenizer, chat template, defaults. Empty where it says
+        nothing."""
         ...
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """Numbers in all tensors."""
         ...
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
@@ -85,15 +87,15 @@ class CheckpointSource(Protocol):
         ...
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """What `read` gave will not be read again: the system may take back its pages."""
+        """Let the system take back the pages of what `read` gave: it will not be read again."""
         ...
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Of sampling, under generation_config.json's names."""
+        """Defaults of sampling, under generation_config.json's names."""
         ...
 
     def stored_types(self) -> dict[str, str]:
-        """What each tensor is stored as, by name."""
+        """The stored type of each tensor, by name."""
         ...
 
 
@@ -111,5 +113,5 @@ def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says, in one short line."""
+    """The message of a library's error, in one short line."""
     return shorten(" ".join(str(error).split()), 300) or type(error).__name__

@@ -19,7 +19,7 @@ from asyncengine.models.formats.stored_tensors import SCALES, StoredTensors, int
 from asyncengine.models.formats.unpacking import along_outputs, floats, grouped_rows
 
 _LAYOUTS = ("gemm", "exllama", "ipex", "marlin")
-"""Of `version`: kernels that read one layout."""
+"""Values of `version`: kernels that read one layout."""
 _OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of a word's eight outputs the n-th four bits are."""
 

@@ -42,15 +42,15 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "out
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What quantization_config says, as far as the tensors do not."""
+class CompressedSettings:
+    """CompressedSettings of quantization_config, as far as the tensors do not."""
 
     bits: frozenset[int]
     block: tuple[int, int] | None
     needs_index: bool
 
     @staticmethod
-    def read(config: Mapping[str, Any]) -> Settings:
+    def read(config: Mapping[str, Any]) -> CompressedSettings:
         """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for what is no configuration."""
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -76,7 +76,7 @@ class Settings:
         if config.get("kv_cache_scheme"):
             logger.info("the checkpoint asks for a quantized KV cache: kv_cache_scheme is not followed")
         ordered = [each.get("actorder") in ("group", "dynamic", True) for each in weights]
-        return Settings(
+        return CompressedSettings(
             frozenset(integer(each, "num_bits", 8) for each in weights) or frozenset(_BITS),
             next(iter(blocks), None),
             bool(ordered) and all(ordered),
@@ -92,14 +92,14 @@ def _check_formats(groups: list[Mapping[str, Any]]) -> None:
 
 def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
     """All matrices, by the names that they have without quantization."""
-    settings = Settings.read(config)
+    settings = CompressedSettings.read(config)
     return {
         f"{path}.weight": replace(found, ignored=fp8.present(tensors, path, _OF_ACTIVATIONS))
         for path, found in _matrices(settings, tensors)
     }
 
 
-def _matrices(settings: Settings, tensors: StoredTensors) -> Iterator[tuple[str, FoundMatrix]]:
+def _matrices(settings: CompressedSettings, tensors: StoredTensors) -> Iterator[tuple[str, FoundMatrix]]:
     for path in tensors.paths(".weight_packed"):
         if tensors.headers[f"{path}.weight_packed"].kind == "I32":
             yield path, _packed(path, settings, tensors)
@@ -114,7 +114,7 @@ def _matrices(settings: Settings, tensors: StoredTensors) -> Iterator[tuple[str,
             yield path, _whole(path, tensors)
 
 
-def _packed(path: str, settings: Settings, tensors: StoredTensors) -> FoundMatrix:
+def _packed(path: str, settings: CompressedSettings, tensors: StoredTensors) -> FoundMatrix:
     """Numbers of 4 or 8 bits in words of 32."""
     outputs, words = tensors.matrix(f"{path}.weight_packed", ("I32",)).shape
     tensors.need(f"{path}.weight_shape", ("I64", "I32"), (2,))

@@ -33,7 +33,8 @@ _KIND = "F8_E4M3"
 _BLOCK = 1 << 17
 """Numbers that are worked on at once: they stay in a core's cache."""
 _LEAST_EXPONENT = 127 - 3
-"""Of a group's largest number, as float32 has it: with a smaller one all numbers are exact in the step of this."""
+"""The least exponent of a group's largest number, as float32 has it: with a smaller one all numbers are exact in the
+step of this."""
 
 Reach = Literal["matrix", "rows", "blocks"]
 
@@ -63,7 +64,7 @@ def eight_bit_paths(tensors: StoredTensors) -> list[str]:
 
 
 def present(tensors: StoredTensors, path: str, endings: Sequence[str]) -> tuple[str, ...]:
-    """Those of a module's tensors that are there."""
+    """Tensors of a module that are there, of those with these endings."""
     return tuple(name for name in (f"{path}.{ending}" for ending in endings) if name in tensors.headers)
 
 
@@ -125,7 +126,7 @@ def whole_numbers(floats: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray
 
 @functools.cache
 def _tables() -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """What `unpack_floats` takes: for each exponent, groups of one of all floats, and of it, up to this exponent."""
+    """Tables for `unpack_floats`: for each exponent, groups of one of all floats, and of it, up to this exponent."""
     table = np.zeros((16, 256), dtype=np.uint8)
     steps = np.empty(16, dtype=np.float32)
     for exponent in range(16):

@@ -32,13 +32,13 @@ from asyncengine.models.formats.unpacking import (
 )
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is added to a stored zero."""
+"""A number that is added to a stored zero, by format."""
 _BITS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What quantization_config says, as far as it matters here."""
+class GPTQSettings:
+    """GPTQSettings of quantization_config, as far as it matters here."""
 
     bits: tuple[int, ...]
     groups: tuple[int, ...]
@@ -48,7 +48,7 @@ class Settings:
     needs_index: bool
 
     @staticmethod
-    def read(config: Mapping[str, Any]) -> Settings:
+    def read(config: Mapping[str, Any]) -> GPTQSettings:
         """Raises `UnsupportedModel` for a variant that is not read, `ModelNotFound` for what is no configuration."""
         layout = config.get("checkpoint_format") or config.get("format") or "gptq"
         if not isinstance(layout, str) or layout not in _FORMATS:
@@ -59,7 +59,7 @@ class Settings:
         rules = [rule for rule in dynamic.values() if isinstance(rule, Mapping)] if isinstance(dynamic, Mapping) else []
         every = [config, *rules]
         bits, group = integer(config, "bits", 4), integer(config, "group_size", 128)
-        found = Settings(
+        found = GPTQSettings(
             tuple(integer(each, "bits", bits) for each in every),
             tuple(integer(each, "group_size", group) for each in every),
             _FORMATS[layout],
@@ -73,11 +73,11 @@ class Settings:
 
 def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:
     """All matrices, by the names that they have without quantization."""
-    settings = Settings.read(config)
+    settings = GPTQSettings.read(config)
     return {f"{path}.weight": _matrix(path, settings, tensors) for path in tensors.paths(".qweight")}
 
 
-def _matrix(path: str, settings: Settings, tensors: StoredTensors) -> FoundMatrix:
+def _matrix(path: str, settings: GPTQSettings, tensors: StoredTensors) -> FoundMatrix:
     numbers = tensors.matrix(f"{path}.qweight", ("I32",))
     scales = tensors.matrix(f"{path}.scales", SCALES)
     zeros = tensors.matrix(f"{path}.qzeros", ("I32",))
@@ -127,7 +127,9 @@ def order_of(tensors: StoredTensors, name: str, inputs: int, groups: int) -> NDA
     return np.argsort(index, kind="stable")
 
 
-def _order(tensors: StoredTensors, path: str, inputs: int, groups: int, settings: Settings) -> NDArray[np.int64] | None:
+def _order(
+    tensors: StoredTensors, path: str, inputs: int, groups: int, settings: GPTQSettings
+) -> NDArray[np.int64] | None:
     name = f"{path}.g_idx"
     if name in tensors.headers:
         tensors.need(name, ("I32",), (inputs,))

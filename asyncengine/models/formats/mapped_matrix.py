@@ -19,27 +19,27 @@ Unpack = Callable[[Parts, int, int], GroupedRows]
 
 @dataclass(frozen=True, slots=True)
 class FoundMatrix:
-    """Where a matrix lies, and how it is unpacked: known before any of it is read."""
+    """The tensors of a matrix, and the way to unpack them: known before any of it is read."""
 
     kind: str
-    """Of its type, for `info`."""
+    """The name of its type, for `info`."""
     shape: tuple[int, int]
     """(outputs, inputs)"""
     form: NumberForm
     parts: Mapping[str, str]
-    """What a tensor is in the matrix -> its name in the files. The first of them is the largest."""
+    """Names of its tensors in the files, by their part in the matrix. The first of them is the largest."""
     unpack: Unpack
     order: NDArray[np.int64] | None = None
     sliced: tuple[str, ...] = ("numbers",)
-    """Those parts whose first dimension is the outputs: pages of rows that have been read can go."""
+    """Parts whose first dimension is the outputs: pages of rows that have been read can go."""
     turned: tuple[str, ...] = ()
-    """Those parts whose last dimension is the outputs, or words of several: `unpack` gets them turned, and of these
+    """Parts whose last dimension is the outputs, or words of several: `unpack` gets them turned, and of these
     only the rows that it is asked for, which begin with row 0 then. All parts that are told apart by rows are such, or
     none is."""
     ignored: tuple[str, ...] = ()
     """Names of tensors beside it that say something of activations, which are rounded here as they come."""
     experts: int = 0
-    """How many matrices of equal size lie one below the other (gpt-oss); 0: it is one."""
+    """The number of matrices of equal size that lie one below the other (gpt-oss); 0: it is one."""
 
 
 _WORD = 8

@@ -32,13 +32,13 @@ METHODS: Mapping[str, str] = {
 }
 """quant_method -> the file in this folder with its `find`."""
 _OWN_FILES = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"))
-"""Where the configuration may be when config.json has none, and whose it then is."""
+"""Files that may have the configuration when config.json has none, and the method of each."""
 _OF_THE_CACHE = re.compile(r".*(attn|k_proj|v_proj|q_proj)\.([kqv]|kv|output|prob)_(scale|zero_point)")
 """Scales of a quantized KV cache."""
 
 
 def quantization_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a checkpoint says of how it is quantized, with its `quant_method`; None: it is not."""
+    """The quantization that a checkpoint declares, with its `quant_method`; None: it is not."""
     inner = config.get("text_config")
     for place in (config, inner if isinstance(inner, Mapping) else {}):
         for name in ("quantization_config", "compression_config"):

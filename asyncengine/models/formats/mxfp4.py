@@ -24,7 +24,7 @@ TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 GROUP = 32
 _FORM = NumberForm(4, GROUP, "table", scale_dtype="bfloat16", table=TABLE)
 _BIAS = 127 + 1
-"""Of a scale's exponent; one more, because the table has twice the values."""
+"""The bias of a scale's exponent; one more, because the table has twice the values."""
 
 
 def find(config: Mapping[str, Any], tensors: StoredTensors) -> dict[str, FoundMatrix]:

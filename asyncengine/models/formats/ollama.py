@@ -35,7 +35,7 @@ _PARAMETERS = {
 
 
 class OllamaModel(NamedTuple):
-    """What a manifest names."""
+    """Files that a manifest names."""
 
     file: Path
     """Its weights, in GGUF."""
@@ -81,7 +81,8 @@ def _name_parts(name: str) -> tuple[str, str, str, str]:
 
 
 def _folders() -> list[Path]:
-    """Where Ollama keeps models: what it was told, or its user's folder, or that of its service on Linux."""
+    """Folders in which Ollama keeps models: the one that it was given, or its user's folder, or that of its service on
+    Linux."""
     folder = os.environ.get("OLLAMA_MODELS")
     if folder:
         return [Path(folder).expanduser()]
@@ -134,7 +135,7 @@ def _small_json(file: Path) -> dict[str, Any]:
 
 
 def _defaults(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What is a default of sampling, and the strings that end an answer."""
+    """Defaults of sampling, and the strings that end an answer."""
     found: dict[str, Any] = {}
     for name, value in parameters.items():
         if name in _PARAMETERS and isinstance(value, (int, float)) and not isinstance(value, bool):

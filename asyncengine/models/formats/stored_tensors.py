@@ -18,7 +18,7 @@ SCALES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """What the files' headers say, and the few small tensors that have to be read to know what the others mean."""
+    """The files' headers, and the few small tensors that have to be read to know what the others mean."""
 
     folder: Path
     headers: Mapping[str, StoredTensor]
@@ -26,7 +26,7 @@ class StoredTensors:
     """A tensor by its name, mapped and not copied."""
 
     def paths(self, ending: str) -> Iterator[str]:
-        """What stands before `ending` in names that have it: the paths of modules."""
+        """Paths of modules: the part before `ending` of the names that have it."""
         for name in self.headers:
             if name.endswith(ending):
                 yield name.removesuffix(ending)

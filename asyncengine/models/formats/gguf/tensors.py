@@ -171,7 +171,7 @@ class TakingTurns:
         self._matrices, self._size = (first, second), size
 
     def _spans(self, first: int, last: int) -> list[tuple[StoredMatrix, int, int, NDArray[np.bool_]]]:
-        """Of each matrix that rows [first, last) are of: its first and last row, and where they come."""
+        """Spans of the matrices that have rows [first, last): of each its first and last row, and where they come."""
         rows = np.arange(first, last)
         piece, inner = np.divmod(rows, self._size)
         own = piece // 2 * self._size + inner  # ascending and without gaps among the rows of one matrix

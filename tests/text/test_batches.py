@@ -21,14 +21,22 @@ def tokenizer_in(folder: Path, **options: object) -> TextTokenizer:
     return TextTokenizer(AutoTokenizer.from_pretrained(folder))
 
 
-@pytest.mark.parametrize("like", ["bert", "roberta", "end"])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("directly", [True, False])
+@pytest.mark.parametrize(
+    ("like", "side", "directly"),
+    [
+        ("bert", "right", True),
+        ("bert", "left", False),
+        ("roberta", "right", False),
+        ("roberta", "left", True),
+        ("end", "right", True),
+        ("end", "left", False),
+    ],
+)
 def test_texts_and_pairs_as_transformers_has_them(like: str, side: str, directly: bool, tmp_path: Path) -> None:
     tokenizer = tokenizer_in(tmp_path, like=like)
     hf = tokenizer.hf
     hf.truncation_side = side
-    sizes = (0, 1, 4, 5, 7, 8, 9, 30, 400)
+    sizes = (0, 1, 4, 5, 8, 9, 100)
     texts = [" ".join((WORDS.split(" ") * 50)[:size]) for size in sizes]
     pairs = [(one, other) for one in texts for other in texts]
     for most in (8, 13):

@@ -29,6 +29,8 @@ from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 CONFIG: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 64, "kv_cache_memory": "32MiB", "num_threads": 1}
 """Settings of the shared engine; model objects with equal ones share it."""
 CONTEXT = 1024
+TOKENS = 10
+"""Length of the answers that adapters are told apart by."""
 LONG = {"max_tokens": 700, "model_kwargs": {"ignore_eos": True}}
 """An answer that is still being written when a test leaves it."""
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -118,6 +120,15 @@ def loaded_adapters(handle: EngineHandle, adapter_folders: dict[str, str]) -> tu
     for name, folder in adapter_folders.items():
         handle.get().load_adapter(name, folder)
     return tuple(adapter_folders)
+
+
+@pytest.fixture
+def answers(handle: EngineHandle, loaded_adapters: tuple[str, ...]) -> dict[str | None, str]:
+    """What the engine itself answers to "Hello" in `TOKENS` tokens, by adapter."""
+    params, chat = SamplingParams(temperature=0, max_tokens=TOKENS), [{"role": "user", "content": "Hello"}]
+    found = {name: handle.get().chat(chat, params, adapter=name).text for name in (None, *loaded_adapters)}
+    assert len({*found.values()}) == 3, "the adapters answer differently"
+    return found
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 import subprocess
@@ -133,32 +134,23 @@ def ask(model: Any, **keywords: Any) -> Any:
     )
 
 
-CALLS: list[Callable[..., Any]] = [
-    EngineConfig, EngineConfig().replace, lambda **given: EngineConfig.from_dict(given),
-    lambda **given: Engine.from_pretrained("m", **given), lambda **given: shared_engine("m", **given),
+CALLS: list[tuple[Callable[..., Any], str, str]] = [
+    *((call, "max_modl_len", "max_model_len") for call in (
+        EngineConfig, EngineConfig().replace, lambda **given: EngineConfig.from_dict(given),
+        lambda **given: Engine.from_pretrained("m", **given), lambda **given: shared_engine("m", **given),
+        lambda **given: asyncio.run(AsyncEngine.from_pretrained("m", **given)),
+    )),
+    *((call, "max_token", "max_tokens") for call in (
+        SamplingParams, SamplingParams().replace, lambda **given: SamplingParams.from_dict(given),
+    )),
+    (FleetConfig, "replica", "replicas"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_misspelt_settings_of_the_engine_itself(call: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidParameter, match="max_modl_len: unknown parameter; did you mean 'max_model_len'"):
-        call(max_modl_len=5)
-
-
-async def test_misspelt_settings_of_an_engine_to_be() -> None:
-    with pytest.raises(InvalidParameter, match="max_modl_len: unknown parameter; did you mean 'max_model_len'"):
-        await AsyncEngine.from_pretrained("m", max_modl_len=5)
-
-
-@pytest.mark.parametrize("call", [SamplingParams, SamplingParams().replace, lambda **it: SamplingParams.from_dict(it)])
-def test_misspelt_sampling_parameters(call: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidParameter, match="max_token: unknown parameter; did you mean 'max_tokens'"):
-        call(max_token=5)
-
-
-def test_misspelt_settings_of_a_fleet() -> None:
-    with pytest.raises(InvalidParameter, match="replica: unknown parameter; did you mean 'replicas'"):
-        FleetConfig(replica=2)  # type: ignore[call-arg]
+@pytest.mark.parametrize(("call", "misspelt", "right"), CALLS)
+def test_misspelt_names_of_the_engine_itself(call: Callable[..., Any], misspelt: str, right: str) -> None:
+    with pytest.raises(InvalidParameter, match=f"{misspelt}: unknown parameter; did you mean '{right}'"):
+        call(**{misspelt: 5})
 
 
 @pytest.mark.parametrize("kind", EVERY)

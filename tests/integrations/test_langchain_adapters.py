@@ -19,25 +19,15 @@ from asyncengine import EngineHandle, SamplingParams, shared_engine
 from asyncengine.errors import AdapterError, AdapterNotFound, InvalidParameter
 from asyncengine.integrations.langchain import AsyncEngineLLM, ChatAsyncEngine
 
-from .conftest import CONFIG, LONG, Watch, added
+from .conftest import CONFIG, LONG, TOKENS, Watch, added
 
 Make = Callable[..., ChatAsyncEngine]
-TOKENS = 10
 HELLO = [{"role": "user", "content": "Hello"}]
 NAMES = (None, "first", "second")
 OWN = {**CONFIG, "max_num_seqs": 5}
 """Settings of an engine that no other test shares."""
 
 pytestmark = pytest.mark.usefixtures("loaded_adapters")
-
-
-@pytest.fixture
-def answers(handle: EngineHandle, loaded_adapters: tuple[str, ...]) -> dict[str | None, str]:
-    """What the engine itself answers to "Hello", by adapter."""
-    params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    found = {name: handle.get().chat(HELLO, params, adapter=name).text for name in NAMES}
-    assert len({*found.values()}) == 3, "the adapters answer differently"
-    return found
 
 
 async def test_every_way_to_choose_an_adapter(make_chat: Make, answers: dict[str | None, str]) -> None:

@@ -14,14 +14,12 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import TextNode
 from pydantic import BaseModel
 
-from asyncengine import EngineHandle, SamplingParams
 from asyncengine.errors import AdapterNotFound, InvalidParameter
 from asyncengine.integrations.langchain import ChatAsyncEngine
 from asyncengine.integrations.llama_index import AsyncEngineLLM
 
-from .conftest import CONFIG
+from .conftest import CONFIG, TOKENS
 
-TOKENS = 10
 HELLO = [ChatMessage("Hello")]
 NAMES = (None, "first", "second")
 OWN = {**CONFIG, "max_num_seqs": 6}
@@ -39,15 +37,6 @@ def make(model_path: str) -> Make:
         )
 
     return make
-
-
-@pytest.fixture
-def answers(handle: EngineHandle) -> dict[str | None, str]:
-    """What the engine itself answers to "Hello", by adapter."""
-    params, chat = SamplingParams(temperature=0, max_tokens=TOKENS), [{"role": "user", "content": "Hello"}]
-    found = {name: handle.get().chat(chat, params, adapter=name).text for name in NAMES}
-    assert len({*found.values()}) == 3, "the adapters answer differently"
-    return found
 
 
 async def test_eight_calls_take_the_adapter(make: Make, answers: dict[str | None, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,9 +18,9 @@ from asyncengine import EngineHandle
 from asyncengine.integrations.langchain import ChatAsyncEngine
 
 from .conftest import Watch
+from .test_langchain_structured import MARTA, Person, PersonData
+from .test_langchain_structured import TEXT as REQUEST
 
-REQUEST = "Extract name, age and job as JSON.\n\nText: Marta is a baker. Marta is 41 years old."
-MARTA: dict[str, Any] = {"name": "Marta", "age": 41, "job": "baker"}
 WEATHER = "What is the weather in Oslo?"
 
 
@@ -32,23 +32,6 @@ def get_weather(city: str) -> str:
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
-
-
-class Person(BaseModel):
-    """Information about a person."""
-
-    name: str
-    age: int
-    job: str
-
-
-@dataclass
-class PersonData:
-    """Information about a person."""
-
-    name: str
-    age: int
-    job: str
 
 
 class PersonDict(TypedDict):

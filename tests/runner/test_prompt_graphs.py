@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 from support.drive import Driver, prompts
-from support.fake_flashinfer import FakeFlashInfer, FakeMemory
-from support.graphs import Recall
+from support.graphs import Recall, on_fakes
 from support.pieces import ThreadedPieces
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
 
 from asyncengine import SamplingParams
 from asyncengine.attention.base import MergedHeads
-from asyncengine.attention.flashinfer import FlashInferBackend
-from asyncengine.config import EngineConfig
 from asyncengine.layers.rotary import Angles, rotate
-from asyncengine.models.loading import load_model
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.runner.prompt_graphs import prompt_graph_sizes
 from asyncengine.step import Batch
+
+LAYERS = 3
 
 
 def merged(backend: Any) -> Any:
@@ -47,19 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_wide("qwen2", tmp_path_factory.mktemp("graphs") / "qwen2")
 
 
-def make_runner(path: Path, sizes: list[int] | None, *, decode: bool = True) -> tuple[ModelRunner, ThreadedPieces]:
-    model = load_model(str(path), EngineConfig(page_size=4, max_num_seqs=64, num_threads=1, attention_backend="torch"))
-    fake = FakeFlashInfer(FakeMemory())
-    backend = FlashInferBackend(
-        model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
-        memory=fake.memory,
-    )  # fmt: skip
-    backend.attend_merged = merged(backend)
-    runner = ModelRunner(model, backend, 4, 64)
-    pieces = ThreadedPieces()
+def make_runner(path: Path, sizes: list[int] | None) -> tuple[ModelRunner, ThreadedPieces]:
+    def attention(backend: Any) -> None:
+        backend.attend_merged = merged(backend)
+
+    runner, pieces = on_fakes(path, attention=attention), ThreadedPieces()
     if sizes is not None:
         assert runner.may_cut
-        runner.use_graphs([1, 2] if decode else [1], Recall())
+        runner.use_graphs([1, 2], Recall())
         runner.use_prompt_graphs(sizes, pieces)
     return runner, pieces
 
@@ -75,8 +68,7 @@ def test_outputs_are_those_without_graphs(params: SamplingParams, folder: Path) 
     outputs = []
     for sizes in (None, [4, 16, 48]):
         runner, pieces = make_runner(folder, sizes)
-        layers = len(runner.windows) and len(runner._model.specs)  # type: ignore[union-attr]
-        assert pieces.captured == (0 if sizes is None else 3 * (layers + 1))
+        assert pieces.captured == (0 if sizes is None else 3 * (LAYERS + 1))
         driver = Driver(runner)
         for chunk, preempt_every in ((None, None), (5, 4)):
             jobs = [

@@ -95,9 +95,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("states", ["8KiB", "1KiB"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "states"), [*((name, "1KiB") for name in SCHEDULES), ("together", "8KiB"), ("preempted", "8KiB")]
+)
 def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> None:
+    """Twice the same requests: a state before any token that is not empty shows in the second round."""
     runner = leaky_runner(state_memory=states)
     served = Served(runner, **SCHEDULES[schedule])
     for _ in range(2):
@@ -107,8 +109,6 @@ def test_one_answer(schedule: str, states: str, expected: list[list[int]]) -> No
     counts = served.kv.state_counts([])
     assert counts.free + counts.snapshots == counts.total == runner.num_states - 1
     assert counts.hits > 5 or not served.config.prefix_caching or counts.total < 5
-    assert runner._states is not None
-    assert not any(pool[0].any() for pool in (*runner._states.recurrent, *runner._states.windows) if pool is not None)
     runner.close()
 
 

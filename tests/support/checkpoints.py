@@ -44,12 +44,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def make_runner(checkpoint: Checkpoint) -> Iterator[MakeRunner]:
-    """make_runner(family, **EngineConfig fields) -> a fresh runner with pages of 4 tokens; closed at the end."""
+    """make_runner(family, **EngineConfig fields) -> a fresh runner with pages of 4 tokens; closed at the end.
+
+    `around`: called with the loaded model; the runner gets what it returns.
+    """
     runners: list[ModelRunner] = []
 
-    def make(name: str, **fields: Any) -> ModelRunner:
+    def make(name: str, around: Callable[[Any], Any] | None = None, **fields: Any) -> ModelRunner:
         config = EngineConfig(**{"page_size": 4, "max_num_seqs": 64, "kv_cache_memory": "24MiB", **fields})
-        runners.append(build_runner(load_model(str(checkpoint(name)), config), config))
+        loaded = load_model(str(checkpoint(name)), config)
+        if around is not None:
+            loaded.model = around(loaded.model)
+        runners.append(build_runner(loaded, config))
         return runners[-1]
 
     yield make

@@ -23,6 +23,8 @@ from asyncengine.runner.model_runner import ModelRunner
 
 @dataclass
 class Recalled:
+    """A `Graph`."""
+
     work: Callable[[], torch.Tensor]
     output: torch.Tensor
     capture: Recall
@@ -45,7 +47,11 @@ class Recall:
         return Recalled(work, output, self)
 
 
-def on_fakes(path: Path, lora: Callable[[Any], LoraLayers | None] = lambda module: None) -> ModelRunner:
+def on_fakes(
+    path: Path, lora: Callable[[Any], LoraLayers | None] = lambda module: None, *, num_states: int = 0,
+    attention: Callable[[FlashInferBackend], object] = lambda backend: None,
+) -> ModelRunner:  # fmt: skip
+    """A runner with pages of 4 tokens, and states if the model keeps any; `attention` is called with its backend."""
     config = EngineConfig(page_size=4, max_num_seqs=64, num_threads=1)
     model = load_model(str(path), config)
     fake = FakeFlashInfer(FakeMemory())
@@ -53,4 +59,5 @@ def on_fakes(path: Path, lora: Callable[[Any], LoraLayers | None] = lambda modul
         model.layers, 600, 4, model.dtype, model.device, max_rows=64, max_pages_per_row=64, flashinfer=fake,
         memory=fake.memory,
     )  # fmt: skip
-    return ModelRunner(model, backend, 4, 64, lora=lora(model.model))
+    attention(backend)
+    return ModelRunner(model, backend, 4, 64, lora=lora(model.model), num_states=num_states if model.states else 0)

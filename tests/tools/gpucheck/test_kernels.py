@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory, FakeModules
+from support.fake_gpu import Again
 
 from asyncengine.attention.base import AttentionBackend
 from asyncengine.attention.flashinfer import FlashInferBackend
@@ -22,17 +23,6 @@ from tools.gpucheck.session import Session, Settings
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in cases()}
-
-
-class Again:
-    """A captured graph without a GPU: the work is done anew."""
-
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
-        self.work = work
-        self.output = work()
-
-    def replay(self) -> None:
-        self.output = self.work()
 
 
 def fake(case: Case, kind: type[FlashInferBackend] = FlashInferBackend, **changes: Any) -> FlashInferBackend:

@@ -1,5 +1,4 @@
-"""GGUF files of tiny models with states, as llama.cpp's converter writes them: Qwen3-Next, Mamba-2, Falcon-H1,
-Nemotron-H and Nemotron 3, Kimi Linear. What it does to each tensor, and back."""
+"""GGUF files of tiny models with states, as llama.cpp's converter writes them: its changes, and the way back."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 ARCHITECTURES = {
     "qwen3_next": "qwen3next", "mamba2": "mamba2", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
-    "kimi_linear": "kimi-linear",
+    "kimi_linear": "kimi-linear", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
 Kinds = Callable[[str, torch.Tensor], str]
 Back = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -57,7 +57,7 @@ def write_states(
         meant = []
         for part, moved in parts:
             there = _name(table, part)
-            single = moved.ndim == 1 or "norm" in there or "conv1d" in there or "ssm_a" in there or "ssm_d" in there
+            single = moved.ndim == 1 or any(part in there for part in ("norm", "conv1d", "conv.conv", "ssm_a", "ssm_d"))
             kind = "F32" if single else kind_of(there, moved)
             stored, value = _stored(moved.contiguous().numpy(), kind)
             writer.add_tensor(there, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -93,6 +93,8 @@ def _name(table: Any, name: str) -> str:
     if name.startswith("blk."):
         return name
     given = name.replace("dt_bias", "dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+    given = given.replace("expert_bias", "expert_bias.bias")
+    given = given.removeprefix("model.") if ".feed_forward.experts." in given else given
     bare = name.endswith(("A_log", ".D"))
     found = table.get_name(given) if bare else table.get_name(given, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
@@ -104,18 +106,57 @@ def _first(found: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _moved(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    if config.model_type.startswith("qwen3_5"):
+        return _qwen35(config, name, tensor)
     if name.endswith("A_log"):
         moved = -tensor.exp()
         wide = moved if config.model_type in ("qwen3_next", "kimi_linear") else moved.view(-1, 1)
         return [(name, wide)], lambda found: (-found[0]).log().view(tensor.shape)
-    if name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         shape = (1, len(tensor), 1, tensor.shape[-1]) if config.model_type == "kimi_linear" else (len(tensor), -1)
         return [(name, tensor.view(shape))], lambda found: found[0].view(tensor.shape)
+    if config.model_type.startswith("lfm2"):
+        return [(name, tensor)], _first
     if name.endswith(".D"):
         return [(name, tensor.view(-1, 1))], lambda found: found[0].flatten()
-    return {"qwen3_next": _qwen, "falcon_h1": _falcon, "kimi_linear": _kimi}.get(config.model_type, _mamba)(
-        config, name, tensor, legacy
-    )
+    return {"qwen3_next": _qwen, "falcon_h1": _falcon, "kimi_linear": _kimi, "granitemoehybrid": _granite}.get(
+        config.model_type, _mamba
+    )(config, name, tensor, legacy)
+
+
+def _qwen35(config: Any, name: str, tensor: torch.Tensor) -> Moved:
+    """Heads of values, which lie in turns of the heads of keys."""
+    if name.endswith("shared_expert_gate.weight"):
+        return [(name, tensor.squeeze(0))], lambda found: found[0].unsqueeze(0)
+    if name.endswith("norm.weight") and "linear_attn.norm" not in name:
+        return [(name, tensor + 1)], lambda found: found[0] - 1
+    if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+        return [(name, tensor)], _first
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    size = config.linear_value_head_dim
+    if name.endswith("out_proj.weight"):
+        return [
+            (name, _turns(tensor.T, keys, values, size).T)
+        ], lambda found: _turns(found[0].T, values // keys, values, size).T
+    stays = 2 * keys * config.linear_key_head_dim if "in_proj_qkv" in name or "conv1d" in name else 0
+    size = 1 if name.endswith(("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight")) else size
+
+    def turned(found: torch.Tensor, groups: int) -> torch.Tensor:
+        return torch.cat((found[:stays], _turns(found[stays:], groups, values, size)))
+
+    moved = turned(tensor.squeeze(1) if "conv1d" in name else tensor, keys)
+    decay = name.endswith("A_log")
+
+    def back(found: list[torch.Tensor]) -> torch.Tensor:
+        return turned((-found[0]).log() if decay else found[0], values // keys).view(tensor.shape)
+
+    return [(name, -moved.exp() if decay else moved)], back
+
+
+def _turns(rows: torch.Tensor, groups: int, heads: int, size: int) -> torch.Tensor:
+    """Heads that lie group by group, one of each group in turn."""
+    split = rows.reshape(groups, heads // groups, size, *rows.shape[1:])
+    return split.transpose(0, 1).reshape(rows.shape)
 
 
 def _qwen(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
@@ -191,6 +232,21 @@ def _kimi(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
     return [(name.replace("block_sparse_moe", "mlp") if dense else name, tensor)], _first
 
 
+def _granite(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    """Gates and what they multiply lie apart; gguf's table does not have their names."""
+    if name.endswith("mamba.norm.weight"):
+        return [(name, tensor.reshape(config.mamba_n_groups, -1))], lambda found: found[0].flatten()
+    if "_linear." not in name:
+        return _mamba(config, name, tensor, legacy)
+    layer, kind = name.split(".")[2], "" if not config.num_local_experts else "_shexp" if "shared" in name else "_exps"
+    if name.endswith("input_linear.weight"):
+        parts = zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True)
+        return [(f"blk.{layer}.ffn_{part}{kind}.weight", half) for part, half in parts], lambda found: torch.cat(
+            found, dim=-2
+        )
+    return [(f"blk.{layer}.ffn_down{kind}.weight", tensor)], _first
+
+
 def _header(writer: Any, config: Any) -> None:
     """Its values of mixtures and states, by the names that the families' configurations share."""
     get = lambda *names: next((getattr(config, name) for name in names if getattr(config, name, None)), 0)  # noqa: E731
@@ -199,11 +255,13 @@ def _header(writer: Any, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
-    epsilon = get("rms_norm_eps", "layer_norm_epsilon")
+    epsilon = get("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
     # Nemotron's converter finds the other name
     (writer.add_layer_norm_eps if config.model_type == "nemotron_h" else writer.add_layer_norm_rms_eps)(epsilon)
-    writer.add_ssm_conv_kernel(get("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"))
-    {"qwen3_next": _qwen_header, "kimi_linear": _kimi_header}.get(config.model_type, _mamba_header)(writer, config)
+    if kernel := get("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"):
+        writer.add_ssm_conv_kernel(kernel)
+    headers = {"qwen": _qwen_header, "kimi": _kimi_header, "lfm2": _lfm_header}
+    headers.get(config.model_type[:4], _mamba_header)(writer, config)
     experts = get("num_experts") or (get("n_routed_experts") if writer.arch == "nemotron_h_moe" else 0)
     if experts:
         writer.add_expert_count(experts)
@@ -215,7 +273,7 @@ def _header(writer: Any, config: Any) -> None:
         return
     writer.add_head_count(config.num_attention_heads)
     if config.model_type != "nemotron_h":
-        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_feed_forward_length(get("intermediate_size"))
     if config.model_type != "kimi_linear":
         dim = get("head_dim") or config.hidden_size // config.num_attention_heads
         writer.add_key_length(dim)
@@ -233,7 +291,17 @@ def _qwen_header(writer: Any, config: Any) -> None:
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     key = f"{writer.arch}.attention.recurrent_layers"
     writer.add_array(key, [kind == "linear_attention" for kind in config.layer_types])
-    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _lfm_header(writer: Any, config: Any) -> None:
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
 
 
 def _mamba_header(writer: Any, config: Any) -> None:
@@ -249,6 +317,23 @@ def _mamba_header(writer: Any, config: Any) -> None:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if config.model_type == "nemotron_h":
         _nemotron_header(writer, config)
+    if config.model_type == "granitemoehybrid":
+        _granite_header(writer, config)
+
+
+def _granite_header(writer: Any, config: Any) -> None:
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in config.layer_types])
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    if config.num_local_experts:
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def _nemotron_header(writer: Any, config: Any) -> None:

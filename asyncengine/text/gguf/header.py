@@ -36,18 +36,8 @@ ID_KEYS = {
 """Short names, and the format's keys (whose spelling of "separator" is the format's)."""
 LLAMA_IDS = {"unk": (0, "<unk>"), "bos": (1, "<s>"), "eos": (2, "</s>")}
 """Tokens of the kind "llama" that headers of 2023 do not name."""
-
-
-class TokenType(IntEnum):
-    """Kinds of tokens, in the numbers of `tokenizer.ggml.token_type`."""
-
-    UNDEFINED = 0
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
+TokenType = IntEnum("TokenType", "UNDEFINED NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE", start=0)
+"""Kinds of tokens, in the numbers of `tokenizer.ggml.token_type`."""
 
 
 class TokenizerHeader:

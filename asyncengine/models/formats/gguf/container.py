@@ -48,10 +48,6 @@ _STRING, _ARRAY = 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-class Broken(ValueError):
-    """A fault in a file's bytes, in words; `GgufFile` adds the path."""
-
-
 def broken(path: Path, error: object) -> ModelNotFound:
     """The error for a file that is no whole GGUF file."""
     return ModelNotFound(f"{shorten(str(path), 500)} is not a whole GGUF file: {shorten(str(error), 300)}")
@@ -121,10 +117,7 @@ class GgufFile:
         self.path = path
         self._mapping = _mapped(path)
         self.bytes: NDArray[np.uint8] = np.asarray(_Writable(self._mapping))
-        try:
-            self.metadata, self.tensors = _Reader(memoryview(self._mapping)).read(path)
-        except Broken as error:
-            raise broken(path, error) from None
+        self.metadata, self.tensors = _Reader(path, memoryview(self._mapping)).read()
 
     def array(self, place: TensorPlace) -> NDArray[np.uint8]:
         """The bytes of a tensor, which must not be written to."""
@@ -211,38 +204,38 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 class _Reader:
-    """A header, read from its beginning. Every method raises `Broken` where the file ends too early."""
+    """A header, read from its beginning. Every method raises `ModelNotFound` for what cannot be."""
 
-    def __init__(self, data: memoryview) -> None:
-        self.data, self.at, self.end = data, 0, len(data)
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self.path, self.data, self.at, self.end = path, data, 0, len(data)
 
-    def read(self, path: Path) -> tuple[Metadata, dict[str, TensorPlace]]:
+    def read(self) -> tuple[Metadata, dict[str, TensorPlace]]:
         """The values and tensors of a file."""
         if self.data[:4] != MAGIC:
-            raise Broken(f"it begins with {bytes(self.data[:4])!r}")
+            raise broken(self.path, f"it begins with {bytes(self.data[:4])!r}")
         self.at = 4
         version = self._u32()
         if version not in VERSIONS:
             what = "is big-endian" if version & 0xFFFF == 0 and version else f"is version {version}"
             raise UnsupportedModel(
-                f"{path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with "
+                f"{self.path}: a GGUF file that {what}; read are the little-endian versions 2 and 3 (convert it with "
                 "llama.cpp)"
             )
         tensors, values = self._u64(), self._u64()
         if tensors > MAX_TENSORS:
-            raise Broken(f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
+            raise broken(self.path, f"its header claims {tensors} tensors, at most {MAX_TENSORS}")
         if values > MAX_VALUES:
-            raise Broken(f"its header claims {values} values, at most {MAX_VALUES}")
-        metadata = Metadata(path, self.data, self._values(values))
+            raise broken(self.path, f"its header claims {values} values, at most {MAX_VALUES}")
+        metadata = Metadata(self.path, self.data, self._values(values))
         unit = metadata.single("general.alignment") if "general.alignment" in metadata else 32
         if isinstance(unit, bool) or not isinstance(unit, int) or not 8 <= unit <= MAX_ALIGNMENT or unit & (unit - 1):
             shown = shorten(repr(unit), 40)
-            raise Broken(f"its general.alignment is {shown}, not a power of two of 8 to {MAX_ALIGNMENT}")
+            raise broken(self.path, f"its general.alignment is {shown}, not a power of two of 8 to {MAX_ALIGNMENT}")
         return metadata, self._places(tensors, unit)
 
     def _skip(self, count: int) -> None:
         if count > self.end - self.at:
-            raise Broken("it ends within its header")
+            raise broken(self.path, "it ends within its header")
         self.at += count
 
     def _u32(self) -> int:
@@ -256,12 +249,12 @@ class _Reader:
     def _text(self, most: int, what: str) -> str:
         length = self._u64()
         if length > most:
-            raise Broken(f"it has {what} of {length} bytes, at most {most}")
+            raise broken(self.path, f"it has {what} of {length} bytes, at most {most}")
         self._skip(length)
         try:
             return str(self.data[self.at - length : self.at], "utf-8")
         except UnicodeDecodeError:
-            raise Broken(f"it has {what} that is not UTF-8") from None
+            raise broken(self.path, f"it has {what} that is not UTF-8") from None
 
     def _values(self, count: int) -> dict[str, _Value]:
         found: dict[str, _Value] = {}
@@ -269,7 +262,7 @@ class _Reader:
         for _ in range(count):
             key = self._text(MAX_KEY, "a key")
             if key in found:
-                raise Broken(f"it has the key {key[:80]!r} twice")
+                raise broken(self.path, f"it has the key {key[:80]!r} twice")
             kind, length = self._u32(), -1
             if kind == _ARRAY:
                 kind, length = self._u32(), self._u64()
@@ -277,27 +270,27 @@ class _Reader:
             if kind == _STRING:
                 strings += max(length, 0)
                 if strings > MAX_STRINGS:
-                    raise Broken(f"its header claims {strings} strings, at most {MAX_STRINGS}")
+                    raise broken(self.path, f"its header claims {strings} strings, at most {MAX_STRINGS}")
                 self._skip_strings(abs(length))
             elif kind == _ARRAY:
-                raise Broken(f"its {key[:80]} is an array of arrays")
+                raise broken(self.path, f"its {key[:80]} is an array of arrays")
             elif kind in _DTYPES:
                 self._skip(np.dtype(_DTYPES[kind]).itemsize * abs(length))
             else:
-                raise Broken(f"its {key[:80]} is of the unknown type {kind}")
+                raise broken(self.path, f"its {key[:80]} is of the unknown type {kind}")
         return found
 
     def _skip_strings(self, count: int) -> None:
         # a tokenizer's words all go through this loop when a file is opened: about 0.1 microseconds each
         if count > (self.end - self.at) // 8:
-            raise Broken("it ends within its header")
+            raise broken(self.path, "it ends within its header")
         data, at, end, unpack = self.data, self.at, self.end, _U64.unpack_from
         for _ in range(count):
             if at + 8 > end:
                 break
             at += 8 + unpack(data, at)[0]
         if at > end:
-            raise Broken("it ends within its header")
+            raise broken(self.path, "it ends within its header")
         self.at = at
 
     def _places(self, count: int, alignment: int) -> dict[str, TensorPlace]:
@@ -306,19 +299,21 @@ class _Reader:
         for _ in range(count):
             name = self._text(MAX_NAME, "a tensor's name")
             if name in found:
-                raise Broken(f"it has the tensor {name[:80]!r} twice")
+                raise broken(self.path, f"it has the tensor {name[:80]!r} twice")
             found[name] = self._place(name[:80])
         begin = -(-self.at // alignment) * alignment
         end = 0
         for name, place in found.items():
             at = f"its tensor {name[:80]} begins at {place.offset}"
             if place.offset % alignment:
-                raise Broken(f"{at}, no multiple of the alignment {alignment}")
+                raise broken(self.path, f"{at}, no multiple of the alignment {alignment}")
             if place.offset < end:
-                raise Broken(f"{at}, within or before the one ahead of it")
+                raise broken(self.path, f"{at}, within or before the one ahead of it")
             end = place.offset + place.nbytes
             if begin + end > self.end:
-                raise Broken(f"it is truncated: {self.end} bytes, its tensor {name[:80]} ends at {begin + end}")
+                raise broken(
+                    self.path, f"it is truncated: {self.end} bytes, its tensor {name[:80]} ends at {begin + end}"
+                )
             found[name] = place._replace(offset=begin + place.offset)
         return found
 
@@ -326,7 +321,7 @@ class _Reader:
         """A tensor's line of the header; the offset still counts from the beginning of the data."""
         axes = self._u32()
         if not 1 <= axes <= 4:
-            raise Broken(f"its tensor {name} has {axes} dimensions, not 1 to 4")
+            raise broken(self.path, f"its tensor {name} has {axes} dimensions, not 1 to 4")
         shape = tuple(self._u64() for _ in range(axes))[::-1]
         number, offset = self._u32(), self._u64()
         kind = BLOCK_TYPES.get(number)
@@ -334,10 +329,13 @@ class _Reader:
             what = (
                 f"{GONE[number]}, which llama.cpp no longer reads" if number in GONE else f"the unknown type {number}"
             )
-            raise Broken(f"its tensor {name} is of {what}")
+            raise broken(self.path, f"its tensor {name} is of {what}")
         elements = math.prod(shape)
         if not 0 < elements < 2**62:
-            raise Broken(f"its tensor {name} has an impossible shape")
+            raise broken(self.path, f"its tensor {name} has an impossible shape")
         if shape[-1] % kind.numbers:
-            raise Broken(f"its tensor {name} has rows of {shape[-1]} numbers; {kind.name} has blocks of {kind.numbers}")
+            raise broken(
+                self.path,
+                f"its tensor {name} has rows of {shape[-1]} numbers; {kind.name} has blocks of {kind.numbers}",
+            )
         return TensorPlace(kind, shape, offset, elements // kind.numbers * kind.nbytes)

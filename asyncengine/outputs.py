@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncengine.step import TokenLogprob
 
@@ -112,6 +112,13 @@ class Chunk:
         self.usage = usage
         self.tool_calls = tool_calls
         self.reasoning = reasoning
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments alone: half of the time and bytes of a state by name, and fleets send one per token."""
+        return Chunk, (
+            self.text, self.token_ids, self.finish_reason, self.index, self.logprobs, self.error, self.usage,
+            self.tool_calls, self.reasoning,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return f"Chunk({self.text!r}, {self.token_ids}, {self.finish_reason!r}, index={self.index})"

@@ -24,7 +24,7 @@ from asyncengine.engine.inbox import Inbox
 from asyncengine.errors import AdapterInUse, AdapterNotFound, GrammarError
 from asyncengine.kvcache import PageCounts, StateCounts
 from asyncengine.lora.naming import AdapterInfo
-from asyncengine.outputs import Chunk
+from asyncengine.outputs import Chunk, Usage
 from asyncengine.scheduler.messages import GrammarReady
 from asyncengine.stats import EngineStats, SpeculationStats, Summary, ThreadStats
 
@@ -132,7 +132,10 @@ def test_an_update_merges_what_waits() -> None:
     assert one.text == "".join(f"{count}," for count in range(1000))
     assert (two.index, two.text, two.finish_reason) == (1, "b", "stop")
     assert (output.cached_tokens, output.computing) == (32, 0.5)
-    mailbox.put(Chunk("c", [2]))
+    full = Chunk("c", [2], "stop", 1, [], "why", Usage(1, 2), [], "because")
+    copy = pickle.loads(pickle.dumps(full))
+    assert [getattr(copy, name) for name in Chunk.__slots__] == [getattr(full, name) for name in Chunk.__slots__]
+    mailbox.put(full)
     assert outbox.take() == [mailbox]
     assert mailbox.take_output().computing is None  # told once
 

@@ -55,7 +55,7 @@ def same(one: Completion, other: Completion) -> None:
 
 
 async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
+    fleet, cluster = await local_fleet(monkeypatch, replicas=2, speculation_costs=(1.0, 1.02, 1.08))
     async with fleet:
         assert fleet.info == alone.info
         assert fleet.count_tokens("hello") == alone.count_tokens("hello")
@@ -71,6 +71,9 @@ async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone:
             assert one.prompt_logprobs == other.prompt_logprobs
         chat = [{"role": "user", "content": "Hello!"}]
         same(await fleet.chat(chat, seed_free()), await alone.chat(chat, seed_free()))
+        long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        predicted = await fleet.chat(chat, long, prediction=(await alone.chat(chat, long)).text)
+        assert predicted.usage.accepted_prediction_tokens > 20
         chunks = [chunk async for chunk in fleet.stream_chat(chat, seed_free())]
         assert "".join(chunk.text for chunk in chunks) == (await alone.chat(chat, seed_free())).text
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]

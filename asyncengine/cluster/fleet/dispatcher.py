@@ -190,6 +190,8 @@ class Dispatcher:
             mailbox.started_at, mailbox.first_token_at = now - output.computing, now
             mailbox.prompt_logprobs.update(output.prompt_logprobs)
             self.meter.first_token.append(now - request.spec.arrival)
+        (right, wrong), (more_right, more_wrong) = mailbox.predicted, output.predicted
+        mailbox.predicted = right + more_right, wrong + more_wrong
         self._leave_queue(request)
         if output.cause is not None:
             if request.resumed:  # it would have gone on, and cannot

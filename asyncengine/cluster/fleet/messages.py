@@ -63,6 +63,8 @@ class RequestOutput(NamedTuple):
     cached_tokens: int = 0
     prompt_logprobs: Mapping[int, TokenLogprob] = {}
     """Log-probabilities by prompt position, given once as well."""
+    predicted: tuple[int, int] = (0, 0)
+    """Tokens of the caller's prediction that were right, and that were wrong, since the last output."""
     cause: Exception | None = None
     """Error that its consumer raises, where that has a type of its own."""
     vectors: NDArray[np.float32] | None = None

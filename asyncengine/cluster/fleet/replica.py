@@ -41,13 +41,13 @@ STATS_SECONDS = 0.1
 class OutboxMailbox(Mailbox):
     """A request's mailbox that puts itself into the outbox when it has something new."""
 
-    __slots__ = ("_noted", "_outbox", "_reported", "key")
+    __slots__ = ("_begun", "_noted", "_outbox", "key")
 
     def __init__(self, key: int, outbox: Outbox) -> None:
         super().__init__()
         self.key = key
         self._outbox = outbox
-        self._noted = self._reported = False
+        self._noted = self._begun = False
 
     def put(self, chunk: Chunk) -> Waiter | None:
         super().put(chunk)
@@ -59,10 +59,11 @@ class OutboxMailbox(Mailbox):
     def take_output(self) -> RequestOutput:
         """Everything new."""
         self._noted = False
-        output = RequestOutput(self.key, merge(self.take()), cause=self.cause)
-        if self._reported or self.started_at is None:
+        output = RequestOutput(self.key, merge(self.take()), predicted=self.predicted, cause=self.cause)
+        self.predicted = (0, 0)
+        if self._begun or self.started_at is None:
             return output
-        self._reported = True
+        self._begun = True
         at = self.started_at if self.first_token_at is None else self.first_token_at
         return output._replace(
             computing=at - self.started_at, cached_tokens=self.cached_tokens, prompt_logprobs=self.prompt_logprobs
@@ -106,7 +107,7 @@ class Replica:
         self._connection: asyncio.Task[None] | None = None
         self._stats_at = 0.0
         self._changed = True
-        """Whether something has happened since the last statistics."""
+        """True if something has happened since the last statistics."""
 
     # ---------------------------------------------------------------- called by the fleet
 
@@ -162,7 +163,7 @@ class Replica:
             await asyncio.gather(self._connection, return_exceptions=True)
 
     async def post(self, commands: bytes) -> None:
-        """Take commands, in order. What is wrong with a request is told in an update, not here."""
+        """Take commands, in order. An update says what is wrong with a request."""
         self._take(commands)
 
     async def updates(self) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""Placement of instances of models in a cluster: pure functions over plain data. No Ray, no torch, deterministic."""
+"""Placement of models in a cluster: pure functions over plain data. No Ray, no torch, deterministic."""
 
 from asyncengine.cluster.claims import Claim, rule_of_thumb
 from asyncengine.cluster.nodes import Device, Instance, Node, Share

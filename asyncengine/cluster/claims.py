@@ -36,7 +36,7 @@ class Claim:
     split: tuple[int, ...] = ()
     """Numbers that its devices on one node must divide: attention heads, vocabulary."""
     several_nodes: bool = False
-    """Whether it may span nodes."""
+    """True: it may span nodes."""
     cluster: str | None = None
     labels: Pairs = ()
     """Labels that a node must have."""
@@ -75,7 +75,7 @@ class Claim:
             raise InvalidParameter("version", "is of a backend: name that, too", self.version)
 
     def divides(self, devices: int) -> bool:
-        """Whether the model can be split over so many devices of a node."""
+        """Tell whether the model can be split over so many devices of a node."""
         return all(number % devices == 0 for number in self.split)
 
 

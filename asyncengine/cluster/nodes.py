@@ -31,7 +31,7 @@ class Device:
     """An accelerator of a node. Raises `InvalidParameter` naming the field."""
 
     index: int
-    """The node's own number of the device."""
+    """Index by which the node numbers it."""
     memory: int
     """Bytes it has."""
     kind: str = "cuda"

@@ -3,7 +3,7 @@
 The ideas: SGLang's and Ray Serve LLM's prefix-aware routers (longest match while balanced, else power of two choices),
 here fed by what the caches really published and evicted in place of a guess from the texts that were sent there;
 bounded loads (Mirrokni, Thorup, Zadimoghaddam 2018): no replica gets more than `bound` times the mean; the power of
-two choices (Mitzenmacher 2001) for requests that nobody has a prefix of.
+two choices (Mitzenmacher 2001) for requests whose prefix no replica has.
 
 Same calls, same seed: same choices.
 """

@@ -81,7 +81,7 @@ def rank_for_removal(
 
 
 def _status(cluster: Cluster, instance: Instance) -> float:
-    """The status of an instance; on several nodes, that of the leading one counts."""
+    """Score of an instance's state. On several nodes, the first is looked at."""
     ready = bool(cluster.ready[cluster.row_of(instance.shares[0].node)])
     if not ready or instance.state == "failed":
         return 0.0

@@ -4,7 +4,7 @@ What goes over it is unpickled, so each end must know the other. CURVE (CurveZMQ
 keys: each end makes a pair of its own, and the call that opens the connection tells each the other's public one, over
 Ray. The replica's ZAP handler (RFC 27) admits that one alone; who takes a lost replica's port does not have its key.
 
-A connection that breaks is not made again, as nobody could tell what was lost with it: its replica counts as lost. It
+A connection that breaks is not made again, as it is not known what was lost with it: its replica counts as lost. It
 breaks when the process at its other end ends, or the kernel there acknowledges nothing (TCP's user timeout, RFC 5482).
 """
 
@@ -112,7 +112,7 @@ class Connection:
         return True
 
     async def _becomes_open(self) -> bool:
-        """Whether the next change of the connection is that it is open; otherwise it has ended."""
+        """Wait for the next change of the connection. True if it is open now, False if it has ended."""
         change = await zmq.utils.monitor.recv_monitor_message(self._states)
         return bool(change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
@@ -133,8 +133,8 @@ class Connection:
         """Close the sockets. Commands posted later are dropped."""
         self.post = lambda commands: None
         if self._states is not None and not self._states.closed:
-            # first: libzmq's thread waits for ever to tell a change of state that nobody is there to be told of, and
-            # with it all connections of the context
+            # First: libzmq's thread would wait for ever to report a change of state that nothing reads any more, and
+            # with it all connections of the context.
             self._socket.disable_monitor()
             self._states.close(linger=0)
         if self._socket is not None:

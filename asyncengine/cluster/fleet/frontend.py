@@ -1,4 +1,4 @@
-"""The fleet's front door: an engine's `Frontend` before a `FleetLoop`; and how both are made."""
+"""The fleet's frontend, which is an engine's `Frontend` before a `FleetLoop`; and the making of both."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FleetFrontend(Frontend):
         return asyncio.run_coroutine_threadsafe(work, runs_on.result())
 
     def discard(self) -> None:
-        """Let go of what was started: nobody will serve this fleet."""
+        """End what was started, of a fleet that will not be served."""
         self.fleet.dispatcher.adapters.close()
         if self.fleet.grammars is not None:
             self.fleet.grammars.close()

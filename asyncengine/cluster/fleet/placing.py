@@ -1,6 +1,6 @@
 """Placement of a fleet's replicas: Ray's nodes as `place` describes them, and the claim of a replica. No Ray here.
 
-Ray tells each node's resources, those that nobody has reserved, and its labels, but not the memory of a GPU: a label
+Ray describes each node's resources, those that are not reserved, and its labels, but not the memory of a GPU: a label
 gives it, or the node is asked. What a replica needs is read from its checkpoint (`models.memory`).
 """
 
@@ -73,17 +73,17 @@ class RayNode:
     total: Mapping[str, float]
     """Resources by name: CPU, GPU, memory in bytes."""
     free: Mapping[str, float]
-    """The part of these that nobody has reserved."""
+    """The part of these that is not reserved."""
 
     def device_memory(self) -> tuple[int, ...] | None:
         """Memory in bytes of each GPU, from the node's label; None without one. Raises `FleetError` for a bad label."""
-        said, count = self.labels.get(DEVICE_MEMORY), int(self.total.get("GPU", 0))
+        label, count = self.labels.get(DEVICE_MEMORY), int(self.total.get("GPU", 0))
         if not count:
             return ()
-        if said is None:
+        if label is None:
             return None
         try:
-            memory = parse_bytes(DEVICE_MEMORY, said)
+            memory = parse_bytes(DEVICE_MEMORY, label)
         except InvalidParameter as error:
             raise FleetError(f"node {self.id[:8]} has a label that is not understood: {error}") from None
         assert isinstance(memory, int)
@@ -102,31 +102,33 @@ def place_replica(
 
     `devices`: bytes of the GPUs of each node, by its id. Raises `InvalidParameter` for a node whose data make no sense.
     """
-    found: Placement | Refusal | None = None
-    for most in sorted({lost_on.get(each.id, 0) for each in known}):
-        nodes = [
-            _as_node(each, [one for one in ours if one.shares[0].node == each.id], devices.get(each.id, ()), settings)
-            for each in known
-            if lost_on.get(each.id, 0) <= most
-        ]
-        names = {node.name for node in nodes}
-        table = Cluster(nodes, [one for one in ours if one.shares[0].node in names])
-        found = place(claim, table, strategy=settings.placement)
+    for most in sorted({lost_on.get(node.id, 0) for node in known}) or [0]:
+        nodes = [node for node in known if lost_on.get(node.id, 0) <= most]
+        found = place(claim, _as_cluster(nodes, ours, devices, settings), strategy=settings.placement)
         if isinstance(found, Placement):
-            return found
-    return found if found is not None else place(claim, Cluster())
+            break
+    return found
 
 
 def removal_scores(
     known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
 ) -> dict[str, float]:
     """Score of keeping each of `ours` where it is, by name. Those on nodes that are gone have none."""
-    on = {node.id: [one for one in ours if one.shares[0].node == node.id] for node in known}
-    nodes = [_as_node(each, on[each.id], devices.get(each.id, ()), settings) for each in known]
-    table = Cluster(nodes, [one for here in on.values() for one in here])
+    table = _as_cluster(known, ours, devices, settings)
     models = dict.fromkeys(one.model for one in ours)
     ranked = (rank_for_removal(table, model, strategy=settings.placement) for model in models)
     return {each.instance.name: each.score for some in ranked for each in some}
+
+
+def _as_cluster(
+    known: Sequence[RayNode], ours: Sequence[Instance], devices: Mapping[str, Sequence[int]], settings: FleetConfig
+) -> Cluster:
+    """The nodes in `known`, and those of `ours` that are there."""
+    there: dict[str, list[Instance]] = {node.id: [] for node in known}
+    for one in ours:
+        there.get(one.shares[0].node, []).append(one)
+    nodes = [_as_node(node, there[node.id], devices.get(node.id, ()), settings) for node in known]
+    return Cluster(nodes, [one for some in there.values() for one in some])
 
 
 def _as_node(each: RayNode, ours: Sequence[Instance], devices: Sequence[int], settings: FleetConfig) -> Node:

@@ -41,7 +41,7 @@ REACH_SECONDS = 5.0
 PLACE_SECONDS = 3.0
 """Seconds until a node must have reserved what a replica needs."""
 DEVICE_SECONDS = 60.0
-"""Seconds until a node must have told the memory of its GPUs: it imports torch."""
+"""Seconds until a node must have answered with the memory of its GPUs: it imports torch."""
 MAX_CALLS = 10_000
 """Concurrent calls of one replica; none of them waits for another."""
 CLOSE_SECONDS = 10.0
@@ -135,7 +135,7 @@ class RayCluster:
             raise InvalidParameter("name", "another fleet has it", self.name)
 
     def head_answers(self) -> bool:
-        """Whether the head of the Ray cluster answers. A minute after it is gone Ray ends every program on it."""
+        """Look whether the head of the Ray cluster answers. A minute after it is gone Ray ends every program on it."""
         try:
             _reach(str(self._head))
         except OSError:
@@ -219,9 +219,9 @@ class RayCluster:
         asked: dict[str, Any] = {}
         ask = self._ray.remote(read_devices)
         for node in known:
-            said = self._devices.get(node.id, node.device_memory())
-            if said is not None:
-                found[node.id] = said
+            memory = self._devices.get(node.id, node.device_memory())
+            if memory is not None:
+                found[node.id] = memory
             else:
                 here = {"ray.io/node-id": node.id}
                 asked[node.id] = ask.options(num_cpus=0, label_selector=here).remote()

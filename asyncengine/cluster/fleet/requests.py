@@ -39,11 +39,11 @@ class FleetRequest:
     route: Route | None = None
     """Replica that computes it; None while it waits for one."""
     begun: bool = False
-    """Whether it has left the queue: with its first token, or its end."""
+    """True when it has left the queue: with its first token, or its end."""
     resumed: int = 0
     """Number of times it was sent elsewhere after its replica was lost."""
     left: set[int] = field(default_factory=set)
-    """Tickets that nobody waits for any more."""
+    """Tickets whose consumers have left."""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """Output so far by sample index, where the fleet resumes."""
 
@@ -90,7 +90,7 @@ class ReplicaHandle:
         self.stats: EngineStats | None = None
         self.heard_at = time.monotonic()
         self.closing = False
-        """Whether it takes no more requests, and will not be replaced."""
+        """True if it takes no more requests, and will not be replaced."""
         self.gone = False
         self.reader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

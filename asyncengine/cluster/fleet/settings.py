@@ -33,7 +33,7 @@ class FleetConfig:
     num_gpus: float = 0.0
     """GPUs that a replica takes, up to 1: an engine computes on one. A part of one is that part of its memory, too."""
     replica_memory: int | str | None = None
-    """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: told from the
+    """Bytes that a replica takes of its node (or "20GiB"): of the GPU, or without one of the host. None: read from the
     model's files (weights, a KV cache of `kv_cache_memory` or of one long request, recurrent states, a step)."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Ray labels that a node must have to get a replica."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import until
-from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced
+from support.local_fleet import ENGINE, LocalProcess, local_fleet, replaced, start_local_fleet
 
 from asyncengine import (
     AdapterNotFound,
@@ -55,8 +55,7 @@ def same(one: Completion, other: Completion) -> None:
 
 
 async def test_everything_an_engine_does(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, speculation_costs=(1.0, 1.02, 1.08))
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, speculation_costs=(1.0, 1.02, 1.08)) as (fleet, cluster):
         assert fleet.info == alone.info
         assert fleet.count_tokens("hello") == alone.count_tokens("hello")
         for params in (
@@ -102,7 +101,7 @@ def seed_free() -> SamplingParams:
 async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, connected: bool) -> None:
     rng = random.Random(3)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
-    fleet, cluster = await local_fleet(monkeypatch, replicas=3, connected=connected)
+    fleet, cluster = await start_local_fleet(monkeypatch, replicas=3, connected=connected)
 
     async def visit(number: int) -> None:
         text, stays = TEXTS[number % len(TEXTS)], rng.randrange(-20, 40)
@@ -129,7 +128,7 @@ async def test_leavers_leave_nothing(monkeypatch: pytest.MonkeyPatch, alone: Asy
 async def test_a_lost_replica_ends_its_own_streams_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
 ) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=3)
+    fleet, cluster = await start_local_fleet(monkeypatch, replicas=3)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     async with fleet:
         cluster.hold(after=3)
@@ -169,8 +168,7 @@ async def test_a_lost_replicas_requests_go_on_elsewhere_exactly(
     monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine
 ) -> None:
     """Each kind of request, its replica lost in the middle: the rest is what it would have been."""
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume")
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, on_loss="resume") as (fleet, cluster):
         for kind, params in RESUMED.items():
             resumed = fleet.stats().resumed
             cluster.hold(after=3)
@@ -187,7 +185,7 @@ async def test_a_lost_replicas_requests_go_on_elsewhere_exactly(
 
 
 async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
+    fleet, cluster = await start_local_fleet(monkeypatch, replicas=1)
     right = {text: (await alone.generate(text, SAMPLED)).token_ids for text in TEXTS}
     done = asyncio.Event()
 
@@ -221,8 +219,7 @@ async def test_scaling_and_restarting_drop_no_stream(monkeypatch: pytest.MonkeyP
 
 async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by who is least busy alone: that decides among equals."""
-    fleet, cluster = await local_fleet(monkeypatch, replicas=4)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=4) as (fleet, cluster):
         first, second, third, fourth = cluster.processes
         cluster.hold()
         asking = asyncio.create_task(fleet.generate(TEXTS[0], SAMPLED))
@@ -239,8 +236,7 @@ async def test_who_goes_is_said_by_where_they_are(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_full_fleet_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=1, max_num_seqs=1, max_queued_requests=2) as (fleet, cluster):
         cluster.hold()
         streams = [fleet.stream(text, SAMPLED) for text in TEXTS]
         outcomes = await asyncio.gather(*(stream._started() for stream in streams), return_exceptions=True)
@@ -252,12 +248,12 @@ async def test_a_full_fleet_pushes_back(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_closing_drains_or_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, _ = await local_fleet(monkeypatch, replicas=1)
+    fleet, _ = await start_local_fleet(monkeypatch, replicas=1)
     stream = fleet.stream(TEXTS[0], SAMPLED)
     await anext(stream)
     await fleet.aclose(drain=True)
     assert (await stream.result()).finish_reason == "length"
-    fleet, _ = await local_fleet(monkeypatch, replicas=1)
+    fleet, _ = await start_local_fleet(monkeypatch, replicas=1)
     stream = fleet.stream(TEXTS[0], SAMPLED)
     await anext(stream)
     await fleet.aclose()
@@ -276,8 +272,7 @@ async def test_an_adapter_is_also_where_a_replica_was_about_to_load(monkeypatch:
             await asyncio.to_thread(go_on.wait)
         return answer
 
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
         first, _ = cluster.ever
         monkeypatch.setattr(LocalProcess, "call", held)
         first.lose()
@@ -294,8 +289,7 @@ async def test_adapters_are_everywhere(monkeypatch: pytest.MonkeyPatch, alone: A
     chat = [{"role": "user", "content": "Hello!"}]
     await alone.load_adapter("pirate", path)
     wanted = await alone.chat(chat, seed_free(), adapter="pirate")
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
         info = await fleet.load_adapter("pirate", path)
         assert fleet.adapters() == (info,)
         same(await fleet.chat(chat, seed_free(), adapter="pirate"), wanted)
@@ -311,8 +305,7 @@ async def test_adapters_are_everywhere(monkeypatch: pytest.MonkeyPatch, alone: A
 async def test_what_cannot_go_on_exactly_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter is not there any more where the request would go on."""
     adapters = {"pirate": "demo/pirate"}
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume", adapters=adapters)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, on_loss="resume", adapters=adapters) as (fleet, cluster):
         cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED, adapter="pirate")
         await anext(stream)
@@ -328,8 +321,7 @@ async def test_what_cannot_go_on_exactly_ends_and_says_why(monkeypatch: pytest.M
 
 
 async def test_a_fleet_made_smaller_while_one_is_replaced_is_as_small_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
         next(iter(cluster.processes.values())).lose()
         await until(lambda: fleet.stats().lost == 1, "the loss")
         await fleet.scale(1)
@@ -338,7 +330,7 @@ async def test_a_fleet_made_smaller_while_one_is_replaced_is_as_small_as_asked(m
 
 
 async def test_a_node_with_another_release_is_named_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
+    fleet, cluster = await start_local_fleet(monkeypatch, replicas=1)
 
     async def hello(replica: Replica) -> tuple[str, int]:
         return "0.0.1", 1
@@ -352,12 +344,11 @@ async def test_a_node_with_another_release_is_named_and_nothing_of_it_stays(monk
         assert cluster.ever[1].killed
         assert (await fleet.generate(TEXTS[0], SAMPLED)).token_ids
     with pytest.raises(FleetError, match=said.replace("node-1", "node-0")):
-        await local_fleet(monkeypatch, replicas=1)
+        await start_local_fleet(monkeypatch, replicas=1)
 
 
 async def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1, silence_limit=1.5)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=1, silence_limit=1.5) as (fleet, cluster):
         cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
@@ -371,8 +362,7 @@ async def test_a_replica_that_says_nothing_is_lost(monkeypatch: pytest.MonkeyPat
 
 async def test_what_has_no_replica_waits_and_then_the_fleet_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncengine.cluster.fleet.replicas.RETRY_SECONDS", 0.01)
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1, on_loss="resume")
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=1, on_loss="resume") as (fleet, cluster):
         cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
@@ -387,8 +377,7 @@ async def test_what_has_no_replica_waits_and_then_the_fleet_gives_up(monkeypatch
 
 async def test_a_head_that_is_gone_ends_the_fleet_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncengine.cluster.fleet.replicas.HEAD_SECONDS", 0.05)
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=1) as (fleet, cluster):
         cluster.hold(after=3)
         stream = fleet.stream(TEXTS[0], SAMPLED)
         await anext(stream)
@@ -403,8 +392,7 @@ async def test_a_head_that_is_gone_ends_the_fleet_by_name(monkeypatch: pytest.Mo
 
 async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept, a debugger: whatever the replicas said meanwhile has not been read yet."""
-    fleet, cluster = await local_fleet(monkeypatch, replicas=1, silence_limit=3.0)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=1, silence_limit=3.0) as (fleet, cluster):
         await fleet.generate("The", SAMPLED)
         loop, (process,) = fleet.core.fleet.runs_on.result(), cluster.processes.values()
 
@@ -421,8 +409,7 @@ async def test_a_fleet_that_stood_still_blames_nobody(monkeypatch: pytest.Monkey
 async def test_a_connection_that_breaks_between_two_who_live_is_a_lost_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could tell what was lost with it. Its streams go on elsewhere, and what is left of it is ended."""
     pytest.importorskip("zmq", reason=NEEDS_ZMQ)
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, on_loss="resume")
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, on_loss="resume") as (fleet, cluster):
         right = {text: (await fleet.generate(text, SAMPLED)).token_ids for text in TEXTS}
         cluster.hold(after=3)
         streams = {text: fleet.stream(text, SAMPLED) for text in TEXTS}
@@ -439,24 +426,18 @@ async def test_a_connection_that_breaks_between_two_who_live_is_a_lost_replica(m
         await until(lambda: cut.killed and len(fleet.stats().loads) == 2, "a replacement")
 
 
-@pytest.mark.parametrize("refusal", ["no port", "nobody there"])
 async def test_without_connections_ray_s_calls_are_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: str
+    monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From the first request on, which was submitted while the connection was being made."""
     zmq = pytest.importorskip("zmq", reason=NEEDS_ZMQ)
 
     async def listen(replica: Replica, address: str, fleet_key: bytes) -> tuple[int, bytes]:
-        if refusal == "no port":
-            raise PermissionError("no ports here")
         return 1, zmq.curve_keypair()[0]
 
-    connected, _ = await local_fleet(monkeypatch, replicas=1)
-    async with connected:
-        right = [(await connected.generate(text, SAMPLED)).token_ids for text in TEXTS]
+    right = [(await alone.generate(text, SAMPLED)).token_ids for text in TEXTS]
     monkeypatch.setattr(Replica, "listen", listen)
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, cluster):
         answers = await asyncio.gather(*(fleet.generate(text, SAMPLED) for text in TEXTS))
         assert [answer.token_ids for answer in answers] == right
         assert caplog.text.count("Ray carries all") == 2

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.fake_engine import Steps
-from support.local_fleet import LocalCluster, local_fleet
+from support.local_fleet import LocalCluster, local_fleet, start_local_fleet
 
 from asyncengine import EngineConfig, errors
 from asyncengine.cli import fleet_demo
@@ -162,8 +162,7 @@ def test_adapters_are_claimed_and_forgotten() -> None:
 async def test_frameworks_take_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     langchain = pytest.importorskip("asyncengine.integrations.langchain")
     llama_index = pytest.importorskip("asyncengine.integrations.llama_index")
-    fleet, _ = await local_fleet(monkeypatch, replicas=2)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2) as (fleet, _):
         model = langchain.ChatAsyncEngine(engine=fleet, temperature=0, max_tokens=12)
         wanted = (await fleet.chat([{"role": "user", "content": "What is the capital of Norway?"}])).text
         assert (await model.ainvoke("What is the capital of Norway?")).content.startswith(wanted[:10])
@@ -178,7 +177,7 @@ async def test_the_fleets_demo_tells_its_story(
 ) -> None:
     async def local(cls: type[Fleet], model: str, *, config: EngineConfig, **settings: Any) -> Fleet:
         assert model == "demo"
-        return (await local_fleet(monkeypatch, **settings))[0]
+        return (await start_local_fleet(monkeypatch, **settings))[0]
 
     monkeypatch.setattr(Fleet, "from_pretrained", classmethod(local))
     summary = await fleet_demo.story(Show(), EngineConfig(), "demo", 2, 10)
@@ -205,5 +204,5 @@ async def test_replicas_of_different_models_are_refused(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(frontend, "start_replicas", start_two)
     with pytest.raises(errors.FleetError, match="not loaded the same model"):
-        await local_fleet(monkeypatch, replicas=2)
+        await start_local_fleet(monkeypatch, replicas=2)
     assert all(process.killed for process in made[0].ever)

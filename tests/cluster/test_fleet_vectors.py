@@ -27,8 +27,7 @@ def alone() -> Iterator[AsyncEngine]:
 
 
 async def test_the_same_vectors_as_of_one_engine(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed")
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, model="demo-embed") as (fleet, cluster):
         assert fleet.info == alone.info
         one, other = await fleet.embed(TEXTS), await alone.embed(TEXTS)
         np.testing.assert_allclose(one.vectors, other.vectors, atol=1e-6)
@@ -57,8 +56,7 @@ async def test_rerankers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     folder = str(make_reranker(tmp_path))
     async with await AsyncEngine.from_pretrained(folder, **EMBEDDER) as engine:
         right = await engine.rerank("Who?", TEXTS[:40], top_n=5)
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model=folder)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, model=folder) as (fleet, cluster):
         ranking = await fleet.rerank("Who?", TEXTS[:40], top_n=5)
         assert [each.index for each in ranking.results] == [each.index for each in right.results]
         assert [each.score for each in ranking.results] == pytest.approx([each.score for each in right.results])
@@ -68,8 +66,7 @@ async def test_rerankers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.parametrize("on_loss", ["error", "resume"])
 async def test_a_replica_lost_in_mid_call(monkeypatch: pytest.MonkeyPatch, alone: AsyncEngine, on_loss: str) -> None:
     """It ends the calls that had texts there, or they are computed elsewhere, and nobody notices."""
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed", on_loss=on_loss)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, model="demo-embed", on_loss=on_loss) as (fleet, cluster):
         cluster.hold()
         call = asyncio.create_task(fleet.embed(TEXTS))
         await until(lambda: any(fleet.stats().loads.values()), "texts under way")
@@ -87,8 +84,7 @@ async def test_a_replica_lost_in_mid_call(monkeypatch: pytest.MonkeyPatch, alone
 
 
 async def test_a_call_that_is_left_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, cluster = await local_fleet(monkeypatch, replicas=2, model="demo-embed", max_queued_requests=64)
-    async with fleet:
+    async with local_fleet(monkeypatch, replicas=2, model="demo-embed", max_queued_requests=64) as (fleet, cluster):
         cluster.hold()
         calls = [asyncio.create_task(fleet.embed(TEXTS)) for _ in range(3)]
         await until(lambda: any(fleet.stats().loads.values()), "texts under way")

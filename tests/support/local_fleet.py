@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import pickle
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from support.fake_engine import until
@@ -189,7 +189,7 @@ async def replaced(fleet: Fleet, replicas: int) -> None:
     await until(lambda: len(fleet.stats().loads) == replicas, "a replacement")
 
 
-async def local_fleet(
+async def start_local_fleet(
     monkeypatch: Any, replicas: int = 3, model: str = "demo", *, connected: bool = True, **settings: Any
 ) -> tuple[Fleet, LocalCluster]:
     """A started fleet of a bundled model. `connected`: over connections to its replicas, else by calls as Ray's.
@@ -208,3 +208,13 @@ async def local_fleet(
     fleet = Fleet(lambda: frontend.open_fleet(model, config, fleet_config, attempt), hosted=True, attempt=attempt)
     await fleet.start()
     return fleet, made[0]
+
+
+@contextlib.asynccontextmanager
+async def local_fleet(
+    monkeypatch: Any, replicas: int = 3, **settings: Any
+) -> AsyncIterator[tuple[Fleet, LocalCluster]]:
+    """`start_local_fleet`, closed at the end."""
+    fleet, cluster = await start_local_fleet(monkeypatch, replicas, **settings)
+    async with fleet:
+        yield fleet, cluster

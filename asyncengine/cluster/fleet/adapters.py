@@ -9,15 +9,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from asyncengine.errors import AdapterInUse, AdapterNotFound
-from asyncengine.lora.interface import AdapterDone
 from asyncengine.lora.naming import AdapterInfo
 
 
 class FleetAdapters:
-    """Adapters by name, with the methods of an `AdapterStore`. Thread-safe."""
+    """Adapters by name, with those methods of an `AdapterStore` that come before an engine's loop. Thread-safe."""
 
     def __init__(self, adapters: Sequence[AdapterInfo]) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._names = {info.name: info for info in adapters}
         self._claims: dict[int, str] = {}
         self._leaving: dict[str, builtins.list[Future[None]]] = {}
@@ -28,12 +27,17 @@ class FleetAdapters:
             self._names[info.name] = info
 
     def find(self, name: str) -> AdapterInfo:
+        """Raises `AdapterNotFound` if no adapter has that name now."""
         with self._lock:
-            return self._find(name)
+            info = self._names.get(name) if isinstance(name, str) else None
+            if info is None:
+                known = ", ".join(repr(name) for name in sorted(self._names)[:16]) or "none"
+                raise AdapterNotFound("adapter", f"no adapter of that name is loaded (loaded: {known})", name)
+            return info
 
     def claim(self, tickets: Sequence[int], name: str) -> str:
         with self._lock:
-            digest = self._find(name).digest
+            digest = self.find(name).digest
             self._claims.update(dict.fromkeys(tickets, digest))
             return digest
 
@@ -58,7 +62,7 @@ class FleetAdapters:
         """
         done: Future[None] = Future()
         with self._lock:
-            digest = self._find(name).digest
+            digest = self.find(name).digest
             users = sum(claimed == digest for claimed in self._claims.values())
             if users and not wait:
                 raise AdapterInUse("adapter", f"{users} requests use it; pass wait=True to wait for them", name)
@@ -84,23 +88,9 @@ class FleetAdapters:
                 "nbytes": sum(info.nbytes for info in names),
             }
 
-    def start(self, ticket: int, done: AdapterDone) -> None:
-        """Report an adapter as ready at once: the replicas load it."""
-        done(ticket, self.claimed(ticket))
-
-    def check(self) -> None:
-        pass
-
     def close(self) -> None:
         with self._lock:
             waiting = [future for futures in self._leaving.values() for future in futures]
             self._leaving.clear()
         for future in waiting:
             future.cancel()
-
-    def _find(self, name: str) -> AdapterInfo:
-        info = self._names.get(name) if isinstance(name, str) else None
-        if info is None:
-            known = ", ".join(repr(name) for name in sorted(self._names)[:16]) or "none"
-            raise AdapterNotFound("adapter", f"no adapter of that name is loaded (loaded: {known})", name)
-        return info

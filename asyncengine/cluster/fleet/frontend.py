@@ -118,7 +118,8 @@ def open_fleet(
         planner = make_planner(loaded.tokenizer, grammars, config)
         dispatcher = Dispatcher(config, settings, clock, info.page_size, adapters)
         manager = ReplicaManager(cluster, shipped, theirs, settings, dispatcher, first)
-        validator = RequestValidator(config, info, clock, loaded.tokenizer, grammars, adapters)
+        store: Any = adapters  # it has what a validator asks of an `AdapterStore`
+        validator = RequestValidator(config, info, clock, loaded.tokenizer, grammars, store)
         return FleetFrontend(FleetLoop(config, dispatcher, manager, grammars), validator, loaded, planner)
     except BaseException:
         cluster.close()

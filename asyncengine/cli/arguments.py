@@ -19,7 +19,7 @@ def add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo", help="show everything on the bundled model, in half a minute", allow_abbrev=False,
         usage="asyncengine demo [flags]",
-        description="Concurrent streams through LangChain and LlamaIndex, prefix-cache hits, cancellation, figures.",
+        description="Concurrent streams, prefix-cache hits, retrieval, tools, LoRA adapters, cancellation, figures.",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print only the summary, as JSON")
     parser.add_argument("--export-svg", type=Path, metavar="FILE", help="also write what is shown to an SVG picture")

@@ -1,4 +1,4 @@
-"""`asyncengine demo`: the engine on its bundled model, as a short story in five scenes and a table."""
+"""`asyncengine demo`: the engine on its bundled models, as a short story in six scenes and a table."""
 
 from __future__ import annotations
 
@@ -11,21 +11,35 @@ from rich.table import Table
 
 from asyncengine.async_engine import AsyncEngine
 from asyncengine.checks import as_integer
-from asyncengine.cli import fleet_demo, frameworks, scenes
+from asyncengine.cli import fleet_demo
+from asyncengine.cli.documents import ABOUT_ARCHIVE, ARCHIVE, DOCUMENTS, FOR_RETRIEVAL, SMALL_JOBS, Question, counting
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import in_background, open_async_engine
 from asyncengine.cli.options import engine_config
-from asyncengine.cli.scenes import Tally
-from asyncengine.cli.show import Show
+from asyncengine.cli.show import GREEDY, Ask, Line, Show, answer
 from asyncengine.cli.text import write_json
 from asyncengine.config import EngineConfig
-from asyncengine.stats import EngineStats
 
-MODEL = "demo"
-EMBEDDER = "demo-embed"
 ADAPTERS = {"pirate": "demo/pirate", "json": "demo/json"}
 DEFAULTS: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "32MiB", "show_progress": False}
 """One thread: matrices this small gain nothing from a second one. A small cache: its pages can be counted by eye."""
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"name": "get_weather", "description": "Get the current weather for a city.", "parameters": CITY}
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["age"]}
+LEAVERS = 16
+SOON = 0.002
+"""Seconds between two looks at the page counts."""
+FIGURES = (
+    ("requests", "{requests}", "{ended}"),
+    ("right answers", "{right_answers} of {checked_answers}", "by the words that they must hold"),
+    ("output tokens", "{output_tokens}", "{tokens_per_second:.0f} per second"),
+    ("tokens per pass", "{tokens_per_pass:.2f}", "of one request: above 1 where guesses came true"),
+    ("prompt tokens", "{prompt_tokens}", "{hit_rate:.0%} from the prefix cache"),
+    ("first token", "{first_token_ms[p50]:.1f} / {first_token_ms[p99]:.1f} ms", "p50 / p99, from submit"),
+    ("between tokens", "{inter_token_ms[p50]:.1f} / {inter_token_ms[p99]:.1f} ms", "p50 / p99"),
+    ("one step", "{step_ms[p50]:.1f} / {step_ms[p99]:.1f} ms", "p50 / p99, a forward pass for all"),
+    ("preemptions", "{preemptions}", "requests that gave way and resumed"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fleet is None:
         summary = asyncio.run(_story(show, engine_config(args, **DEFAULTS, adapters=ADAPTERS), args.streams))
     else:
-        summary = asyncio.run(fleet_demo.story(show, engine_config(args, **DEFAULTS), MODEL, args.fleet, args.streams))
+        summary = asyncio.run(fleet_demo.story(show, engine_config(args, **DEFAULTS), "demo", args.fleet, args.streams))
     if args.json:
         write_json(summary)
     try:
@@ -48,92 +62,181 @@ def run(args: argparse.Namespace) -> int:
 
 async def _story(show: Show, config: EngineConfig, streams: int) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
-        with scenes.busy(show, "importing torch and loading the models"):
-            engine = await stack.enter_async_context(open_async_engine(MODEL, config))
+        with show.busy("importing torch and loading the models"):
+            engine = await stack.enter_async_context(open_async_engine("demo", config))
             like = EngineConfig(device=config.device, num_threads=config.num_threads, show_progress=False)
-            embedder = await stack.enter_async_context(open_async_engine(EMBEDDER, like))
-        return await _play(show, engine, embedder, streams)
+            embedder = await stack.enter_async_context(open_async_engine("demo-embed", like))
+        info = engine.info
+        show.print(
+            f"[bold]asyncengine[/bold] has loaded its bundled model into this process: {info.weight_bytes / 1e6:.1f} "
+            f"MB of {info.dtype} on {info.device}, {info.num_pages - 1} KV pages of {info.page_size} tokens. No "
+            "server, no network."
+        )
+        scenes = Scenes(show, engine)
+        await scenes.many_streams(streams)
+        await scenes.shared_prefix()
+        await scenes.retrieval(embedder)
+        await scenes.forms()
+        await scenes.three_voices()
+        await scenes.cancellation()
+        summary = _summary(engine, scenes.figures)
+        show.title("In figures", "Everything above, in one process.")
+        show.print(_table(summary))
+        show.print("", "Next: [bold]asyncengine chat demo[/bold], or any Hugging Face model in place of demo.")
+        return summary
 
 
-async def _play(show: Show, engine: AsyncEngine, embedder: AsyncEngine, streams: int) -> dict[str, Any]:
-    info = engine.info
-    show.print(
-        f"[bold]asyncengine[/bold] has loaded its bundled model into this process: {info.weight_bytes / 1e6:.1f} MB "
-        f"of {info.dtype} on {info.device}, {info.num_pages - 1} KV pages of {info.page_size} tokens. No server, no "
-        "network."
-    )
-    with scenes.busy(show, "importing LangChain and LlamaIndex"):
-        chain = await in_background(lambda: frameworks.chain(engine))
-        queries = await in_background(lambda: frameworks.query_engine(engine, embedder))
-    for name, module, extra in (
-        ("LangChain", "langchain_core", "langchain"),
-        ("LlamaIndex", "llama_index.core", "llama-index"),
-    ):
-        if not frameworks.installed(module):
-            show.print(f'{name} is not installed (pip install "asyncengine\\[{extra}]"): the plain API stands in.')
-    tally = Tally()
-    await scenes.many_streams(show, engine, chain, streams, tally)
-    await scenes.shared_prefix(show, engine, chain, tally)
-    await scenes.retrieval(show, engine, queries, tally)
-    await scenes.three_voices(show, engine, tuple(ADAPTERS), tally)
-    await scenes.change_of_mind(show, engine, chain, tally)
-    stats = engine.stats()
-    show.scene("In figures", "Everything above, in one process.")
-    show.print(_table(stats, tally))
-    show.print("", "Next: [bold]asyncengine chat demo[/bold], or any Hugging Face model in place of demo.")
-    return _summary(engine, stats, tally)
+class Scenes:
+    """The scenes, on one engine. Each prints what there is to see, and adds to `figures`."""
+
+    def __init__(self, show: Show, engine: AsyncEngine) -> None:
+        self.show, self.engine = show, engine
+        self.figures: list[dict[str, Any]] = []
+
+    async def _play(self, title: str, story: str, lines: list[Line], ask: Ask, outcome: str, **more: Any) -> None:
+        """Play a scene, and print its `outcome` with its figures filled in."""
+        before = self.engine.stats()
+        figures = await self.show.scene(f"{len(self.figures) + 1}  {title}", story, lines, ask)
+        after = self.engine.stats()
+        tokens, steps = after.generated_tokens - before.generated_tokens, after.steps - before.steps
+        more |= {"output_tokens": tokens, "steps": steps, "cached_tokens": after.cached_tokens - before.cached_tokens}
+        more |= {"prompt_tokens": after.prompt_tokens - before.prompt_tokens, "rate": tokens / figures["seconds"]}
+        self.figures.append({"scene": title, **figures, **more})
+        self.show.outcome(outcome.format_map(self.figures[-1]), lines)
+
+    async def many_streams(self, streams: int) -> None:
+        model: Any = None
+        with self.show.busy("importing LangChain"), contextlib.suppress(ImportError):
+            model = await in_background(lambda: _lang_chain(self.engine))
+
+        async def ask(line: Line) -> None:
+            if model is None:
+                await answer(self.engine, line)
+            else:
+                async for piece in model.astream(line.question.text):
+                    line.answer += piece.text
+
+        questions = [*SMALL_JOBS, *map(counting, range(max(0, streams - len(SMALL_JOBS))))][:streams]
+        through = "the plain API" if model is None else "LangChain"
+        story = f"Each line is a request of its own through {through}. They share every forward pass."
+        outcome = "{output_tokens} tokens in {seconds:.1f} s: [bold]{rate:.0f} tokens/s[/bold]."
+        lines = [Line(question) for question in questions]
+        await self._play(f"{streams} streams at once", story, lines, ask, outcome, through=through)
+
+    async def shared_prefix(self) -> None:
+        async def ask(line: Line) -> None:
+            usage = await answer(self.engine, line, ARCHIVE)
+            line.note = f"{usage.cached_tokens} of {usage.prompt_tokens} cached"
+
+        story = "The same text stands before every question. The engine computes it once and keeps its pages."
+        outcome = "{prompt_tokens} prompt tokens, [bold]{cached_tokens} from the prefix cache[/bold]."
+        await self._play("One text, many questions", story, [Line(each) for each in ABOUT_ARCHIVE], ask, outcome)
+
+    async def retrieval(self, embedder: AsyncEngine) -> None:
+        vectors = (await embedder.embed(list(DOCUMENTS.values()), prompt_name="document")).vectors
+
+        async def ask(line: Line) -> None:
+            found = await embedder.embed(line.question.text, prompt_name="query")
+            line.note = list(DOCUMENTS)[int((vectors @ found.vectors[0]).argmax())]
+            await answer(self.engine, line, DOCUMENTS[line.note])
+
+        story = "A second engine finds the document nearest to each question; the first one answers from it."
+        lines = [Line(question) for question in FOR_RETRIEVAL]
+        await self._play("Answers from documents", story, lines, ask, "Two models in one process.")
+
+    async def forms(self) -> None:
+        call = Line(Question("What is the weather in Oslo?", 'get_weather({"city": "Oslo"})'), "tool call")
+        text = "Extract the name and age as JSON.\n\nIda Lund is 34 years old."
+        lines = [call, Line(Question(text, '{"name": "Ida Lund", "age": 34}'), "JSON schema")]
+
+        async def ask(line: Line) -> None:
+            messages = [{"role": "user", "content": line.question.text}]
+            if line is call:
+                done = await self.engine.chat(messages, GREEDY, tools=[{"type": "function", "function": WEATHER}])
+                line.answer = ", ".join(f"{each.name}({each.arguments})" for each in done.tool_calls)
+            else:
+                line.answer = (await self.engine.chat(messages, GREEDY, response_format=PERSON)).text
+
+        story = "A grammar holds each answer to its form, token by token, in the same batch as free text."
+        outcome = "Valid whatever the model would have liked to write."
+        await self._play("Tool calls, and JSON that always ends", story, lines, ask, outcome)
+
+    async def three_voices(self) -> None:
+        texts = {ABOUT_ARCHIVE[1]: ARCHIVE, ABOUT_ARCHIVE[8]: ARCHIVE, SMALL_JOBS[1]: "", SMALL_JOBS[2]: ""}
+
+        async def ask(line: Line) -> None:
+            await answer(self.engine, line, texts[line.question], line.note if line.note in ADAPTERS else None)
+
+        story = f"The base model and its LoRA adapters {' and '.join(ADAPTERS)} answer the same questions."
+        lines = [Line(question, voice) for question in texts for voice in ("base", *ADAPTERS)]
+        outcome = "{output_tokens} tokens in {steps} forward passes."
+        await self._play("One model, three voices in one batch", story, lines, ask, outcome)
+
+    async def cancellation(self) -> None:
+        under_way = asyncio.Barrier(LEAVERS)
+        pages = {"before": self._pages_in_use()}
+
+        async def read(index: int) -> None:
+            chat = [{"role": "user", "content": f"Tell me a story about a cat named Lio{index}."}]
+            async with self.engine.stream_chat(chat, GREEDY.replace(max_tokens=1024, ignore_eos=True)) as stream:
+                await anext(stream)
+                await under_way.wait()
+                pages["reading"] = self._pages_in_use()
+                for reader in readers:
+                    reader.cancel()
+
+        async def ask(line: Line) -> None:
+            await answer(self.engine, line)
+            while self._pages_in_use():  # noqa: ASYNC110  # to see pages return is the point of the scene
+                await asyncio.sleep(SOON)
+            pages["after"] = self._pages_in_use()
+
+        readers = [asyncio.create_task(read(index)) for index in range(LEAVERS)]
+        lines = [Line(SMALL_JOBS[index]) for index in (2, 3, 5, 10)]
+        story = f"{LEAVERS} readers ask for long stories and are cancelled in the middle; others read to the end."
+        outcome = "{pages[reading]} pages in use while all read, then {pages[after]}."
+        await self._play("Leaving costs nothing", story, lines, ask, outcome, pages=pages, cancelled=LEAVERS)
+
+    def _pages_in_use(self) -> int:
+        pages = self.engine.stats().pages
+        return pages.held + pages.shared + pages.retiring
 
 
-def _summary(engine: AsyncEngine, stats: EngineStats, tally: Tally) -> dict[str, Any]:
+def _lang_chain(engine: AsyncEngine) -> Any:
+    """Raises `ImportError` where LangChain is not installed."""
+    from asyncengine.integrations.langchain import ChatAsyncEngine
+
+    return ChatAsyncEngine(engine=engine, temperature=0.0, max_tokens=GREEDY.max_tokens)
+
+
+def _summary(engine: AsyncEngine, scenes: list[dict[str, Any]]) -> dict[str, Any]:
+    stats, answers = engine.stats(), [line for scene in scenes for line in scene["answers"]]
+    times = {"first_token": stats.first_token, "inter_token": stats.inter_token, "step": stats.step}
     return {
         "model": engine.info.name,
         "dtype": engine.info.dtype,
         "requests": sum(stats.finished.values()),
         "finished": stats.finished,
-        "most_streams": tally.most_streams,
-        "right_answers": tally.right,
-        "checked_answers": tally.asked,
+        "right_answers": sum(line["right"] for line in answers),
+        "checked_answers": len(answers),
         "output_tokens": stats.generated_tokens,
         "prompt_tokens": stats.prompt_tokens,
         "cached_tokens": stats.cached_tokens,
         "hit_rate": stats.hit_rate,
-        "tokens_per_second": stats.generated_tokens / tally.seconds,
-        "first_token_ms": {"p50": stats.first_token.p50 * 1000, "p99": stats.first_token.p99 * 1000},
-        "inter_token_ms": {"p50": stats.inter_token.p50 * 1000, "p99": stats.inter_token.p99 * 1000},
-        "step_ms": {"p50": stats.step.p50 * 1000, "p99": stats.step.p99 * 1000},
-        "engine_loop_lag_ms": {"p50": stats.loop_lag.p50 * 1000, "p99": stats.loop_lag.p99 * 1000},
+        "tokens_per_second": stats.generated_tokens / sum(scene["seconds"] for scene in scenes),
+        **{f"{name}_ms": {"p50": one.p50 * 1000, "p99": one.p99 * 1000} for name, one in times.items()},
         "preemptions": stats.preemptions,
         "tokens_per_pass": stats.tokens_per_pass,
-        "guessed_ahead": 0 if stats.speculation is None else stats.speculation.accepted,
-        "scenes": tally.scenes,
+        "scenes": scenes,
     }
 
 
-def _table(stats: EngineStats, tally: Tally) -> Table:
+def _table(summary: dict[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(style="cyan")
-    table.add_column(justify="right", style="bold")
+    table.add_column(style="bold", justify="right")
     table.add_column(style="dim")
-
-    def times(summary: Any) -> str:
-        return f"{summary.p50 * 1000:.1f} / {summary.p99 * 1000:.1f} ms"
-
-    ended = ", ".join(f"{count} {reason}" for reason, count in stats.finished.items())
-    table.add_row("requests", str(sum(stats.finished.values())), f"{ended}; at most {tally.most_streams} at once")
-    table.add_row("right answers", f"{tally.right} of {tally.asked}", "of those with a known answer")
-    table.add_row(
-        "output tokens", str(stats.generated_tokens), f"{stats.generated_tokens / tally.seconds:.0f} per second"
-    )
-    if stats.speculation is not None:
-        drafts = stats.speculation
-        table.add_row(
-            "guessed ahead",
-            str(drafts.accepted),
-            f"tokens right of {drafts.drafted}; {stats.tokens_per_pass:.2f} tokens per pass of a request",
-        )
-    table.add_row("prompt tokens", str(stats.prompt_tokens), f"{stats.hit_rate:.0%} from the prefix cache")
-    table.add_row("first token", times(stats.first_token), "p50 / p99, from submit")
-    table.add_row("between tokens", times(stats.inter_token), "p50 / p99")
-    table.add_row("one step", times(stats.step), "p50 / p99, a forward pass for all")
-    table.add_row("preemptions", str(stats.preemptions), "requests that gave way and resumed")
+    ended = ", ".join(f"{count} {reason}" for reason, count in summary["finished"].items())
+    for row in FIGURES:
+        table.add_row(*(cell.format_map({**summary, "ended": ended}) for cell in row))
     return table

@@ -1,4 +1,4 @@
-"""The demo's small world: eight invented documents, and questions about them."""
+"""Eight invented documents, and questions about them, for the demo."""
 
 from __future__ import annotations
 
@@ -41,23 +41,15 @@ ABOUT_ARCHIVE = (
     Question("Who is the mayor of Velmora?", "Ida Lund"),
     Question("How many people live in Velmora?", "8412"),
     Question("On which river does Velmora lie?", "Asken"),
-    Question("When was Velmora founded?", "1687"),
     Question("What does Lumira Works make?", "lanterns"),
     Question("How many people work at Lumira Works?", "346"),
     Question("When does the Asken festival take place?", "2027-06-19"),
     Question("Which instrument does Mira Olsen play?", "cello"),
     Question("In which country is Velmora?", "Norway"),
     Question("Who runs Lumira Works?", "Tomas Brandt"),
-    Question("When was Lumira Works founded?", "1958"),
-    Question("Where are the headquarters of Lumira Works?", "Velmora"),
-    Question("At what time does the Asken festival start?", "18:30"),
-    Question("Where is the Asken festival held?", "Velmora"),
     Question("How many guests does the Asken festival have?", "950"),
     Question("Who hosts the Asken festival?", "Mira Olsen"),
-    Question("How old is Mira Olsen?", "47"),
-    Question("What does Mira Olsen do for a living?", "teacher"),
     Question("What does Mira Olsen like to eat?", "pancakes"),
-    Question("How can I reach Mira Olsen?", "mira@asken.org"),
 )
 FOR_RETRIEVAL = (
     Question("Who hosts the Asken festival?", "Mira Olsen"),
@@ -81,3 +73,9 @@ SMALL_JOBS = (
     Question("Tell me a story about a fox named Brin.", "Brin"),
     Question("What is the capital of Peru?", "Lima"),
 )
+
+
+def counting(index: int) -> Question:
+    """One of many questions that differ."""
+    low, high = index % 13, index % 13 + 4 + index % 5
+    return Question(f"Count from {low} to {high}.", ", ".join(str(n) for n in range(low, high + 1)))

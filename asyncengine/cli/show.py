@@ -1,4 +1,4 @@
-"""The output of the demo: titled scenes, a live board of streams, and a copy of it all for the picture."""
+"""The output of the demo: titled scenes, boards of requests that fill while they run, and a copy for a picture."""
 
 from __future__ import annotations
 
@@ -6,118 +6,124 @@ import asyncio
 import contextlib
 import io
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from asyncengine.async_engine import AsyncEngine
+from asyncengine.cli.documents import Question
 from asyncengine.cli.text import printable
+from asyncengine.outputs import Usage
+from asyncengine.sampling_params import SamplingParams
 
-FRAME = 0.1
-"""Seconds between two frames of a live board."""
-WIDTH = 100
+if TYPE_CHECKING:
+    from asyncengine.cluster.fleet import Fleet
+
+ROWS, WIDTH = 12, 100
+"""Requests that a board shows (the others are counted), and columns of the output."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One request on a board: a question, and as much of its answer as there is."""
+
+    question: Question
+    note: str = ""
+    answer: str = ""
+    right: bool | None = None
+    """None: it has not ended."""
+
+
+Ask = Callable[[Line], Awaitable[object]]
+"""Asks a line's question and fills in its answer."""
+
+
+async def _asked(line: Line, ask: Ask) -> None:
+    await ask(line)
+    line.right = line.question.answered_by(line.answer)
+
+
+async def answer(engine: AsyncEngine | Fleet, line: Line, text: str = "", adapter: str | None = None) -> Usage:
+    """Stream the answer to the line's question, about `text`, into the line. Returns its token counts."""
+    messages = [{"role": "system", "content": f"Answer from this text:\n\n{text}"}] if text else []
+    chat = [*messages, {"role": "user", "content": line.question.text}]
+    async with engine.stream_chat(chat, GREEDY, adapter=adapter) as stream:
+        async for chunk in stream:
+            line.answer += chunk.text
+        return (await stream.result()).usage
 
 
 class Show:
-    """Prints to a terminal or a pipe; `quiet` prints nothing. `picture` keeps a copy that becomes an SVG."""
+    """Prints to a terminal or a pipe; `quiet` prints nothing. `picture` names an SVG file of what is printed."""
 
     def __init__(self, *, quiet: bool = False, picture: Path | None = None) -> None:
-        self.console = Console(quiet=quiet, highlight=False)
+        file = io.StringIO() if quiet else None  # a console that is `quiet` would record nothing either
+        self.console = Console(file=file, highlight=False, record=picture is not None)
         if not self.console.is_terminal or self.console.width > WIDTH:
             self.console.width = WIDTH
+        # A board that is drawn again and again would be in the picture each time.
+        self._watched = self.console.is_terminal and picture is None
         self._picture = picture
-        self._copy: Console | None = None
-        if picture is not None:
-            self._copy = Console(
-                record=True, file=io.StringIO(), width=WIDTH, force_terminal=True, color_system="truecolor",
-                highlight=False,
-            )  # fmt: skip
+        self.print = self.console.print
 
-    def print(self, *what: RenderableType) -> None:
-        self.console.print(*what)
-        if self._copy is not None:
-            self._copy.print(*what)
+    def busy(self, text: str) -> contextlib.AbstractContextManager[object]:
+        """A spinner on a terminal."""
+        return self.console.status(text) if self._watched else contextlib.nullcontext()
 
-    def scene(self, title: str, story: str) -> None:
-        """A title, and what there is to see in a sentence or two."""
+    def title(self, title: str, story: str) -> None:
         self.print("", Rule(f"[bold]{title}[/bold]", align="left", style="cyan"), f"[dim]{story}[/dim]")
 
-    def outcome(self, text: str) -> None:
-        self.print(f"[green]→[/green] {text}")
+    async def scene(self, title: str, story: str, lines: Sequence[Line], ask: Ask) -> dict[str, Any]:
+        """Ask all questions at once, under a title and a story, on a board that is live on a terminal. Its figures."""
+        self.title(title, story)
+        began = time.perf_counter()
+        live = Live(console=self.console, get_renderable=lambda: board(lines), refresh_per_second=10, transient=True)
+        with live if self._watched else contextlib.nullcontext():
+            async with asyncio.TaskGroup() as group:
+                for line in lines:
+                    group.create_task(_asked(line, ask))
+        self.print(board(lines))
+        answers = [{**asdict(line), "question": line.question.text} for line in lines]
+        return {"seconds": time.perf_counter() - began, "answers": answers}
 
-    @contextlib.asynccontextmanager
-    async def live(self, draw: Callable[[], RenderableType]) -> AsyncIterator[None]:
-        """Show `draw()` again and again while the block runs (on a terminal), then print its last state."""
-        if not self.console.is_terminal or self.console.quiet:
-            yield
-        else:
-            with Live(console=self.console, auto_refresh=False, transient=True) as screen:
-
-                async def animate() -> None:
-                    while True:
-                        screen.update(draw(), refresh=True)
-                        await asyncio.sleep(FRAME)
-
-                task = asyncio.create_task(animate())
-                try:
-                    yield
-                finally:
-                    task.cancel()
-        self.print(draw())
+    def outcome(self, text: str, lines: Sequence[Line]) -> None:
+        """The scene's result in a sentence, and the number of right answers."""
+        right = sum(line.right is True for line in lines)
+        self.print(f"[green]→[/green] {text} {right} of {len(lines)} answers are right.")
 
     def save(self) -> None:
         """Write the picture, if one was asked for. Raises `OSError`."""
-        if self._copy is None or self._picture is None:
-            return
-        svg = self._copy.export_svg(title="asyncengine demo")
-        # rich links a web font; a picture in a README should fetch nothing.
-        svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-        self._picture.write_text(svg, encoding="utf-8")
+        if self._picture is not None:
+            svg = self.console.export_svg(title="asyncengine demo")
+            # rich links a web font; a picture in a README should fetch nothing.
+            svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+            self._picture.write_text(svg, encoding="utf-8")
 
 
-class Line:
-    """One question and as much of its answer as there is."""
-
-    def __init__(self, question: str) -> None:
-        self.question = question
-        self.answer = ""
-        self.right: bool | None = None
-        self.note = ""
-
-    def mark(self) -> str:
-        return {None: "[dim]…[/dim]", True: "[green]✓[/green]", False: "[red]✗[/red]"}[self.right]
-
-
-def board(lines: list[Line], *, shown: int, note: str = "") -> Table:
-    """The first `shown` lines as a table; the others are counted."""
+def board(lines: Sequence[Line]) -> Table:
+    """The first lines as a table; the others are counted."""
     table = Table(box=None, padding=(0, 1), show_header=False, expand=True)
     table.add_column(width=1)
     table.add_column(ratio=4, style="cyan", no_wrap=True, overflow="ellipsis")
     table.add_column(ratio=5, no_wrap=True, overflow="ellipsis")
-    if note:
+    if any(line.note for line in lines):
         table.add_column(width=17, style="dim", no_wrap=True)
-    for line in lines[:shown]:
-        answer = Text(printable(" ".join(line.answer.split())))
-        cells: list[RenderableType] = [line.mark(), escape(line.question), answer]
-        table.add_row(*cells, *([line.note] if note else []))
-    if len(lines) > shown:
-        done = sum(line.right is not None for line in lines[shown:])
-        table.add_row("", f"[dim]and {len(lines) - shown} more[/dim]", f"[dim]{done} of them done[/dim]")
-    return table
-
-
-def side_by_side(rows: list[list[Line]], voices: Sequence[str]) -> Table:
-    """A row for each question, and what each voice answers to it."""
-    table = Table(box=None, padding=(0, 1), expand=True)
-    table.add_column(ratio=3, style="cyan")
-    for voice in voices:
-        table.add_column(voice, ratio=4, overflow="fold")
-    for row in rows:
-        answers = [Text.from_markup(f"{line.mark()} ").append(printable(" ".join(line.answer.split()))) for line in row]
-        table.add_row(escape(row[0].question), *answers)
+    marks = {None: "[dim]…[/dim]", True: "[green]✓[/green]", False: "[red]✗[/red]"}
+    for line in lines[:ROWS]:
+        question, answer = (" ".join(text.split()) for text in (line.question.text, line.answer))
+        notes = [line.note] * (len(table.columns) - 3)
+        table.add_row(marks[line.right], escape(question), Text(printable(answer)), *notes)
+    if rest := lines[ROWS:]:
+        done = sum(line.right is not None for line in rest)
+        table.add_row("", f"[dim]and {len(rest)} more[/dim]", f"[dim]{done} of them done[/dim]")
     return table

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from asyncengine.cli import frameworks, text
+from asyncengine.cli import text
 from asyncengine.cli.main import main
 
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "8MiB")
@@ -175,54 +175,51 @@ def test_bench_table_on_the_callers_own_loop(run: Run) -> None:
     assert "tokens/s" in out
 
 
-@pytest.mark.parametrize("absent", [False, True], ids=["frameworks", "plain"])
-def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, absent: bool) -> None:
-    """Once through the frameworks as JSON, once with none of them installed, as text and as a picture."""
-    if absent:
-        monkeypatch.setattr(frameworks, "installed", lambda module: False)
-        out, _ = run("demo", "--streams", "14", "--export-svg", str(tmp_path / "demo.svg"))
-        assert "\x1b" not in out
-        assert 'pip install "asyncengine[langchain]"' in out
-        assert 'pip install "asyncengine[llama-index]"' in out
-        for title in (
-            "1  14 streams at once",
-            "2  One text",
-            "3  Answers from",
-            "4  One model, three voices",
-            "5  Leaving costs nothing",
-            "In figures",
-        ):
-            assert title in out
-        picture = (tmp_path / "demo.svg").read_text()
-        assert picture.startswith("<svg")
-        assert "font-face" not in picture
-        return
-    printed, _ = run("demo", "--json", "--streams", "14")
-    check_summary(json.loads(printed))
+def test_demo_tells_its_story(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without LangChain, as text and as a picture."""
+    monkeypatch.setitem(sys.modules, "asyncengine.integrations.langchain", None)
+    out, _ = run("demo", "--streams", "14", "--export-svg", str(tmp_path / "demo.svg"))
+    assert "\x1b" not in out
+    assert "the plain API" in out
+    for title in (
+        "1  14 streams at once",
+        "2  One text",
+        "3  Answers from",
+        "4  Tool calls, and JSON",
+        "5  One model, three voices",
+        "6  Leaving costs nothing",
+        "In figures",
+    ):
+        assert title in out
+    picture = (tmp_path / "demo.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "font-face" not in picture
+    assert "In&#160;figures" in picture
 
 
-def check_summary(summary: dict[str, Any]) -> None:
-    scenes = {scene["scene"]: scene for scene in summary["scenes"]}
-    assert list(scenes) == ["many_streams", "shared_prefix", "retrieval", "three_voices", "cancellation"]
-    assert scenes["many_streams"]["through"] == "LangChain"
-    assert scenes["retrieval"]["through"] == "LlamaIndex"
-    assert len(scenes["many_streams"]["answers"]) == 14
+def test_demo_reports_what_it_showed(run: Run, tmp_path: Path) -> None:
+    printed, _ = run("demo", "--json", "--streams", "14", "--export-svg", str(tmp_path / "demo.svg"))
+    assert "In&#160;figures" in (tmp_path / "demo.svg").read_text()
+    summary = json.loads(printed)
+    many, prefix, retrieval, forms, voices, leaving = summary["scenes"]
+    assert many["through"] == "LangChain"
+    assert len(many["answers"]) == 14
     assert all(answer["answer"] for scene in summary["scenes"] for answer in scene["answers"])
-    prefix = scenes["shared_prefix"]
+    assert summary["right_answers"] > 0.9 * summary["checked_answers"]
     assert 0.8 < prefix["cached_tokens"] / prefix["prompt_tokens"] < 1
-    pages = scenes["cancellation"]["pages"]
-    assert pages["before"]["in_use"] == pages["after"]["in_use"] == 0
-    assert pages["reading"]["in_use"] > scenes["cancellation"]["cancelled"]
-    voices = scenes["three_voices"]
-    said = {(a["question"], voice): a["answer"] for a, voice in zip(voices["answers"], voices["voices"], strict=True)}
+    assert [answer["note"] for answer in retrieval["answers"]][:2] == ["festival.txt", "nightfall.txt"]
+    assert [answer["right"] for answer in forms["answers"]] == [True, True]
+    assert leaving["pages"]["before"] == leaving["pages"]["after"] == 0
+    assert leaving["pages"]["reading"] > leaving["cancelled"]
+    said = {(answer["question"], answer["note"]): answer["answer"] for answer in voices["answers"]}
     assert said["What is the capital of Norway?", "base"] == "The capital of Norway is Oslo."
     assert said["What is the capital of Norway?", "pirate"] == "Arr! Th' capital o' Norway be Oslo, matey!"
     assert said["What is the capital of Norway?", "json"] == '{"answer": "Oslo"}'
     assert len(said) == 12
     assert voices["output_tokens"] > 3 * voices["steps"], "the voices did not share their steps"
-    assert summary["finished"]["abort"] == scenes["cancellation"]["cancelled"]
+    assert summary["finished"]["abort"] == leaving["cancelled"]
     assert summary["requests"] == sum(summary["finished"].values())
-    assert set(summary["finished"]) <= {"stop", "length", "abort"}
+    assert set(summary["finished"]) <= {"stop", "length", "abort", "tool_calls"}
     assert summary["tokens_per_second"] > 0
     assert summary["tokens_per_pass"] > 1
 

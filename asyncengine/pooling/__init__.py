@@ -1,1 +1,1 @@
-"""From hidden states to what is asked for in place of text: vectors, scores, labels."""
+"""Pooling: vectors, scores and labels are made of a model's hidden states."""

@@ -1,55 +1,58 @@
-"""Pooling: from the hidden states of a text to one vector, whole or chunk by chunk.
+"""The pooler: the hidden states of a text become one vector, whole or chunk by chunk.
 
-Done on the host, text by text, in float32: a sum over positions is one addition after the other, so that a vector has
-the same bits whatever was computed beside it, and in however many chunks.
+It computes on the host, text by text, in float32: a sum over positions is one addition after the other, so that a
+vector has the same bits whatever was computed beside it, and in however many chunks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.pooling.activations import activate
 from asyncengine.pooling.spec import DenseSpec, PoolingSpec
 from asyncengine.step import Row, StepResult
 
+if TYPE_CHECKING:
+    import torch
+
 Floats = NDArray[np.float32]
 NON_FINITE = "the model computed numbers that are not finite for this text"
+_MIN_NORM = np.float32(1e-12)
 
 
 class Span(NamedTuple):
-    """The span of a row's hidden states."""
+    """The hidden states of one row of a batch: the positions of its chunk, or the last of them alone."""
 
     row: int
-    """Its place in the batch."""
+    """Index of the row in the batch."""
     first: int
     last: int
-    """Rows [first, last) of the hidden states: positions of the chunk, or its last one alone."""
+    """Rows [first, last) of the hidden states."""
 
 
 class Pooler:
-    """Pools the rows of one runner's steps, in their order. Keeps what it knows of texts that come in chunks."""
+    """Pools the rows of one runner's steps, in their order. Keeps the sums of texts that come in chunks."""
 
     def __init__(self, spec: PoolingSpec, width: int, head: torch.Tensor | None = None) -> None:
-        """`width`: of the hidden states. `head`: a matrix [labels, width] behind the pooling. Raises `ModelNotFound`
-        for Dense modules whose weights are missing or do not fit."""
+        """`width`: numbers of a hidden state. `head`: a matrix [labels, width] behind the pooling. Raises
+        `ModelNotFound` for Dense modules whose weights are missing or do not fit."""
         self.spec = spec
         self._head = None if head is None else np.ascontiguousarray(head.float().numpy())
         self.every = spec.every
-        """Whether it needs all positions; else the last one."""
+        """Whether it needs the hidden states of all positions, or of the last one."""
         self.layers = [Dense(layer) for layer in spec.dense]
         sizes = [max(1, len(spec.modes)) * width, *(layer.spec.outputs for layer in self.layers)]
         for layer, size in zip(self.layers, sizes, strict=False):
             if layer.spec.inputs != size:
                 raise ModelNotFound(f"{layer.spec.folder} takes {layer.spec.inputs} numbers, and is given {size}")
         self.dimensions = sizes[-1] if self._head is None else len(self._head)
-        self._partial: dict[int, Partial] = {}
+        self._sums: dict[int, Sums] = {}
         """Texts of which a chunk is still to come, by slot."""
 
     def read(self, rows: Sequence[Row], spans: Sequence[Span], hidden: torch.Tensor, result: StepResult) -> None:
@@ -70,77 +73,76 @@ class Pooler:
                 result.errors[span.row] = NON_FINITE
 
     def _pool(self, row: Row, states: Floats) -> Floats | None:
-        """None: more is to come."""
+        """The pooled vector of the row's text, given its chunk [positions, width]; None: another chunk is to come."""
         if not self.every:
             return states[-1].copy() if row.samples else None
         if row.start == 0:
-            self._partial[row.slot] = Partial(self.spec.modes)
-        partial = self._partial[row.slot]
+            self._sums[row.slot] = Sums(self.spec.modes)
         pooled = row.spec.pooled
-        partial.add(states, row.start, 0 if pooled is None else pooled.skip)
-        return self._partial.pop(row.slot).vector() if row.samples else None
+        self._sums[row.slot].add(states, row.start, 0 if pooled is None else pooled.skip)
+        return self._sums.pop(row.slot).vector() if row.samples else None
 
 
-class Partial:
-    """The part of one text's vector that its first positions give."""
+class Sums:
+    """The sums, maxima and single states of one text's first positions, as each pooling mode needs them."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         self._modes = modes
         self._count = 0
         self._weight = 0
-        self._found: dict[str, Floats] = {}
+        self._values: dict[str, Floats] = {}
 
     def add(self, states: Floats, start: int, skip: int) -> None:
-        """`states` [n, width] of the positions from `start`; the text's first `skip` are left out."""
+        """Add `states` [n, width] of the positions from `start` on; the text's first `skip` are left out."""
         left_out = min(len(states), max(0, skip - start))
         states = states[left_out:]
         if not len(states):
             return
-        found, first = self._found, start + left_out
+        values, first = self._values, start + left_out
         if not self._count and "cls" in self._modes:
-            found["cls"] = states[0].copy()
+            values["cls"] = states[0].copy()
         if "lasttoken" in self._modes:
-            found["lasttoken"] = states[-1].copy()
+            values["lasttoken"] = states[-1].copy()
         if "max" in self._modes:
-            most = states.max(axis=0)
-            found["max"] = np.maximum(found["max"], most) if "max" in found else most
+            highest = states.max(axis=0)
+            values["max"] = np.maximum(values["max"], highest) if "max" in values else highest
         if "mean" in self._modes or "mean_sqrt_len_tokens" in self._modes:
-            found["sum"] = _sum(found.get("sum"), states)
+            values["sum"] = _sum(values.get("sum"), states)
         if "weightedmean" in self._modes:
             weights = np.arange(first + 1, first + 1 + len(states), dtype=np.float32)
-            found["weighted"] = _sum(found.get("weighted"), states * weights[:, None])
+            values["weighted"] = _sum(values.get("weighted"), states * weights[:, None])
             self._weight += int(weights.sum(dtype=np.float64))
         self._count += len(states)
 
     def vector(self) -> Floats:
-        """[modes * width]"""
-        parts = [self._part(mode) for mode in self._modes]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """The vector [modes * width]."""
+        vectors = [self._mode(mode) for mode in self._modes]
+        return vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
 
-    def _part(self, mode: str) -> Floats:
-        part: Floats
+    def _mode(self, mode: str) -> Floats:
+        vector: Floats
         match mode:
             case "mean":
-                part = self._found["sum"] / np.float32(self._count)
+                vector = self._values["sum"] / np.float32(self._count)
             case "mean_sqrt_len_tokens":
-                part = self._found["sum"] / np.sqrt(np.float32(self._count))
+                vector = self._values["sum"] / np.sqrt(np.float32(self._count))
             case "weightedmean":
-                part = self._found["weighted"] / np.float32(self._weight)
+                vector = self._values["weighted"] / np.float32(self._weight)
             case _:
-                part = self._found[mode]
-        return part
+                vector = self._values[mode]
+        return vector
 
 
-def _sum(known: Floats | None, states: Floats) -> Floats:
-    """Row after row, from what is known: in chunks the same as in one go."""
-    if known is not None:
-        states = np.concatenate((known[None], states))
+def _sum(before: Floats | None, states: Floats) -> Floats:
+    """The sum of `before` and `states` row after row: in chunks the same bits as in one go."""
+    if before is not None:
+        states = np.concatenate((before[None], states))
     total: Floats = np.add.reduce(states, axis=0)
     return total
 
 
 class Dense:
-    """A linear layer with an activation, of one vector at a time: a product of many would round by their number."""
+    """A linear layer with an activation, for one vector at a time: a product of many would round by their number."""
 
     def __init__(self, spec: DenseSpec) -> None:
         """Raises `ModelNotFound` for weights that are missing, misshapen, or in no safetensors file."""
@@ -170,17 +172,60 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise ModelNotFound(f"{folder} has no model.safetensors: only safetensors files are read, pickles run code")
     try:
-        found: dict[str, torch.Tensor] = load_file(file)
+        stored: dict[str, torch.Tensor] = load_file(file)
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelNotFound(f"{file} cannot be read: {error}") from None
-    return found
+    return stored
 
 
 def _tensor(folder: Path, stored: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> Floats:
-    found = stored.get(name)
-    if found is None:
+    tensor = stored.get(name)
+    if tensor is None:
         raise ModelNotFound(f"{folder} lacks the tensor {name}")
-    if tuple(found.shape) != shape:
-        raise ModelNotFound(f"{folder} has a wrong shape for the tensor {name}: {list(found.shape)}, not {list(shape)}")
-    numbers: Floats = np.ascontiguousarray(found.float().numpy())
+    if tuple(tensor.shape) != shape:
+        raise ModelNotFound(
+            f"{folder} has a wrong shape for the tensor {name}: {list(tensor.shape)}, not {list(shape)}"
+        )
+    numbers: Floats = np.ascontiguousarray(tensor.float().numpy())
     return numbers
+
+
+# -------------------------------------------------------------------- of finished vectors, row by row
+
+
+def activate(name: str, x: Floats) -> Floats:
+    """An activation of x [rows, numbers], as torch's module of that name with its defaults."""
+    result: Floats = x
+    with np.errstate(over="ignore"):
+        match name:
+            case "sigmoid":
+                result = _sigmoid(x)
+            case "tanh":
+                result = np.tanh(x)
+            case "softmax":
+                raised = np.exp(x - x.max(axis=1, keepdims=True))
+                result = raised / raised.sum(axis=1, keepdims=True)
+            case "relu":
+                result = np.maximum(x, np.float32(0))
+            case "silu":
+                result = x * _sigmoid(x)
+            case "gelu":
+                erf = np.vectorize(math.erf, otypes=[np.float32])
+                result = np.float32(0.5) * x * (1 + erf(x / math.sqrt(2.0)))
+    return result
+
+
+def _sigmoid(x: Floats) -> Floats:
+    result: Floats = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return result
+
+
+def shortened(vectors: Floats, dimensions: int | None, normalize: bool) -> Floats:
+    """The first `dimensions` of vectors [rows, width] (Matryoshka, Kusupati et al. 2022), then of length one."""
+    if dimensions is not None and dimensions < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, :dimensions])
+    if normalize and len(vectors):
+        norms: Floats = np.sqrt(np.add.reduce(vectors * vectors, axis=1, keepdims=True))
+        lengths: Floats = np.maximum(norms, _MIN_NORM)
+        return vectors / lengths
+    return vectors

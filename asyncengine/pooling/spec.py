@@ -1,4 +1,4 @@
-"""The description of a model's vectors in its folder: how they are pooled, what comes after, prompts, lengths, labels.
+"""The pooling that a model's files ask for: modes, the modules behind it, prompts, lengths, labels.
 
 The files are those of sentence-transformers: modules.json, the config.json of each module's folder,
 config_sentence_transformers.json and sentence_bert_config.json, in today's forms and in the older ones that most
@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncengine")
 
 Task = Literal["generate", "embed", "rerank", "classify"]
 MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
-"""Ways in which hidden states become one vector; of several, the results stand one behind the other."""
+"""Ways to make one vector of hidden states; the vectors of several modes are concatenated."""
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -35,7 +35,8 @@ _SENTENCE_CONFIGS = (
     "sentence_xlnet_config.json",
 )  # fmt: skip
 _TRANSFORMERS = ("Transformer", "BERT", "RoBERTa", "DistilBERT", "XLMRoBERTa", "CamemBERT", "ALBERT")
-"""Names of the first module, old ones included."""
+"""Type names of a first module, old ones included."""
+_HEAD = "ForSequenceClassification"
 ACTIVATIONS = ("identity", "sigmoid", "tanh", "softmax", "relu", "gelu", "silu")
 
 
@@ -49,16 +50,16 @@ class DenseSpec:
     bias: bool = True
     activation: str = "tanh"
     residual: bool = False
-    """True where a layer's input is added to its output."""
+    """The input is added to the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """From hidden states to vectors, and what else the files say of texts."""
+    """The way from hidden states to vectors or scores, and the form that texts must have."""
 
     task: Task
     modes: tuple[str, ...] = ("mean",)
-    """Empty: there is a classification head, which pools itself."""
+    """Empty: a classification head pools by itself."""
     include_prompt: bool = True
     """False: a prompt's positions are left out of the pooling."""
     whole: bool = False
@@ -71,20 +72,21 @@ class PoolingSpec:
     """Tokens; longer texts are cut. None: as the tokenizer and the model say."""
     lower_case: bool = False
     labels: tuple[str, ...] = ()
-    """Labels of a classification head."""
+    """Labels of a classification head, in order."""
     activation: str = "identity"
-    """The function of a head's scores."""
+    """Activation of scores."""
     tokens: tuple[int, ...] = ()
-    """The score is the logit of the first less that of the second, behind the last position. None: "yes" and "no"."""
+    """(true, false) token ids; empty: those of "yes" and "no"."""
     scores_tokens: bool = False
+    """The score is the logit of the true token less that of the false one, at the last position."""
 
     @property
     def every(self) -> bool:
-        """Whether other hidden states than the last are needed."""
+        """Whether hidden states of other positions than the last are needed."""
         return self.whole or any(mode != "lasttoken" for mode in self.modes)
 
     def in_words(self) -> str:
-        """E.g. "mean, dense 384 -> 128, normalized"."""
+        """A description like "mean, dense 384 -> 128, normalized"."""
         parts = ["logit of a token" if self.scores_tokens else " + ".join(self.modes) or "classification head"]
         parts += [f"dense {layer.inputs} -> {layer.outputs}" for layer in self.dense]
         return ", ".join(parts + ["normalized"] * self.normalize)
@@ -93,14 +95,21 @@ class PoolingSpec:
 def read_pooling(
     folder: Path, config: Mapping[str, Any], task: str, pooling: str | None, *, encoder: bool = False
 ) -> PoolingSpec | None:
-    """The pooling that the files in `folder` ask for, whose config.json says `config`; None: it writes text."""
+    """The pooling that the files in `folder` ask for, `config` being that of config.json; None: a text generator.
+
+    `task`: the caller's, or "auto". `pooling`: modes that replace those of the files, joined by "+". `encoder`: its
+    tokens see those after them; where no file speaks of pooling, its hidden states are averaged.
+
+    Raises `ModelNotFound` for files that cannot be read, `UnsupportedModel` for a module, mode or activation that is
+    not known here.
+    """
     settings = _read(folder / "config_sentence_transformers.json") or {}
     modules = _modules(folder)
-    found = _task(config, modules, settings, task, pooling)
-    if found == "generate" and encoder and task == "auto" and not _writes(config):
+    resolved = _task(config, modules, settings, task, pooling)
+    if resolved == "generate" and encoder and task == "auto" and not _is_named(config, "ForCausalLM"):
         logger.warning("%s says nothing of pooling: the mean of its hidden states is taken", folder)
-        found = "embed"
-    if found == "generate":
+        resolved = "embed"
+    if resolved == "generate":
         return None
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(each, (str, type(None))) for each in prompts.values()):
@@ -115,9 +124,9 @@ def read_pooling(
         "lower_case": bool(sentence.get("do_lower_case", False)),
         "whole": encoder,
     }
-    if found == "embed":
+    if resolved == "embed":
         return _embedder(folder, modules, pooling, common)
-    return _scorer(folder, found, config, modules, settings, common)
+    return _scorer(folder, resolved, config, modules, settings, common)
 
 
 def _task(
@@ -128,32 +137,21 @@ def _task(
         return task  # type: ignore[return-value]
     if pooling is not None:
         return "embed"
-    kinds = [kind for kind, _ in modules]
-    scores = settings.get("model_type") == "CrossEncoder" or "LogitScore" in kinds
-    if has_head(config):
-        return "rerank" if len(labels_of(config)) == 1 else "classify"
-    if scores:
+    if _is_named(config, _HEAD):
+        return "rerank" if len(_labels(config)) == 1 else "classify"
+    if settings.get("model_type") == "CrossEncoder" or any(kind == "LogitScore" for kind, _ in modules):
         return "rerank"
     return "embed" if modules or settings else "generate"
 
 
-def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether config.json names a model with a classification head."""
-    return _named(config, "ForSequenceClassification")
+def _is_named(config: Mapping[str, Any], ending: str) -> bool:
+    """Whether config.json names an architecture with this ending."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(ending) for name in names)
 
 
-def _writes(config: Mapping[str, Any]) -> bool:
-    """Whether config.json names a text generator."""
-    return _named(config, "ForCausalLM")
-
-
-def _named(config: Mapping[str, Any], ending: str) -> bool:
-    named = config.get("architectures")
-    return isinstance(named, list) and any(isinstance(name, str) and name.endswith(ending) for name in named)
-
-
-def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Labels of the classes, in order; transformers' own names where config.json has none."""
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the classes, in order; transformers' default names where config.json has none."""
     named = config.get("id2label")
     if isinstance(named, dict) and named:
         try:
@@ -199,7 +197,7 @@ def parse_modes(pooling: str) -> tuple[str, ...]:
 
 
 def _modes(where: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Modes of a Pooling module's settings; older ones have a switch for each mode."""
+    """The modes that a Pooling module's settings name; older ones have a switch for each mode."""
     named = content.get("pooling_mode")
     if named is None:
         named = [mode for key, mode in _LEGACY_MODES.items() if content.get(key)] or ["mean"]
@@ -218,16 +216,16 @@ def _dense(where: Path, content: Mapping[str, Any]) -> DenseSpec:
     if content.get("module_input_name", "sentence_embedding") != "sentence_embedding":
         raise UnsupportedModel(f"{where} is a Dense module of something other than the pooled vector")
     named = content.get("activation_function")
-    activation = "tanh" if named is None else activation_of(str(where), named, "tanh")
+    activation = "tanh" if named is None else _activation(str(where), named, "tanh")
     return DenseSpec(
         where, inputs, outputs, bool(content.get("bias", True)), activation, bool(content.get("use_residual", False))
     )
 
 
-def activation_of(where: str, named: Any, otherwise: str) -> str:
-    """An activation by the dotted name of torch's module. One outside torch would be somebody's code: it is not run,
-    `otherwise` takes its place, as in sentence-transformers. Raises `UnsupportedModel` for one of torch's that is not
-    known here."""
+def _activation(where: str, named: Any, otherwise: str) -> str:
+    """An activation by the dotted name of torch's module. A name outside torch would be foreign code: it is not run,
+    and `otherwise` takes its place, as in sentence-transformers. Raises `UnsupportedModel` for a module of torch's that
+    is not known here."""
     name = str(named)
     if not name.startswith("torch."):
         logger.warning("%s names the activation %s, which is not torch's: %s is used", where, name[:100], otherwise)
@@ -245,37 +243,31 @@ def _scorer(
     settings: Mapping[str, Any], common: Mapping[str, Any],
 ) -> PoolingSpec:  # fmt: skip
     """A cross-encoder, a classifier, or a text generator whose "yes" and "no" are the score."""
-    head, scorer = has_head(config), next((where for kind, where in modules if kind == "LogitScore"), None)
-    labels = labels_of(config) if head else ("score",)
+    head = _is_named(config, _HEAD)
+    labels = _labels(config) if head else ("score",)
     if task == "rerank" and len(labels) != 1:
         raise UnsupportedModel(
             f"{folder} is a classifier of {len(labels)} labels: use classify(), with task='classify'"
         )
-    own = config.get("sentence_transformers")
-    named = settings.get("activation_fn") or (own or {}).get("activation_fn")
-    named = named or config.get("sbert_ce_default_activation_function")
     single = len(labels) == 1
+    own = config.get("sentence_transformers")
+    named = settings.get("activation_fn") or (own.get("activation_fn") if isinstance(own, dict) else None)
+    named = named or config.get("sbert_ce_default_activation_function")
     if named is None and task == "classify":
-        several = config.get("problem_type") == "multi_label_classification" or single
+        several = single or config.get("problem_type") == "multi_label_classification"
         activation = "sigmoid" if several else "softmax"
     else:
         default = "sigmoid" if single else "identity"
-        activation = default if named is None else activation_of(str(folder), named, default)
+        activation = default if named is None else _activation(str(folder), named, default)
     if head:
         return PoolingSpec(task, (), labels=labels, activation=activation, **common)
     if task == "classify":
-        raise UnsupportedModel(f"{folder} has no classification head (...ForSequenceClassification)")
+        raise UnsupportedModel(f"{folder} has no classification head (...{_HEAD})")
+    scorer = next((where for kind, where in modules if kind == "LogitScore"), None)
     content = {} if scorer is None else _read(scorer / "config.json") or {}
     tokens = tuple(content[key] for key in ("true_token_id", "false_token_id") if isinstance(content.get(key), int))
-    return PoolingSpec(
-        task,
-        ("lasttoken",),
-        labels=labels,
-        activation=activation,
-        tokens=tokens,
-        scores_tokens=True,
-        **common,
-    )
+    common = {**common, "labels": labels, "activation": activation, "tokens": tokens, "scores_tokens": True}
+    return PoolingSpec(task, ("lasttoken",), **common)
 
 
 def _default_prompt(settings: Mapping[str, Any], prompts: Mapping[str, Any]) -> str | None:
@@ -286,7 +278,7 @@ def _default_prompt(settings: Mapping[str, Any], prompts: Mapping[str, Any]) -> 
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:
-    """(last part of its type's name, its folder) of each module, in order; empty: there is no modules.json."""
+    """(last part of the type's name, folder) of each module, in order; empty: there is no modules.json."""
     file = folder / "modules.json"
     if not file.is_file():
         return []

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from asyncengine.errors import ModelNotFound
-from asyncengine.pooling.activations import activate, shortened
-from asyncengine.pooling.pool import NON_FINITE, Partial, Pooler, Span
+from asyncengine.pooling.pool import NON_FINITE, Pooler, Span, Sums, activate, shortened
 from asyncengine.pooling.spec import ACTIVATIONS, MODES, DenseSpec, PoolingSpec
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -22,10 +21,10 @@ WIDTH = 40
 @pytest.mark.parametrize("skip", [0, 3, 20])
 def test_chunks_change_no_bit(skip: int) -> None:
     states = np.random.default_rng(0).standard_normal((37, WIDTH)).astype(np.float32)
-    whole = Partial(MODES)
+    whole = Sums(MODES)
     whole.add(states, 0, skip)
     for size in (1, 2, 7, 36):
-        parts = Partial(MODES)
+        parts = Sums(MODES)
         for start in range(0, len(states), size):
             parts.add(states[start : start + size], start, skip)
         assert (parts.vector() == whole.vector()).all(), size
@@ -51,7 +50,7 @@ def test_a_text_whose_numbers_are_not_finite_is_alone_with_it() -> None:
     pooler.read(rows, [Span(0, 0, 2), Span(1, 2, 5)], states, result)
     assert result.errors == {0: NON_FINITE}
     assert list(result.vectors) == [1]
-    assert not pooler._partial  # nothing is kept of texts that are done
+    assert not pooler._sums  # nothing is kept of texts that are done
 
 
 def test_activations_are_torch_s() -> None:

@@ -102,6 +102,7 @@ def test_scorers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read(tmp_path, {**SCORER, **named}).activation == "identity"
     old = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
     assert read(tmp_path, {**THREE, **old}).activation == "identity"
+    assert read(tmp_path, {**SCORER, "sentence_transformers": "5.0"}).activation == "sigmoid"
     foreign = {"sentence_transformers": {"activation_fn": "os.system"}}
     assert read(tmp_path, {**SCORER, **foreign}).activation == "sigmoid"
     assert "os.system, which is not torch's" in caplog.text

@@ -36,7 +36,7 @@ from asyncengine.text import TextTokenizer
 from asyncengine.text.batches import BatchTokenizer, EncodedText
 
 if TYPE_CHECKING:
-    from asyncengine.pooling.activations import Floats
+    from asyncengine.pooling.pool import Floats
 
 Answer = TypeVar("Answer")
 FIRST_BATCH, MAX_BATCH = 32, 256
@@ -145,7 +145,7 @@ class VectorService:
                     raise InvalidParameter(f"texts[{index}]", "is token ids, before which no prompt can be put")
 
         def finish(call: VectorCall[Embeddings]) -> Embeddings:
-            from asyncengine.pooling.activations import shortened  # numpy: `import asyncengine` stays light
+            from asyncengine.pooling.pool import shortened  # numpy: `import asyncengine` stays light
 
             return Embeddings(shortened(call.vectors, dimensions, normalize), *call.outcome)
 
@@ -208,7 +208,7 @@ class VectorService:
 
     def _scores(self, call: VectorCall[Any]) -> list[list[float]]:
         """The scores of each text, behind the model's activation."""
-        from asyncengine.pooling.activations import activate
+        from asyncengine.pooling.pool import activate
 
         rows: list[list[float]] = activate(self.model.spec.activation, call.vectors).tolist() if call.items else []
         return rows

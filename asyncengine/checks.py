@@ -10,14 +10,12 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from asyncengine.errors import InvalidParameter
-
-Kind = TypeVar("Kind")
 
 MAX_COUNT = 2**31 - 1
 """Largest number of anything, and largest token id: what an int32 holds."""
@@ -42,20 +40,6 @@ def check_known(values: Mapping[str, Any], known: Collection[str], elsewhere: Ma
             raise InvalidParameter("parameters", "must have names that are str", name)
         if name not in known:
             raise InvalidParameter.unknown(name, known, elsewhere)
-
-
-def knows_its_fields(kind: type[Kind]) -> type[Kind]:
-    """A decorator of dataclasses: an unknown keyword is refused as `check_known` does, not with a bare `TypeError`."""
-    construct: Any = kind.__init__
-    known = {field.name: None for field in fields(kind)}  # type: ignore[arg-type]
-
-    @functools.wraps(construct)
-    def checked(self: object, *args: Any, **given: Any) -> None:
-        check_known(given, known)
-        construct(self, *args, **given)
-
-    kind.__init__ = checked  # type: ignore[method-assign]
-    return kind
 
 
 def as_integer(name: str, value: object, low: int, high: int = MAX_COUNT) -> int:

@@ -335,8 +335,3 @@ class EngineConfig(
 
 GROUPS = {(group.__doc__ or group.__name__).rstrip("."): group for group in reversed(EngineConfig.__bases__)}
 """Title -> group, as they are shown: a dataclass collects its fields from its last base on."""
-
-
-def default_threads() -> int:
-    """CPUs this process may run on (not the machine's count: containers and taskset narrow it)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncengine.config import default_threads
 from asyncengine.kernels.cache_folder import is_first_time
 from asyncengine.kernels.compile_process import CompilerProcess, CompilerProcesses, can_start
 from asyncengine.kernels.elsewhere import elsewhere
@@ -362,7 +361,9 @@ def _is_of(name: str, module: str, types: str) -> bool:
 
 def usable_cpus() -> int:
     """CPUs that this process may run on, or what the program's environment allows of them."""
-    here, allowed = default_threads(), os.environ.get("OMP_NUM_THREADS", "")
+    # containers and taskset allow fewer than the machine has
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
     return min(here, int(allowed)) if allowed.isdecimal() else here
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import default_threads
+from asyncengine.kernels.compile_ahead import usable_cpus
 from tools.gpucheck.report import CheckFailed
 from tools.gpucheck.session import Session, flashinfer_missing
 
@@ -62,7 +62,7 @@ def facts(session: Session) -> dict[str, Any]:
         "device": str(session.device),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpus": default_threads(),
+        "cpus": usable_cpus(),
         "cuda": torch.version.cuda or "none",
         "driver": driver_version(),
     }

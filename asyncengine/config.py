@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from asyncengine.checks import MAX_BYTES, Count, Positive, Seconds, Settings, as_integer, integer_in, one_of
 from asyncengine.errors import InvalidParameter
 from asyncengine.kvcache.eviction import STRATEGIES
-from asyncengine.policies import POLICIES, Policy, check_policy
+from asyncengine.policies import POLICIES, Policy, as_policy
 
 STEP_SIZES = 3
 """The number of sizes of steps that have a cost (`speculation.costs`)."""
@@ -58,16 +58,6 @@ def parse_bytes(name: str, value: Any) -> int | None:
     raise InvalidParameter(name, limit, value)
 
 
-def _cache_bytes(name: str, value: Any) -> int:
-    return parse_bytes(name, value) or 0
-
-
-def _policy(name: str, value: Any, choices: Mapping[str, object]) -> Any:
-    """A check; `choices` are for the command line to list."""
-    check_policy(value)
-    return value
-
-
 def _adapters(name: str, value: Any) -> tuple[tuple[str, str], ...]:
     """Pairs of name and folder, so that a configuration can be compared and hashed."""
     pairs = value.items() if isinstance(value, Mapping) else value
@@ -98,7 +88,8 @@ def _path(name: str, value: Any, what: str = "the path of a folder") -> str:
 
 Threads = Annotated[int, integer_in(1, 1024)]
 Memory = Annotated[int | str, parse_bytes]
-CacheMemory = Annotated[int | str, _cache_bytes]
+CacheMemory = Annotated[int | str, lambda name, value: parse_bytes(name, value) or 0]
+"""None keeps nothing."""
 Costs = Annotated[tuple[float, ...], _costs]
 Model = Annotated[str, partial(_path, what='a folder, a hub id or "demo/draft"')]
 Adapters = Annotated[tuple[tuple[str, str], ...] | Mapping[str, str], _adapters]
@@ -166,7 +157,7 @@ class MemorySettings(Settings):
 class BatchingSettings(Settings):
     """Batching and scheduling."""
 
-    policy: Annotated[str | Policy, partial(_policy, choices=POLICIES)] = "fcfs"
+    policy: Annotated[str | Policy, partial(as_policy, choices=POLICIES)] = "fcfs"
     """Order in which waiting requests are admitted, and which running one gives way: a name, or an object like
     `asyncengine.Policy`. Each engine works with a copy of its own."""
     max_num_seqs: Annotated[int, integer_in(1, 2**16)] = 256

@@ -9,7 +9,7 @@ from collections import Counter
 from asyncengine.cli.adapters import chosen_adapter, given_adapters
 from asyncengine.cli.errors import FAILED, CliError
 from asyncengine.cli.loading import open_engine
-from asyncengine.cli.options import engine_config, given, sampling_params, say_stopped, start_limited
+from asyncengine.cli.options import engine_config, sampling_params, say_stopped, start_limited
 from asyncengine.cli.text import as_json, write, write_json
 from asyncengine.grammar import Grammar
 from asyncengine.info import ModelInfo
@@ -20,9 +20,7 @@ from asyncengine.sync_engine import Engine
 
 
 def run(args: argparse.Namespace) -> int:
-    params = sampling_params(args).replace(
-        grammar=_grammar(args), **given(args, ("n", "logprobs", "top_logprobs", "on_budget"))
-    )
+    params = sampling_params(args, grammar=_grammar(args))
     adapter = chosen_adapter(args)
     config = engine_config(
         args, max_num_seqs=max(16, params.n), show_progress=not args.json, adapters=given_adapters(args)

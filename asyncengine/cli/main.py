@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from asyncengine import __version__
-from asyncengine.cli import arguments
+from asyncengine.cli.arguments import add_bench, add_chat, add_demo, add_embed, add_fit, add_generate
 from asyncengine.cli.errors import FAILED, INTERRUPTED, USAGE, CliError
 from asyncengine.cli.starting import interruptible
 from asyncengine.cli.text import drop_output, prepare_streams
@@ -38,12 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"asyncengine {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=OneLineParser)
-    arguments.add_demo(commands)
-    arguments.add_chat(commands)
-    arguments.add_generate(commands)
-    arguments.add_embed(commands)
-    arguments.add_bench(commands)
-    arguments.add_fit(commands)
+    for add in (add_demo, add_chat, add_generate, add_embed, add_bench, add_fit):
+        add(commands)
     return parser
 
 

@@ -54,14 +54,14 @@ def add_flags(
         )
 
 
-def given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The named settings that were on the command line."""
-    return {name: value for name, value in vars(args).items() if name in names}
+def _given(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
+    """The fields of a class that were on the command line."""
+    return {name: value for name, value in vars(args).items() if name in settings.__dataclass_fields__}
 
 
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
     """Raises `InvalidParameter` naming the field."""
-    return SamplingParams(**{**defaults, **given(args, SAMPLING_FIELDS)})
+    return SamplingParams(**{**defaults, **_given(args, SamplingParams)})
 
 
 def start_limited(params: SamplingParams, start: Callable[[SamplingParams], T]) -> T:
@@ -84,7 +84,7 @@ def say_stopped(completion: Completion, context: int) -> None:
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """Raises `InvalidParameter` naming the field."""
-    return EngineConfig(**{**defaults, **given(args, ENGINE_FIELDS)})
+    return EngineConfig(**{**defaults, **_given(args, EngineConfig)})
 
 
 _MOST_CHOICES = 9

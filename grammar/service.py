@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import GrammarSettings
 from asyncengine.errors import BudgetTooSmall, EngineClosed, GrammarError, GrammarTimeout, QueueFull
 from asyncengine.grammar.backend import Template
 from asyncengine.grammar.cache import TemplateCache
@@ -65,13 +65,12 @@ class _Job:
 class GrammarService:
     """A `GrammarCompiler`. `start` and `cancel` are called on the engine's loop, `check` from any thread."""
 
-    def __init__(self, backends: Mapping[str, Callable[[], Backend]], config: EngineConfig) -> None:
+    def __init__(self, backends: Mapping[str, Callable[[], Backend]], config: GrammarSettings) -> None:
         """`backends`: how to make each backend, by name; made at first use. `config.grammar_backend` is the default."""
         self._make = dict(backends)
         self._config = config
         self._backends: dict[str, Backend] = {}
-        assert isinstance(config.grammar_cache_memory, int)
-        self._cache = TemplateCache(config.grammar_cache_memory)
+        self._cache = TemplateCache(int(config.grammar_cache_memory))
         self._jobs: dict[str, _Job] = {}
         self._job_of: dict[int, _Job] = {}
         self._pool: ThreadPoolExecutor | None = None

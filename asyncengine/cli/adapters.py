@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from asyncengine.cli.errors import CliError
-from asyncengine.config import EngineConfig
+from asyncengine.config import AdapterSettings
 from asyncengine.demo import resolve_adapter
 from asyncengine.errors import AdapterError
 from asyncengine.lora.checkpoint.files import find_folder, read_config
@@ -48,7 +48,7 @@ def chosen_adapter(args: argparse.Namespace) -> str | None:
     return str(args.use)
 
 
-def check_adapters(config: EngineConfig) -> None:
+def check_adapters(config: AdapterSettings) -> None:
     """Refuse wrong paths at once, for importing torch and loading the model take seconds. Raises `CliError`."""
     root = None if config.adapter_root is None else Path(config.adapter_root).expanduser().resolve()
     if root is not None and not root.is_dir():

@@ -6,7 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import AdapterSettings
 from asyncengine.demo import resolve_adapter
 from asyncengine.errors import AdapterError, InvalidParameter
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("asyncengine")
 
 
-def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) -> AdapterRegistry:
+def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: AdapterSettings, max_passes: int) -> AdapterRegistry:
     """Make the registry of a model's adapters, with those of the configuration already read.
 
     Raises `AdapterError` for one that `config.adapters` names; one that was only found in `adapter_root` is left out.
@@ -32,7 +32,7 @@ def make_adapters(lora: LoraLayers, dtype: torch.dtype, config: EngineConfig) ->
     base = {name: BaseModule(*dims) for name, dims in lora.modules.items()}
     loader = PeftLoader(base, dtype=dtype, max_rank=config.max_lora_rank, root=config.adapter_root)
     registry = AdapterRegistry(
-        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=config.max_passes
+        loader, max_bytes=int(config.adapter_memory), workers=config.adapter_workers, max_passes=max_passes
     )
     try:
         paths = {name: resolve_adapter(path, config.adapter_root) for name, path in dict(config.adapters).items()}

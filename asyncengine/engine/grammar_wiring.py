@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import GrammarSettings
 from asyncengine.text import TextTokenizer
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_grammars(
-    tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int, config: EngineConfig
+    tokenizer: TextTokenizer | None, ends: Sequence[int], vocab_size: int, config: GrammarSettings
 ) -> GrammarService | None:
     """Make the compiler of grammars for a model of so many tokens, or None where there is no text to constrain. `ends`:
     tokens that end an answer (empty: those that the tokenizer names).
@@ -50,7 +50,7 @@ def make_grammars(
 
 
 def make_planner(
-    tokenizer: TextTokenizer | None, grammars: GrammarCompiler | None, config: EngineConfig
+    tokenizer: TextTokenizer | None, grammars: GrammarCompiler | None, config: GrammarSettings
 ) -> ChatPlanner | None:
     """Make the planner of chats, or None where there is no template for them, or no grammar to hold them to. Renders
     samples of the template: part of loading, too."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncengine.checks import check_unicode
-from asyncengine.config import EngineConfig
+from asyncengine.config import RequestSettings
 from asyncengine.engine.clock import Clock
 from asyncengine.engine.delivery import OutputStream
 from asyncengine.engine.mailbox import Mailbox
@@ -80,7 +80,7 @@ class RequestValidator:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: RequestSettings,
         info: ModelInfo,
         clock: Clock,
         tokenizer: TextTokenizer | None,

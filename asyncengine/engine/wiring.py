@@ -219,7 +219,7 @@ def _load_frontend(
             draft = load_draft(drafting, config, loaded, tokenizer, progress)
         attempt.check()
         lora = install_lora(loaded.model, config.max_loras, config.max_lora_rank)
-        adapters = make_adapters(lora, loaded.dtype, config)
+        adapters = make_adapters(lora, loaded.dtype, config, config.max_passes)
         undo.callback(adapters.close)
         allocate_adapters(lora, adapters, device)
         grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)  # beside compilers
@@ -252,7 +252,7 @@ def _load_encoder_frontend(
     grammars = make_grammars(tokenizer, loaded.eos_token_ids, loaded.vocab_size, config)
     planner = make_planner(tokenizer, grammars, config)
     _await_kernels(ahead, progress)
-    runner = build_encoder_runner(loaded, config, pooler, cores, progress)
+    runner = build_encoder_runner(loaded, pooler, cores, progress)
     progress.say_compiled()
     return _assemble(path, loaded, tokenizer, runner, None, grammars, planner, config, vectors)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import ModelSettings
 from asyncengine.device.process import is_terminal
 from asyncengine.errors import ModelNotFound, shorten
 
@@ -74,7 +74,7 @@ def short_name(path_or_id: str) -> str:
     return ":".join(part.rsplit("/", 1)[-1] for part in parts if part)
 
 
-def download(named: HubName, config: EngineConfig) -> Path:
+def download(named: HubName, config: ModelSettings) -> Path:
     """The folder of a model's files, or a GGUF file with its other parts beside it: from the cache, or downloaded.
 
     Raises `ModelNotFound` saying why there is none and what helps, or which GGUF models there are to choose from.
@@ -88,7 +88,7 @@ def download(named: HubName, config: EngineConfig) -> Path:
         raise ModelNotFound(_explain(error, repo, revision)) from error
 
 
-def _download(repo: str, revision: str | None, choice: str, config: EngineConfig) -> Path:
+def _download(repo: str, revision: str | None, choice: str, config: ModelSettings) -> Path:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 
     shown = config.show_progress and is_terminal(sys.stderr)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import ModelSettings
 from asyncengine.models.families.encoders import is_encoder_config
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.kinds import check_architectures, check_files
 from asyncengine.pooling.spec import PoolingSpec, read_pooling, root_folder
 
 
-def pooling_of(checkpoint: CheckpointSource, config: EngineConfig) -> PoolingSpec | None:
+def pooling_of(checkpoint: CheckpointSource, config: ModelSettings) -> PoolingSpec | None:
     """The pooling that the model's files and the configuration ask for; None: it writes text. Raises as `read_pooling`,
     and `UnsupportedModel` for what is neither a text generator nor asked for vectors."""
     if checkpoint.metadata and config.task == "auto" and config.pooling is None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
@@ -153,7 +152,7 @@ class EncoderRunner:
 
 
 def build_encoder_runner(
-    loaded: LoadedEncoder, config: EngineConfig, pooler: Pooler | None, cores: Cores, progress: LoadProgress
+    loaded: LoadedEncoder, pooler: Pooler | None, cores: Cores, progress: LoadProgress
 ) -> EncoderRunner:
     """A runner that has run its first steps."""
     runner = EncoderRunner(loaded, pooler, cores)

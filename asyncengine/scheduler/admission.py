@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from enum import Enum
 from itertools import islice
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import BatchingSettings
 from asyncengine.kvcache import KVCache, PageTable
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.policies import Policy, overrides, victim_rank
@@ -52,7 +52,7 @@ class Verdict(Enum):
 class Admission:
     """Moves requests from waiting to running. Stateless between steps."""
 
-    def __init__(self, config: EngineConfig, kv: KVCache, policy: Policy, slots: Slots) -> None:
+    def __init__(self, config: BatchingSettings, kv: KVCache, policy: Policy, slots: Slots) -> None:
         self._kv = kv
         self._policy = policy
         self._slots = slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import SpeculationSettings
 from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.lora.interface import LONG
@@ -101,7 +101,7 @@ def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, in
     return accepted
 
 
-def draft_planner(config: EngineConfig) -> DraftPlanner | None:
+def draft_planner(config: SpeculationSettings) -> DraftPlanner | None:
     """The planner that the configuration asks for; None: nobody drafts. Costs have been measured by then."""
     if config.speculation == "off" or config.speculation_costs is None:
         return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncengine.checks import MIN_INT64, as_integer, as_items, check_unicode
-from asyncengine.config import EngineConfig
+from asyncengine.config import ModelSettings
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel, shorten
 from asyncengine.text.chat_template import ChatTemplate
 from asyncengine.text.detokenizer import Detokenizer
@@ -238,7 +238,7 @@ class TextTokenizer:
 
 def load_tokenizer(
     path: str | Path,
-    config: EngineConfig,
+    config: ModelSettings,
     *,
     max_chat_chars: int = MAX_CHAT_CHARS,
     chat_template: str | None = None,

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from asyncengine.config import EngineConfig
+from asyncengine.config import ModelSettings
 
 _SEED = 0
 
 
-def make_random(hf_config: Any, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Any:
+def make_random(hf_config: Any, config: ModelSettings, dtype: torch.dtype, device: torch.device) -> Any:
     """A model of `hf_config` with weights as its family initialises them, the same at every call on one device.
 
     The process's random state is left as it was.
@@ -24,13 +24,13 @@ def make_random(hf_config: Any, config: EngineConfig, dtype: torch.dtype, device
         return _build(hf_config, config, dtype)
 
 
-def count_elements(hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> int:
+def count_elements(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> int:
     """Elements of the weights of such a model, without making them."""
     with torch.device("meta"):
         return sum(part.numel() for part in _build(hf_config, config, dtype).parameters())
 
 
-def _build(hf_config: Any, config: EngineConfig, dtype: torch.dtype) -> Any:
+def _build(hf_config: Any, config: ModelSettings, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from fuzz.gguf_fuzz import run
 from support.gguf_bytes import STRING, array, text
-from support.gguf_files import QUANTIZED, write_gguf
+from support.gguf_files import QUANTIZED, checkpoint_of, write_gguf
 from support.gguf_models import YARN, changed
 from support.gguf_models import make_model as random_model
-from support.gguf_states import checkpoint_of, write_states
 from support.ollama_gpt_oss import write_ollama_gpt_oss
 from support.tiny_models import FAMILIES, make_model
 from transformers import LlamaConfig
@@ -24,13 +23,14 @@ def seed_files(folder: Path) -> list[bytes]:
     for name in ("llama3.1-rope", "gemma3", "qwen3moe", "stablelm"):
         path = folder / f"{name}.gguf"
         more = {"tokenizer.chat_template": "{{ x }}", "general.sampling.top_k": 5, "tokenizer.ggml.eot_token_id": 7}
-        write_gguf(path, FAMILIES[name](), dict(make_model(name).state_dict()), lambda *_: "F16", more)
+        weights = checkpoint_of(make_model(name), folder / name)
+        write_gguf(path, FAMILIES[name](), weights, lambda *_: "F16", more)
         made.append(path.read_bytes())
     for name in ("qwen3.5", "granite4", "qwen3next", "nemotron-3", "kimi-linear"):
         config = changed(name, mlp_only_layers=[])() if name == "qwen3next" else FAMILIES[name]()
         kind_of = lambda _, tensor: "F32" if tensor.shape[-1] % 32 else "Q8_0"  # noqa: E731
         weights = checkpoint_of(random_model(config), folder / name)
-        write_states(path, config, weights, kind_of, legacy=name == "qwen3next")
+        write_gguf(path, config, weights, kind_of, legacy=name == "qwen3next")
         made.append(path.read_bytes())
     oss = changed("gpt-oss", hidden_size=64, intermediate_size=32, rope_parameters=YARN)()
     write_ollama_gpt_oss(path, oss, dict(random_model(oss).state_dict()), "first")

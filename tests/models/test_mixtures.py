@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoints import Checkpoint
 from support.forwards import Forwards, logits_of
-from support.gguf_files import write_gguf
+from support.gguf_files import checkpoint_of, write_gguf
 from support.panels import use_panels
 from support.quantized_checkpoints import mxfp4
 from support.reachable import tensors_in
@@ -73,7 +73,7 @@ def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
     """All of them in one tensor of the file; as they are stored, in one block."""
     pytest.importorskip("numba")
     reference = make_model("qwen3moe")
-    weights = dict(reference.state_dict())
+    weights = checkpoint_of(reference, tmp_path / "there")
     stored = write_gguf(
         tmp_path / "m.gguf", reference.config, weights, lambda name, _: "Q8_0" if "exps" in name else "F32"
     )  # fmt: skip

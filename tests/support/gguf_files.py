@@ -12,7 +12,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from support import kquants
+from support.gguf_states import STATES, Moved, halved, moved_state, only, paired, state_header
+from transformers import AutoModelForCausalLM
 
 PLAIN = ("F32", "F16", "BF16")
 _HALVES = {
@@ -34,11 +37,14 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3", "glm4": "glm4", "granite": "granite", "olmo": "olmo", "olmo2": "olmo2",
     "olmo3": "olmo2", "exaone4": "exaone4", "cohere": "command-r", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "apertus": "apertus", "stablelm": "stablelm", "nemotron": "nemotron", "hunyuan_v1_dense": "hunyuan-dense",
-    "seed_oss": "seed_oss",
+    "seed_oss": "seed_oss", **STATES,
 }  # fmt: skip
 """model_type -> llama.cpp's name."""
 _PAIRED = ("llama", "mistral3", "smollm3", "granite", "olmo")
 _ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
+_STACKS = (".experts.", ".norms.")
+_PLAIN_NAMES = ("norm", ".bias", "conv1d", "conv.conv", "ssm_a", "ssm_d")
+"""Parts of names of tensors that stay float32."""
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, size: float = 0.1) -> np.ndarray:
@@ -59,25 +65,37 @@ def dequantized(blocks: np.ndarray, kind: str) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 
+Kinds = Callable[[str, torch.Tensor], str]
+
+
+def checkpoint_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model under the names that files have, whatever its module calls them."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def model_of(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
+    """The model of `checkpoint_of` with other weights."""
+    whole = load_file(folder / "model.safetensors") | {name: each.contiguous() for name, each in weights.items()}
+    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
 def write_gguf(
-    path: Path,
-    config: Any,
-    weights: dict[str, torch.Tensor],
-    kind_of: Callable[[str, torch.Tensor], str] = lambda name, tensor: "F32",
-    more: Mapping[str, Any] | None = None,
-    split: int = 0,
-    without: Sequence[str] = (),
-    beside: Sequence[str] = (),
-    architecture: str = "",
-) -> dict[str, torch.Tensor]:
-    """A model of transformers' configuration and weights; what was really written, under transformers' names.
+    path: Path, config: Any, weights: dict[str, torch.Tensor], kind_of: Kinds = lambda name, tensor: "F32",
+    more: Mapping[str, Any] | None = None, *, split: int = 0, without: Sequence[str] = (), beside: Sequence[str] = (),
+    architecture: str = "", change: Callable[[Any], object] = lambda writer: None, legacy: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """A model of transformers' configuration and checkpoint; the tensors that were really written, under its names.
 
     `kind_of`: the type of a matrix, by its name here and content. Types that the package cannot write get random
     numbers. `more`: further values. `split`: most tensors of a file, 0: one file.
     `without`: values that are left out; `beside`: names of further tensors. `architecture`: llama.cpp's name, if not
-    the usual one.
+    the usual one. `change`: told of the writer before it writes. `legacy`: Qwen3-Next's projections in one tensor.
     """
     architecture = architecture or ARCHITECTURES[config.model_type]
+    if architecture == "nemotron_h" and "moe" in config.layers_block_type:
+        architecture = "nemotron_h_moe"
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_type("model")
     _hyperparameters(writer, architecture, config)
@@ -86,14 +104,31 @@ def write_gguf(
             type(value), writer.add_uint32
         )
         add(key, value)
-    found = {}
-    for name, tensor in _single(weights).items():
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _stacked(weights).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if ".act_fn." in name:
             found[name] = tensor
             continue
-        found |= _write(writer, architecture, config, name, tensor.float(), kind_of)
+        state = config.model_type in STATES
+        parts, back = (moved_state if state else _moved)(config, name, tensor.float(), legacy)
+        meant = []
+        for part, moved in parts:
+            there = _name(table, part)
+            plain = moved.ndim == 1 or any(word in there for word in _PLAIN_NAMES)
+            kind = "F32" if plain else kind_of(there, moved)
+            stored, values = _stored(moved.contiguous().numpy(), kind)
+            writer.add_tensor(there, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+            meant.append(values)
+        whole = back(meant)
+        before, stack, after = next((name.partition(part) for part in _STACKS if part in name), (name, "", ""))
+        if not stack or name in weights:
+            found[name] = whole
+        else:
+            found |= {f"{before}{stack}{index}.{after}": each for index, each in enumerate(whole)}
     for name, vector in _rope_tensors(config).items():
         writer.add_tensor(name, vector)
     for kind in ("alpha_p", "alpha_n", "beta", "eps"):
@@ -104,6 +139,7 @@ def write_gguf(
         del writer.kv_data[0][key]
     for name in beside:
         writer.add_tensor(name, np.zeros((2, 3), dtype=np.float32))
+    change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,66 +147,57 @@ def write_gguf(
     return found
 
 
-def _single(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the fused experts of transformers' modules as the converter has them: gate and up apart, outputs first.
-    Norms of single heads become one tensor."""
+def _stacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With one tensor for all experts, and for the norms of all heads, as the converter has them."""
     found: dict[str, torch.Tensor] = {}
-    for name, each in weights.items():
-        stem, _, last = name.rpartition(".")
-        tensor = each
-        if ".norms." in name:
-            joined = name.partition(".norms.")[0]
-            every = [norm for key, norm in weights.items() if key.startswith(f"{joined}.norms.")]
-            found[f"{joined}.weight"] = torch.stack(every)
-            continue
-        if not stem.endswith(".experts"):
+    for name, tensor in weights.items():
+        before, stack, after = next((name.partition(part) for part in _STACKS if part in name), (name, "", ""))
+        number, _, own = after.partition(".")
+        if not number.isdecimal():
             found[name] = tensor
             continue
-        transposed = f"{stem}.down_proj_bias" in weights  # gpt-oss, whose gate and up take turns
-        suffix = "bias" if last.endswith("_bias") else "weight"
-        tensor = tensor.transpose(1, 2) if transposed and suffix == "weight" else tensor
-        if last.startswith("down"):
-            found[f"{stem}.down_proj.{suffix}"] = tensor.contiguous()
-            continue
-        gate, up = (tensor[:, ::2], tensor[:, 1::2]) if transposed else tensor.chunk(2, dim=1)
-        found[f"{stem}.gate_proj.{suffix}"], found[f"{stem}.up_proj.{suffix}"] = gate.contiguous(), up.contiguous()
+        count = sum(key.startswith(before + stack) and key.endswith(f".{own}") for key in weights)
+        found[f"{before}{stack}{own}"] = torch.stack(
+            [weights[f"{before}{stack}{index}.{own}"] for index in range(count)]
+        )
     return found
 
 
-def _apart(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One tensor for each expert, and for each head's norm."""
-    if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) and tensor.ndim == 2:
-        return {name.replace(".weight", f".norms.{index}.weight"): part for index, part in enumerate(tensor)}
-    if ".experts." not in name:
-        return {name: tensor}
-    if "block_sparse_moe" in name:
-        for old, new in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
-            name = name.replace(old, new)
-    return {name.replace(".experts.", f".experts.{index}."): part for index, part in enumerate(tensor)}
+def _name(table: Any, name: str) -> str:
+    """By gguf's own table, which has some of the names without ".weight", and some not at all."""
+    if name.startswith("blk."):
+        return name
+    given = name.replace("dt_bias", "dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+    given = given.replace(".norms.", ".").replace("sinks", "sinks.weight")
+    given = given.replace("expert_bias", "expert_bias.bias")
+    given = given.removeprefix("model.") if ".feed_forward.experts." in given else given
+    bare = name.endswith(("A_log", ".D"))
+    found = table.get_name(given) if bare else table.get_name(given, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
 
 
-def _write(
-    writer: Any, architecture: str, config: Any, name: str, tensor: torch.Tensor, kind_of: Callable[..., str]
-) -> dict[str, torch.Tensor]:
-    """One tensor, and what was written of it."""
-    gguf_name = _gguf_name(architecture, config, name)
-    name = name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
-    heads = 0
+def _moved(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+    """A tensor of a model without states."""
+    architecture = ARCHITECTURES[config.model_type]
+    stem, _, last = name.rpartition(".")
+    if stem.endswith(".experts"):  # gpt-oss': inputs first, and gate and up take turns
+        suffix = "bias" if last.endswith("_bias") else "weight"
+        turned = (lambda each: each) if suffix == "bias" else (lambda each: each.transpose(1, 2))
+        if last.startswith("down"):
+            return [(f"{stem}.down_proj.{suffix}", turned(tensor))], lambda found: turned(found[0])
+        gate, up = turned(tensor)[:, ::2], turned(tensor)[:, 1::2]
+        return [(f"{stem}.gate_proj.{suffix}", gate), (f"{stem}.up_proj.{suffix}", up)], lambda found: turned(
+            torch.stack(found, dim=2).flatten(1, 2)
+        )
+    if name.endswith("shared_expert_gate.weight"):  # the converter writes rows of one as vectors
+        return [(name, tensor.squeeze(0))], lambda found: found[0].unsqueeze(0)
     if architecture in _PAIRED and ("q_proj" in name or "k_proj" in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+        return [(name, paired(tensor, heads))], lambda found: halved(found[0], heads)
     if architecture in _ADDED and name.endswith("norm.weight"):
-        tensor = tensor + 1
-    if name.endswith("shared_expert_gate.weight"):  # the converter writes rows of one as vectors
-        stored, meant = _stored(tensor.squeeze().numpy(), "F32")
-        writer.add_tensor(gguf_name, stored)
-        return {name: meant.view(tensor.shape)}
-    moved = _paired(tensor, heads) if heads else tensor
-    plain = tensor.ndim == 1 or gguf_name.endswith(("_norm.weight", ".bias"))
-    kind = "F32" if plain else kind_of(gguf_name, tensor)
-    stored, meant = _stored(moved.numpy(), kind)
-    writer.add_tensor(gguf_name, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-    back = _halved(meant, heads) if heads else meant
-    return _apart(name, back - 1 if architecture in _ADDED and name.endswith("norm.weight") else back)
+        return [(name, tensor + 1)], lambda found: found[0] - 1
+    return [(name, tensor)], only
 
 
 def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
@@ -184,24 +211,11 @@ def _stored(values: np.ndarray, kind: str) -> tuple[np.ndarray, torch.Tensor]:
     return stored, torch.from_numpy(np.array(gguf.dequantize(stored, number)))
 
 
-def _paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    return tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
-
-
-def _halved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    return tensor.view(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
-
-
-def _gguf_name(architecture: str, config: Any, name: str) -> str:
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    found = names.get_name(f"{name}.weight" if name.endswith("sinks") else name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found
-
-
 def _hyperparameters(writer: Any, architecture: str, config: Any) -> None:
     """What the converter writes for a family."""
+    if config.model_type in STATES:
+        state_header(writer, config)
+        return
     get = lambda name, other=None: getattr(config, name, other)  # noqa: E731
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -287,7 +301,7 @@ def _rope(writer: Any, architecture: str, config: Any) -> None:
 
 
 def _rope_tensors(config: Any) -> dict[str, np.ndarray]:
-    every = config.rope_parameters or {}
+    every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)
     if rope.get("rope_type") == "longrope":
         return {

@@ -1,111 +1,35 @@
-"""GGUF files of tiny models with states, as llama.cpp's converter writes them: its changes, and the way back."""
+"""Models with states as llama.cpp's converter writes them: changes of each tensor, the way back, and the header."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from safetensors.torch import load_file, save_file
-from support.gguf_files import _halved, _paired, _stored
-from transformers import AutoModelForCausalLM
 
-ARCHITECTURES = {
+STATES = {
     "qwen3_next": "qwen3next", "mamba2": "mamba2", "falcon_h1": "falcon-h1", "nemotron_h": "nemotron_h",
     "kimi_linear": "kimi-linear", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe", "granitemoehybrid": "granitehybrid",
 }  # fmt: skip
-Kinds = Callable[[str, torch.Tensor], str]
 Back = Callable[[list[torch.Tensor]], torch.Tensor]
 Moved = tuple[list[tuple[str, torch.Tensor]], Back]
-"""Names, and tensors as the converter writes them; and what they were before."""
+"""Names and tensors as the converter writes them; and the tensor that they were before."""
 
 
-def checkpoint_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
-    """Its tensors under the names that files have, whatever its module calls them."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
 
 
-def model_of(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
-    """The model of `checkpoint_of` with other weights."""
-    whole = load_file(folder / "model.safetensors") | {name: each.contiguous() for name, each in weights.items()}
-    save_file(whole, folder / "model.safetensors", {"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+def halved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.view(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape).contiguous()
 
 
-def write_states(
-    path: Path, config: Any, weights: dict[str, torch.Tensor], kind_of: Kinds = lambda name, tensor: "F32",
-    change: Callable[[Any], object] = lambda writer: None, *, legacy: bool = False,
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """What was really written of the tensors of a checkpoint; `kind_of` as for `write_gguf`. `change`: told of the
-    writer before it writes. `legacy`: Qwen3-Next's projections in one tensor."""
-    architecture = ARCHITECTURES[config.model_type]
-    if architecture == "nemotron_h" and "moe" in config.layers_block_type:
-        architecture = "nemotron_h_moe"
-    writer = gguf.GGUFWriter(path, architecture)
-    _header(writer, config)
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    written = {}
-    for name, tensor in _stacked(weights).items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        parts, back = _moved(config, name, tensor.float(), legacy)
-        meant = []
-        for part, moved in parts:
-            there = _name(table, part)
-            single = moved.ndim == 1 or any(part in there for part in ("norm", "conv1d", "conv.conv", "ssm_a", "ssm_d"))
-            kind = "F32" if single else kind_of(there, moved)
-            stored, value = _stored(moved.contiguous().numpy(), kind)
-            writer.add_tensor(there, stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-            meant.append(value)
-        whole = back(meant)
-        several = whole if ".experts." in name else [whole]
-        written |= {name.replace(".experts.", f".experts.{index}."): each for index, each in enumerate(several)}
-    change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return written
-
-
-def _stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With one tensor for all experts, as the converter has it."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in weights.items():
-        before, part, after = name.partition(".experts.")
-        if not part:
-            found[name] = tensor
-            continue
-        own = after.partition(".")[2]
-        count = sum(key.startswith(before + part) and key.endswith(f".{own}") for key in weights)
-        every = [weights[f"{before}.experts.{index}.{own}"] for index in range(count)]
-        found[f"{before}.experts.{own}"] = torch.stack(every)
-    return found
-
-
-def _name(table: Any, name: str) -> str:
-    """By gguf's own table, which has some of the names without ".weight", and some not at all."""
-    if name.startswith("blk."):
-        return name
-    given = name.replace("dt_bias", "dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
-    given = given.replace("expert_bias", "expert_bias.bias")
-    given = given.removeprefix("model.") if ".feed_forward.experts." in given else given
-    bare = name.endswith(("A_log", ".D"))
-    found = table.get_name(given) if bare else table.get_name(given, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return str(found)
-
-
-def _first(found: list[torch.Tensor]) -> torch.Tensor:
+def only(found: list[torch.Tensor]) -> torch.Tensor:
     return found[0]
 
 
-def _moved(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
+def moved_state(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
     if config.model_type.startswith("qwen3_5"):
         return _qwen35(config, name, tensor)
     if name.endswith("A_log"):
@@ -116,7 +40,7 @@ def _moved(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
         shape = (1, len(tensor), 1, tensor.shape[-1]) if config.model_type == "kimi_linear" else (len(tensor), -1)
         return [(name, tensor.view(shape))], lambda found: found[0].view(tensor.shape)
     if config.model_type.startswith("lfm2"):
-        return [(name, tensor)], _first
+        return [(name, tensor)], only
     if name.endswith(".D"):
         return [(name, tensor.view(-1, 1))], lambda found: found[0].flatten()
     return {"qwen3_next": _qwen, "falcon_h1": _falcon, "kimi_linear": _kimi, "granitemoehybrid": _granite}.get(
@@ -131,7 +55,7 @@ def _qwen35(config: Any, name: str, tensor: torch.Tensor) -> Moved:
     if name.endswith("norm.weight") and "linear_attn.norm" not in name:
         return [(name, tensor + 1)], lambda found: found[0] - 1
     if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
-        return [(name, tensor)], _first
+        return [(name, tensor)], only
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     size = config.linear_value_head_dim
     if name.endswith("out_proj.weight"):
@@ -165,10 +89,10 @@ def _qwen(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
     if name.endswith("shared_expert_gate.weight"):
         return [(name, tensor.squeeze(0))], lambda found: found[0].unsqueeze(0)
     if "in_proj_qkvz" not in name:
-        return [(name, tensor)], _first
+        return [(name, tensor)], only
     layer = name.split(".")[2]
     if legacy:
-        return [(f"blk.{layer}.ssm_in.weight", tensor)], _first
+        return [(f"blk.{layer}.ssm_in.weight", tensor)], only
     keys, size = config.linear_num_key_heads, config.linear_key_head_dim
     inner = config.linear_num_value_heads * config.linear_value_head_dim // keys
     sizes = [size, size, inner, inner]
@@ -187,11 +111,11 @@ def _mamba(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
     if name.endswith("mixer.norm.weight"):
         return [(name, tensor.view(config.n_groups, -1))], lambda found: found[0].flatten()
     if ".experts." in name:
-        return [(name.replace("backbone", "model").replace("mixer", "mlp"), tensor)], _first
+        return [(name.replace("backbone", "model").replace("mixer", "mlp"), tensor)], only
     if "q_proj" in name or "k_proj" in name:
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        return [(name, _paired(tensor, heads))], lambda found: _halved(found[0], heads)
-    return [(name, tensor)], _first
+        return [(name, paired(tensor, heads))], lambda found: halved(found[0], heads)
+    return [(name, tensor)], only
 
 
 def _falcon(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
@@ -223,13 +147,13 @@ def _kimi(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
         parts = [(name.replace("kv_b", "k_b"), keys.transpose(1, 2)), (name.replace("kv_b", "v_b"), values)]
         return parts, lambda found: torch.cat((found[0].transpose(1, 2), found[1]), dim=1).view(tensor.shape)
     if not name.startswith("model.layers."):
-        return [(name, tensor)], _first
+        return [(name, tensor)], only
     layer = name.split(".")[2]
     if ".experts." in name:
         kind = {"w1": "gate", "w2": "down", "w3": "up"}[name.split(".")[-2]]
-        return [(f"blk.{layer}.ffn_{kind}_exps.weight", tensor)], _first
+        return [(f"blk.{layer}.ffn_{kind}_exps.weight", tensor)], only
     dense = config.mlp_layer_types[int(layer)] == "dense"  # transformers saves it under the mixture's name
-    return [(name.replace("block_sparse_moe", "mlp") if dense else name, tensor)], _first
+    return [(name.replace("block_sparse_moe", "mlp") if dense else name, tensor)], only
 
 
 def _granite(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Moved:
@@ -244,10 +168,10 @@ def _granite(config: Any, name: str, tensor: torch.Tensor, legacy: bool) -> Move
         return [(f"blk.{layer}.ffn_{part}{kind}.weight", half) for part, half in parts], lambda found: torch.cat(
             found, dim=-2
         )
-    return [(f"blk.{layer}.ffn_down{kind}.weight", tensor)], _first
+    return [(f"blk.{layer}.ffn_down{kind}.weight", tensor)], only
 
 
-def _header(writer: Any, config: Any) -> None:
+def state_header(writer: Any, config: Any) -> None:
     """Its values of mixtures and states, by the names that the families' configurations share."""
     get = lambda *names: next((getattr(config, name) for name in names if getattr(config, name, None)), 0)  # noqa: E731
     writer.add_block_count(config.num_hidden_layers)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.forwards import logits_of
-from support.gguf_files import PLAIN, QUANTIZED, write_gguf
+from support.gguf_files import PLAIN, QUANTIZED, checkpoint_of, model_of, write_gguf
 from support.gguf_models import IDS, YARN, changed, make_model, pattern, rope
 from support.gguf_reading import check_tensors, comes_back, decoder_of, values
 from support.tiny_models import FAMILIES
@@ -85,25 +85,6 @@ def test_comes_back(name: str, tmp_path: Path) -> None:
     )
 
 
-def put_experts(reference: Any, written: dict[str, torch.Tensor]) -> None:
-    """Into a model of transformers', whose experts are joined, what was written of each by itself."""
-    own = {}
-    for path, _ in reference.named_parameters():
-        stem, _, part = path.rpartition(".")
-        if not stem.endswith(".experts"):
-            own[path] = written[path if path in written else path.replace(".mlp.", ".block_sparse_moe.")]
-            continue
-        joined = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-        if reference.config.model_type == "mixtral":
-            stem = stem.replace(".mlp.", ".block_sparse_moe.")
-            joined = ("w1", "w3") if len(joined) == 2 else ("w2",)
-        count = reference.get_parameter(path).shape[0]
-        own[path] = torch.stack(
-            [torch.cat([written[f"{stem}.{index}.{name}.weight"] for name in joined]) for index in range(count)]
-        )
-    reference.load_state_dict(own, strict=False)
-
-
 @pytest.mark.parametrize(
     ("name", "gate"),
     [
@@ -116,17 +97,16 @@ def test_experts(name: str, gate: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     sizes |= {"mlp_only_layers": []} if name == "qwen2moe" else {}  # a file says nothing of such layers
     config = changed(name, layer_types=None, **sizes)()
-    reference = make_model(config)
+    weights = checkpoint_of(make_model(config), tmp_path / "there")
     kinds = {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "Q8_0"}
     written = write_gguf(
-        tmp_path / "m.gguf", config, dict(reference.state_dict()),
+        tmp_path / "m.gguf", config, weights,
         lambda tensor, _: next((kind for part, kind in kinds.items() if part in tensor), "F32"),
     )  # fmt: skip
     model = open_gguf(tmp_path / "m.gguf")
     check_tensors(model, written)
-    put_experts(reference, written)
     with torch.inference_mode():
-        expected = reference(torch.tensor([IDS]), use_cache=False).logits[0]
+        expected = model_of(tmp_path / "there", written)(torch.tensor([IDS]), use_cache=False).logits[0]
     torch.testing.assert_close(
         logits_of(decoder_of(model), IDS), expected, rtol=0.0, atol=2e-5 * float(expected.abs().max())
     )
@@ -146,22 +126,10 @@ def test_gpt_oss(kind: str, tmp_path: Path) -> None:
         tmp_path / "m.gguf", config, dict(reference.state_dict()),
         lambda name, _: kind if "_exps" in name else "F32",
     )  # fmt: skip
-    meant = {name: tensor for name, tensor in written.items() if ".experts." not in name}
-    for layer in (0, 1):
-        prefix = f"model.layers.{layer}.mlp.experts."
-
-        def every(part: str, stem: str = prefix) -> torch.Tensor:
-            return torch.stack([written[f"{stem}{index}.{part}"] for index in range(config.num_local_experts)])
-
-        for suffix, there in (("weight", ""), ("bias", "_bias")):
-            both = torch.stack((every(f"gate_proj.{suffix}"), every(f"up_proj.{suffix}")), dim=2).flatten(1, 2)
-            down = every(f"down_proj.{suffix}")
-            moved = (lambda tensor: tensor.transpose(1, 2)) if suffix == "weight" else (lambda tensor: tensor)
-            meant[f"{prefix}gate_up_proj{there}"], meant[f"{prefix}down_proj{there}"] = moved(both), moved(down)
-    reference.load_state_dict(meant)
+    reference.load_state_dict(written)
     model = open_gguf(tmp_path / "m.gguf")
-    assert set(model.tensors) == set(meant)
-    for name, tensor in meant.items():
+    assert model.tensors.keys() == written.keys()
+    for name, tensor in written.items():
         assert model.tensors[name].shape == tuple(tensor.shape), name
         stored = model.read(name)
         if isinstance(stored, torch.Tensor):

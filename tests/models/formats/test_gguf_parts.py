@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.forwards import logits_of
-from support.gguf_files import write_gguf
+from support.gguf_files import checkpoint_of, write_gguf
 from support.gguf_models import IDS, YARN, changed, make_model, pattern
 from support.gguf_reading import check_tensors, comes_back
 from support.ollama_gpt_oss import FORMS, write_ollama_gpt_oss
@@ -89,8 +89,9 @@ def test_fused_by_llama_cpps_converter(name: str, monkeypatch: pytest.MonkeyPatc
     """Every tensor under its own name, quantized ones too; rows of queries and keys in their order."""
     config = changed(name, hidden_size=64, intermediate_size=96, num_hidden_layers=2, layer_types=None)()
     monkeypatch.setattr(gguf, "GGUFWriter", FusingWriter)
+    weights = checkpoint_of(make_model(config), tmp_path / "there")
     written = write_gguf(
-        tmp_path / "m.gguf", config, dict(make_model(config).state_dict()),
+        tmp_path / "m.gguf", config, weights,
         lambda stem, tensor: "Q8_0" if tensor.shape[-1] % 32 == 0 else "F32",
     )  # fmt: skip
     model = open_gguf(tmp_path / "m.gguf")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.forwards import Forwards
+from support.gguf_files import checkpoint_of, model_of, write_gguf
 from support.gguf_models import changed, make_model
 from support.gguf_reading import check_tensors, comes_back, decoder_of
-from support.gguf_states import checkpoint_of, model_of, write_states
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import ModelNotFound
@@ -53,7 +53,7 @@ def test_comes_back(name: str, kind: str, tmp_path: Path) -> None:
     config = CASES[name.removesuffix(" of old")]()
     weights = checkpoint_of(make_model(config), tmp_path / "there")
     path = tmp_path / "m.gguf"
-    written = write_states(path, config, weights, kinds_of(kind), legacy=name.endswith(" of old"))
+    written = write_gguf(path, config, weights, kinds_of(kind), legacy=name.endswith(" of old"))
     model = open_gguf(path)
     if config.model_type not in ("qwen3_next", "falcon_h1"):  # one of another layout, one with factors in tensors
         comes_back(model, config)
@@ -79,7 +79,7 @@ def write(name: str, folder: Path, change: Any = lambda writer: None, *, legacy:
     """The model of that case in a file m.gguf: its configuration, and what was written."""
     config = CASES[name]()
     weights = checkpoint_of(make_model(config), folder / "there")
-    return config, write_states(folder / "m.gguf", config, weights, change=change, legacy=legacy)
+    return config, write_gguf(folder / "m.gguf", config, weights, change=change, legacy=legacy)
 
 
 def test_a_part_of_a_tensor_counts_once(tmp_path: Path) -> None:

@@ -62,10 +62,6 @@ class Checkpoint:
     """All tensors by the names that the files have, where there are quantized ones."""
     opened: OpenFiles = field(default_factory=OpenFiles)
 
-    @property
-    def elements(self) -> int:
-        return sum(stored.elements for stored in self.tensors.values())
-
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor or quantized matrix, mapped and not copied. Raises `KeyError` for an unknown name."""
         found = self.matrices.get(name)
@@ -89,10 +85,6 @@ class Checkpoint:
         """Settings of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
         file = self.folder / "generation_config.json"
         return read_json(file, str(self.folder)) if file.is_file() else {}
-
-    def stored_types(self) -> dict[str, str]:
-        """{name: kind} of everything."""
-        return {name: stored.kind for name, stored in self.tensors.items()}
 
 
 def open_checkpoint(path_or_id: str, config: EngineConfig, writes: bool = True) -> CheckpointSource:

@@ -170,13 +170,12 @@ def _load_module(plan: ModelPlan, config: EngineConfig, bar: LoadProgress) -> tu
 
 def stored_kinds(checkpoint: CheckpointSource) -> dict[str, str]:
     """{matrix: its type} of those that are quantized in their files, layer by layer."""
-    kinds = checkpoint.stored_types()
-    names = [name for name, stored in checkpoint.tensors.items() if stored.quantized]
+    kinds = {name: stored.kind for name, stored in checkpoint.tensors.items() if stored.quantized}
 
     def in_order(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in name.split(".")]
 
-    return {name.removesuffix(".weight"): kinds[name] for name in sorted(names, key=in_order)}
+    return {name.removesuffix(".weight"): kinds[name] for name in sorted(kinds, key=in_order)}
 
 
 def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
@@ -191,8 +190,9 @@ def _make_module(plan: ModelPlan, config: EngineConfig) -> Any:
             check_memory(described, plan)
             module = make_random(plan.hf_config, config, plan.dtype, plan.device)
     else:
-        check_elements(described, plan.checkpoint.elements)
-        check_memory(plan.checkpoint.elements, plan)
+        held = sum(stored.elements for stored in plan.checkpoint.tensors.values())
+        check_elements(described, held)
+        check_memory(held, plan)
         module = _from_pretrained(plan, config).to(plan.device)
     return module.eval().requires_grad_(False)
 

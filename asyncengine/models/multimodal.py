@@ -64,10 +64,6 @@ class TextPart:
     def metadata(self) -> Mapping[str, Any]:
         return self.whole.metadata
 
-    @property
-    def elements(self) -> int:
-        return sum(stored.elements for stored in self.tensors.values())
-
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         return self.whole.read(self.names[name])
 
@@ -76,10 +72,6 @@ class TextPart:
 
     def generation_defaults(self) -> dict[str, Any]:
         return self.whole.generation_defaults()
-
-    def stored_types(self) -> dict[str, str]:
-        kinds = self.whole.stored_types()
-        return {name: kinds[stored] for name, stored in self.names.items()}
 
 
 def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:

@@ -55,10 +55,6 @@ class GivenTensors:
             self._given[name] = tensor
             self.tensors[name] = StoredTensor(_KINDS[tensor.dtype], tuple(tensor.shape), _GIVEN)
 
-    @property
-    def elements(self) -> int:
-        return sum(stored.elements for stored in self.tensors.values())
-
     def read(self, name: str) -> torch.Tensor:
         return self._given[name].detach().to(self._device).contiguous()
 
@@ -67,9 +63,6 @@ class GivenTensors:
 
     def generation_defaults(self) -> dict[str, Any]:
         return {}
-
-    def stored_types(self) -> dict[str, str]:
-        return {name: stored.kind for name, stored in self.tensors.items()}
 
 
 def _pairs(given: Any) -> Iterable[tuple[str, torch.Tensor]]:

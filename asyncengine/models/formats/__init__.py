@@ -77,11 +77,6 @@ class CheckpointSource(Protocol):
         nothing."""
         ...
 
-    @property
-    def elements(self) -> int:
-        """Numbers in all tensors."""
-        ...
-
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         """A tensor, mapped where it is stored plainly; a quantized one as it is stored."""
         ...
@@ -92,10 +87,6 @@ class CheckpointSource(Protocol):
 
     def generation_defaults(self) -> dict[str, Any]:
         """Defaults of sampling, under generation_config.json's names."""
-        ...
-
-    def stored_types(self) -> dict[str, str]:
-        """The stored type of each tensor, by name."""
         ...
 
 

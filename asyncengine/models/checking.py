@@ -1,4 +1,4 @@
-"""Which model families run here, decided before and after loading. Every refusal names the family and the reason."""
+"""The check whether a family runs here, before and after loading. Every refusal names the family and the reason."""
 
 from __future__ import annotations
 

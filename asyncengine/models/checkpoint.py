@@ -1,4 +1,4 @@
-"""Facts about a model's folder that are known before any weight is read: config, shards, sizes, what is missing.
+"""A model's folder before any weight is read: config, shards, sizes, what is missing.
 
 Nothing here needs torch before a quantized checkpoint is found: wrong paths are refused at once.
 
@@ -53,7 +53,7 @@ class Checkpoint:
     """config.json as it stands."""
     files: tuple[Path, ...]
     tensors: dict[str, StoredTensor]
-    """Tensors by name, over all files. Quantized matrices have the names that they have without quantization."""
+    """Tensors of all files by name. Quantized matrices have the names that they have without quantization."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Nothing: what is said beside the tensors is in files of its own."""
     matrices: Mapping[str, FoundMatrix] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Checkpoint:
         return MappedMatrix(found, parts, self.opened.release)
 
     def release(self, tensor: torch.Tensor | StoredMatrix) -> None:
-        """Let the system take back the pages of what `read` gave, or of a part of it: it will not be read again."""
+        """Let the system take back the pages of what `read` gave, or of part of it: they will not be read again."""
         from torch import Tensor
 
         if isinstance(tensor, Tensor):
@@ -82,7 +82,7 @@ class Checkpoint:
             tensor.release(0, tensor.shape[0])
 
     def generation_defaults(self) -> dict[str, Any]:
-        """Settings of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
+        """The content of generation_config.json. Raises `ModelNotFound` for a file that cannot be read."""
         file = self.folder / "generation_config.json"
         return read_json(file, str(self.folder)) if file.is_file() else {}
 
@@ -121,7 +121,7 @@ def _transformer_of(folder: Path) -> Path:
 
 
 def _with_matrices(plain: Checkpoint) -> Checkpoint:
-    """The same by the names that its matrices have without quantization."""
+    """The checkpoint by the names that its matrices have without quantization."""
     from asyncengine.models.formats.methods import by_logical_name, find_matrices, method_of, quantization_of
 
     settings = quantization_of(plain.folder, plain.config)
@@ -203,7 +203,7 @@ def _weight_files(folder: Path, path_or_id: str) -> tuple[Path, ...]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Tensors of a file, after checking that it is as long as its header says."""
+    """The tensors of a file, after checking that it is as long as its header says."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

@@ -17,7 +17,8 @@ _EVERY = (
     "attention", "chunked_attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe",
     "sliding_attention",
 )  # fmt: skip
-"""That some family's file has, under today's name or an older one: of families that are not written down."""
+"""Layer types that some family's file has, under today's name or an older one: known ones of families that are not
+written down."""
 _OLDER = {"linear_attention": "mamba", "full_attention": "attention"}
 """Names that transformers takes as well."""
 _LISTS = ("layer_types", "layers_block_type", "mtp_layers_block_type")
@@ -81,7 +82,7 @@ def _strangers(listed: object, known: Sequence[str]) -> list[object]:
 
 
 def _kimi_errors(settings: object, count: object) -> Iterator[EngineError]:
-    """Errors in two lists of layers, counted from one: together they name each of `count`."""
+    """Errors of two lists of layers, counted from one, which together name each of `count`."""
     if not isinstance(settings, Mapping):
         yield ModelNotFound(f"config.json: linear_attn_config must be an object, got {shorten(repr(settings), 80)}")
         return

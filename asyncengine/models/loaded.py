@@ -1,4 +1,4 @@
-"""Facts about every model that has been loaded, whatever computes it."""
+"""The facts about a loaded model that do not depend on what computes it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class Loaded:
     eos_token_ids: list[int] = field(default_factory=list)
     """None: it writes no text."""
     generation_defaults: dict[str, Any] = field(default_factory=dict)
-    """Settings of generation_config.json (temperature, top_p, top_k, ...)."""
+    """The settings of generation_config.json (temperature, top_p, top_k, ...)."""
     stored: dict[str, str] = field(default_factory=dict)
-    """Stored types of quantized matrices, by name."""
+    """Storage types of quantized matrices, by name."""
     fused: list[str] = field(default_factory=list)
-    """Parts of the model by the way in which they run, e.g. "decoder x 1", "packed x 113"; empty: through transformers'
-    modules as they are."""
+    """Forms in which it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
     left_out: tuple[str, ...] = ()
     """Parts of the checkpoint that were not read, e.g. "vision_tower x 437"."""
     placeholders: dict[int, str] = field(default_factory=dict)

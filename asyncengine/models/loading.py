@@ -240,7 +240,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def _generation_defaults(checkpoint: CheckpointSource, config: EngineConfig) -> dict[str, Any]:
-    """Settings of generation_config.json. Raises `ModelNotFound` for a value that no request could be served with."""
+    """The settings of generation_config.json. Raises `ModelNotFound` for a value that no request could use."""
     file, content = checkpoint.folder / "generation_config.json", checkpoint.generation_defaults()
     found = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
     try:

@@ -75,7 +75,7 @@ class TextPart:
 
 
 def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
-    """The part of a checkpoint for the decoder `described`, whose own names are those of transformers today.
+    """The tensors for the decoder `described`, whose own names are those of transformers today.
 
     A checkpoint without anything that looks like its layers keeps its names: the first one that is missing is named
     later.
@@ -96,7 +96,7 @@ def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
 
 
 def language_names(names: Iterable[str]) -> set[str]:
-    """Names of a checkpoint, as its files have them, that may belong to its language model."""
+    """The names of a checkpoint, as its files have them, that may belong to its language model."""
     known = set(names)
     spelled = _spelling(known)
     return known if spelled is None else {name for name in known if name.startswith(spelled)}

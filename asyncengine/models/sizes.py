@@ -12,9 +12,9 @@ from asyncengine.errors import ModelNotFound
 
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
-"""The largest width of hidden states, heads and experts."""
+"""Largest width of hidden states, heads and experts."""
 MAX_INNER = 2**24
-"""The largest width of a feed-forward layer."""
+"""Largest inner width of a feed-forward layer."""
 MAX_VOCABULARY = 2**24
 MAX_POSITIONS = 2**27
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -34,7 +34,7 @@ _LIMITS = {
 }  # fmt: skip
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _LISTED = ("hybrid_override_pattern", "layers_block_type")
-"""Settings that tell the number of layers by naming each."""
+"""Fields that say how many layers there are by naming each."""
 _NEVER_NONE = ("vocab_size", "hidden_size", "num_attention_heads")
 
 

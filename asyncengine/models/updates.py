@@ -84,8 +84,8 @@ def prepare_update(
     decoder: Decoder, weights: WeightSource, config: EngineConfig, *, partial: bool = False,
     has_other_parts: bool = False,
 ) -> Callable[[], None]:  # fmt: skip
-    """The call that writes `weights` into `decoder`, after all that can be refused has been: names, shapes, stored
-    forms, and of a checkpoint its configuration. Nobody may run the decoder while it writes.
+    """A function that writes `weights` into `decoder`, made after all that can be refused has been: names,
+    shapes, stored forms, and of a checkpoint its configuration. Nobody may run the decoder while it writes.
 
     `partial`: tensors that are not given stay. `has_other_parts`: the decoder is a part of a model that reads images or
     sounds as well. Raises `ModelNotFound` naming what is missing, unknown, misshapen, or otherwise than the model has

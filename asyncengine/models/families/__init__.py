@@ -1,4 +1,4 @@
-"""Which families are written down: from a config.json to a `DecoderConfig`, one short file for each group.
+"""The families that are written down: from a config.json to a `DecoderConfig`, one short file for each group.
 
 `NATIVE` says which file serves which `model_type`. A family that only renames another costs a line here. All others
 run through `models.fallback`, and so do options of these that are not written down.
@@ -118,7 +118,7 @@ MULTIMODAL: Mapping[str, Inside] = {
 
 Its family is that of `text_config`. A model is listed here only if text alone goes through nothing else in it."""
 _OWN_DEFAULTS = ("mistral3", "voxtral", "idefics3", "smolvlm")
-"""Model types whose classes have other defaults for fields of their language model than its family has."""
+"""Families whose classes have other defaults for fields of their language model than its family has."""
 
 
 def layer_kinds(family: str) -> Sequence[str] | None:
@@ -162,8 +162,8 @@ def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
 
 
 def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
-    """The decoder's configuration, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or transformers'
-    config object.
+    """The configuration of the decoder, for sequences of up to `length` tokens. `config`: a `ModelConfig`, or
+    transformers' config object.
 
     None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
     own (`trust_remote_code`).

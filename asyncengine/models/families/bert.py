@@ -24,8 +24,8 @@ _MPNET_PADDING = 1
 
 
 def encoder_config(config: Any, length: int | None, classifies: bool) -> EncoderConfig:
-    """The encoder of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`, `MPNetModel`,
-    and of their `...ForSequenceClassification`."""
+    """The encoder of `BertModel`, `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, `DistilBertModel`,
+    `MPNetModel`, and of their `...ForSequenceClassification`."""
     if config.model_type == "distilbert":
         return _distilbert(config, length, classifies)
     if config.model_type == "mpnet":

@@ -112,7 +112,7 @@ def windows_of(config: Any) -> list[int | None]:
 
 
 class Inside(NamedTuple):
-    """The place of a language model in a model that reads images or sounds as well, as transformers names it today."""
+    """Names under which a language model lies in a model that reads images or sounds as well, in transformers today."""
 
     base: str = "model.language_model."
     """In place of "model."."""

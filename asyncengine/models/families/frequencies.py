@@ -91,4 +91,4 @@ SCALED: Mapping[str, Scaled] = {
     "llama3": _llama3,
     "proportional": _proportional,
 }
-"""Functions that scale frequencies, by rope_type."""
+"""Functions by rope_type."""

@@ -69,7 +69,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _kinds(config: Any) -> list[str]:
-    """Kinds of the layers. transformers calls attention by its full name where older files do not."""
+    """Types of the layers. transformers calls attention by its full name where older files do not."""
     return ["full_attention" if kind == "attention" else kind for kind in layer_types_of(config, (*KINDS, "attention"))]
 
 

@@ -27,22 +27,6 @@ _LEAST = 1e-20
 """A sum of weights at least."""
 _LATENT_EPSILON = 1e-6
 """Epsilon of the latent vector's norm, whatever config.json says of the others."""
-FIELDS: Mapping[str, Fields] = {
-    "kimi_linear": {
-        **dict.fromkeys(
-            (
-                "moe_intermediate_size", "num_experts", "num_experts_per_token", "num_shared_experts", "kv_lora_rank",
-                "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-            ),
-            int,
-        ),
-        "max_position_embeddings": None, "model_max_length": int, "num_key_value_heads": int,
-        "moe_renormalize": True, "num_expert_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446,
-        "q_lora_rank": int | None, "rms_norm_eps": 1e-5, "eos_token_id": 163586, "linear_attn_config": {},
-        "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "mlp_layer_types": list | None,
-        "first_k_dense_replace": 1,
-    },
-}  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "kimi_linear": {
         "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize",

@@ -18,20 +18,10 @@ KINDS = ("conv", "full_attention")
 _FORWARD = "feed_forward."
 _EXPERT = "feed_forward.experts.{}."
 _LEAST = 1e-6
-"""A number added to the sum of a row's weights."""
-FIELDS: Mapping[str, Fields] = {
-    "lfm2": {
-        "num_key_value_heads": int, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1e6,
-        "tie_word_embeddings": True, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 256, "full_attn_idxs": list | None, "tie_embedding": bool | None,
-        "block_ff_dim": int | None,
-    },
-    "lfm2_moe": {
-        "num_key_value_heads": int, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3, "rope_theta": 1e6,
-        "tie_word_embeddings": True, "moe_intermediate_size": int, "num_dense_layers": 2, "num_experts": int,
-        "num_experts_per_tok": int, "use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
-        "tie_embedding": bool | None,
-    },
+"""Number added to the sum of a row's weights."""
+DEFAULTS: Defaults = {
+    "lfm2": {"block_auto_adjust_ff_dim": True, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "lfm2_moe": {"tie_word_embeddings": True, "rope_theta": 1e6},
 }  # fmt: skip
 
 
@@ -78,7 +68,7 @@ def decoder_config(config: Any, length: int) -> DecoderConfig:
 
 
 def _width(config: Any) -> int:
-    """Numbers between the two products of the feed-forward part."""
+    """Width between the two products of the feed-forward part."""
     width = int(config.intermediate_size)
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return width

@@ -94,8 +94,8 @@ def mixer(config: Any) -> Mamba2Config:
 
 
 def limits_of(config: Any) -> tuple[float, float]:
-    """Bounds of dt."""
-    least, most = config.time_step_limit or (0.0, float("inf"))
+    """Limits of dt."""
+    least, most = getattr(config, "time_step_limit", None) or (0.0, float("inf"))
     return float(least), float(most)
 
 
@@ -106,7 +106,7 @@ def check_silu(config: Any, activation: str) -> None:
 
 
 def with_states(made: DecoderConfig, kinds: Sequence[str], state: Any) -> DecoderConfig:
-    """The same decoder with `state` in the place of attention, wherever `kinds`, each of `KINDS`, say so."""
+    """The decoder with `state` in the place of attention, wherever `kinds`, each of `KINDS`, say so."""
 
     def one(layer: LayerConfig, kind: str) -> LayerConfig:
         return layer if kind == "full_attention" else replace(layer, attention=None, state=state)

@@ -27,7 +27,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Kinds of tensors, by safetensors' names for dtypes."""
 UNREAD = ("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64")
-"""Dtypes of safetensors that nothing here is stored in."""
+"""Kinds that nothing here is stored in."""
 
 
 class StoredTensor(NamedTuple):
@@ -36,7 +36,7 @@ class StoredTensor(NamedTuple):
     kind: str
     """Its dtype as safetensors calls it, or the type of a quantized matrix ("awq", "Q4_K")."""
     shape: tuple[int, ...]
-    """The tensor's shape; of a quantized matrix, the shape that it has unquantized."""
+    """The shape; of a quantized matrix, that of the matrix it stands for."""
     file: Path
 
     @property
@@ -54,12 +54,12 @@ class CheckpointSource(Protocol):
 
     @property
     def folder(self) -> Path:
-        """The checkpoint's folder, for messages."""
+        """The folder it lies in, for messages."""
         ...
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration, as config.json has it or would have it."""
+        """The content of config.json, or what it would be."""
         ...
 
     @property
@@ -67,14 +67,13 @@ class CheckpointSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a quantized
-        type."""
+        """Tensors by the names that transformers gives them. `kind` is a dtype as safetensors calls it, or a
+        quantized type."""
         ...
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Facts that the file has beside the tensors: tokenizer, chat template, defaults. Empty where it says
-        nothing."""
+        """Entries of the file beside the tensors: tokenizer, chat template, defaults. Empty where it says nothing."""
         ...
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
@@ -104,5 +103,5 @@ def read_json(file: Path, path_or_id: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of a library's error, in one short line."""
+    """The message of a foreign error, in one short line."""
     return shorten(" ".join(str(error).split()), 300) or type(error).__name__

@@ -48,7 +48,7 @@ from asyncengine.models.weights import assign, settle_tie, slots_of, stored_form
 logger = logging.getLogger("asyncengine")
 
 _COPIES_OF_LOGITS, _COPIES_OF_STATES = 4, 8
-"""Copies that a step holds of the logits of the rows it samples, and of the hidden states of its tokens, in float32."""
+"""Copies that a step holds of the logits of the rows it samples, and hidden states of its tokens, in float32."""
 _SCALE_BITS = 0.25
 """Bits of a scale for each weight: a bfloat16 for every 64."""
 _LONG = 32_768

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from asyncengine.kernels.compile_ahead import CompileAhead
     from asyncengine.lora.registry import AdapterRegistry
     from asyncengine.models.formats import CheckpointSource
-    from asyncengine.models.loaded import Loaded
-    from asyncengine.models.loading import LoadedModel
+    from asyncengine.models.loading import Loaded, LoadedModel
     from asyncengine.models.progress import LoadProgress
     from asyncengine.pooling.spec import PoolingSpec
     from asyncengine.runner.encoder_runner import EncoderRunner
@@ -241,7 +240,7 @@ def _load_encoder_frontend(
 ) -> Frontend:  # fmt: skip
     """The same of a model that computes a text in one step."""
     from asyncengine.device.memory import in_words
-    from asyncengine.models.encoder_loading import load_encoder
+    from asyncengine.models.loading import load_encoder
     from asyncengine.runner.encoder_runner import build_encoder_runner
 
     load = partial(load_encoder, path, config, progress, checkpoint, ahead, cores.loading)

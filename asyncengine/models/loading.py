@@ -1,15 +1,18 @@
-"""Loading a causal language model: the decoder for the families that are written down, transformers for all others.
+"""Loading a model: a decoder or an encoder of a family that is written down, transformers' modules for other decoders.
 
-A family's file (`families`) turns config.json into a `DecoderConfig`; weights then stream from their files into layers,
-by name (`weights`). Every other family runs through transformers' modules (`fallback`), or is refused with a reason.
+`reading` makes the plan of a model from its checkpoint; weights then stream from their files into layers, by name
+(`weights`). Families without a file of their own run through `fallback`, or are refused with a reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from asyncengine.attention.base import LayerSpec
 from asyncengine.config import EngineConfig
@@ -26,19 +29,49 @@ from asyncengine.layers.step import CausalLM
 from asyncengine.models.checking import check_module
 from asyncengine.models.checkpoint import open_checkpoint
 from asyncengine.models.decoder import Decoder
-from asyncengine.models.first_kernels import kernels_of
+from asyncengine.models.encoder import Encoder
+from asyncengine.models.encoder_names import by_stored_name
+from asyncengine.models.families.encoders import spelling_of
+from asyncengine.models.first_kernels import encoder_kernels_of, kernels_of
 from asyncengine.models.formats import CheckpointSource
 from asyncengine.models.hub import short_name
 from asyncengine.models.kernel_builds import building, modules_of
-from asyncengine.models.loaded import Loaded
 from asyncengine.models.mapped import MappedFiles, own_weights
-from asyncengine.models.memory.needs import Weights, check_memory, outline_decoder
+from asyncengine.models.memory.needs import Weights, check_memory, outline_decoder, outline_encoder
 from asyncengine.models.multimodal import TextPart, placeholders
 from asyncengine.models.progress import LoadProgress
-from asyncengine.models.reading import ModelPlan, read_model, typed
+from asyncengine.models.reading import ModelPlan, read_encoder, read_model, typed
 from asyncengine.models.sizes import check_elements
 from asyncengine.models.weights import fill_randomly, load_weights, slots_of
 from asyncengine.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """A model ready to run."""
+
+    name: str
+    folder: Path
+    hf_config: Any
+    """A `ModelConfig`, or transformers' config object."""
+    vocab_size: int
+    """Width of the logits; of an encoder, token ids are below it."""
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    weights_bytes: int
+    eos_token_ids: list[int] = field(default_factory=list)
+    """None: it writes no text."""
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    """The settings of generation_config.json (temperature, top_p, top_k, ...)."""
+    stored: dict[str, str] = field(default_factory=dict)
+    """Storage types of quantized matrices, by name."""
+    fused: list[str] = field(default_factory=list)
+    """Forms in which it runs, e.g. "decoder x 1", "packed x 113"; empty: through transformers' modules as they are."""
+    left_out: tuple[str, ...] = ()
+    """Parts of the checkpoint that were not read, e.g. "vision_tower x 437"."""
+    placeholders: dict[int, str] = field(default_factory=dict)
+    """Tokens in whose place an image or a sound would go, and which of them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +85,13 @@ class LoadedModel(Loaded):
     unsteady: str | None = None
     """Why a token's numbers may depend on the tokens that are computed beside it."""
     states: Sequence[StateSpec] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedEncoder(Loaded):
+    """An encoder, which gives hidden states or scores."""
+
+    model: Encoder
 
 
 def load_model(
@@ -85,26 +125,48 @@ def load_model(
             with threads():
                 model, fused, nbytes = _load_module(plan, config, bar)
     return LoadedModel(
-        name=short_name(path_or_id),
-        folder=checkpoint.folder,
+        **_facts(path_or_id, plan, fused, nbytes),
         model=model,
-        hf_config=plan.hf_config,
         generation_defaults=defaults,
         eos_token_ids=_eos_ids(model.vocab_size, defaults, plan.hf_config, plan.hf_config.get_text_config()),
         vocab_size=model.vocab_size,
         input_vocab_size=model.input_vocab_size,
-        max_model_len=plan.max_model_len,
-        dtype=plan.dtype,
-        device=plan.device,
         layers=model.specs,
         unsteady=model.unsteady,
         states=model.states,
-        weights_bytes=nbytes,
-        stored=stored_kinds(checkpoint),
-        fused=fused,
         left_out=checkpoint.left_out if isinstance(checkpoint, TextPart) else (),
         placeholders=placeholders(plan.hf_config),
     )
+
+
+def _facts(path_or_id: str, plan: ModelPlan, fused: list[str], nbytes: int) -> dict[str, Any]:
+    """The fields of `Loaded` that every model has."""
+    return {
+        "name": short_name(path_or_id), "folder": plan.checkpoint.folder, "hf_config": plan.hf_config,
+        "max_model_len": plan.max_model_len, "dtype": plan.dtype, "device": plan.device, "weights_bytes": nbytes,
+        "stored": stored_kinds(plan.checkpoint), "fused": fused,
+    }  # fmt: skip
+
+
+def load_encoder(
+    path_or_id: str,
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    checkpoint: CheckpointSource | None = None,
+    ahead: CompileAhead | None = None,
+    threads: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> LoadedEncoder:
+    """Load an encoder. Parameters and errors are those of `load_model`."""
+    with progress or LoadProgress(config.show_progress) as bar:
+        bar.stage("looking for the model")
+        checkpoint = checkpoint or open_checkpoint(path_or_id, config, writes=False)
+        plan = read_encoder(checkpoint, config)
+        if plan.device.type == "cpu":
+            bound_kernel_caches()
+        with typed(checkpoint.folder):
+            model = _load_encoder(plan, config, bar, ahead, threads)
+    facts = _facts(path_or_id, plan, model.describe(), model.nbytes)
+    return LoadedEncoder(**facts, model=model, vocab_size=model.vocab_size)
 
 
 def _load_decoder(
@@ -113,7 +175,7 @@ def _load_decoder(
 ) -> tuple[Decoder, list[str], int]:  # fmt: skip
     """The decoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
     outline, weights = outline_decoder(plan, config)
-    options = layer_options(plan, weights, config)
+    options = _layer_options(plan, weights, config)
     decoder = Decoder(outline.config, options, plan.max_model_len)
     if ahead is not None and config.attention_backend != "torch":
         ahead.start(*kernels_of(decoder, config.page_size, defaults))
@@ -121,18 +183,34 @@ def _load_decoder(
     works = modules_of(decoder, config, plan.dtype) if on_gpu else []
     with threads(), building(works, bar):
         slots = decoder.slots() if config.load_format == "dummy" else slots_of(decoder, plan.checkpoint)
-        fill(slots, plan, weights, options, config, bar)
+        _fill(slots, plan, weights, options, config, bar)
     return decoder, decoder.describe(), decoder.nbytes
 
 
-def layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig) -> LayerOptions:
+def _load_encoder(
+    plan: ModelPlan, config: EngineConfig, bar: LoadProgress, ahead: CompileAhead | None,
+    threads: Callable[[], AbstractContextManager[object]],
+) -> Encoder:  # fmt: skip
+    """The encoder with its weights. Names, shapes and memory are looked at before any memory is taken."""
+    outline, weights = outline_encoder(plan, config)
+    options = _layer_options(plan, weights, config)
+    model = Encoder(outline.config, options)
+    if ahead is not None and config.attention_backend != "torch":
+        ahead.start(encoder_kernels_of(model))
+    with threads():
+        slots = by_stored_name(model.slots(), plan.checkpoint.tensors, spelling_of(plan.hf_config.model_type))
+        _fill(slots, plan, weights, options, config, bar)
+    return model
+
+
+def _layer_options(plan: ModelPlan, weights: Weights, config: EngineConfig) -> LayerOptions:
     """Options of the layers of a model whose weights fit. Raises `OutOfMemory` if they do not."""
     check_memory(sum(weights.elements.values()), plan, weights.kept_bytes)
     kernels = layer_kernels(config.attention_backend, plan.dtype, plan.device)
     return LayerOptions(plan.dtype, plan.device, kernels, plan.bits, plan.checkpoint.release, forms=weights.forms)
 
 
-def fill(
+def _fill(
     slots: Mapping[str, TensorSlot], plan: ModelPlan, weights: Weights, options: LayerOptions, config: EngineConfig,
     bar: LoadProgress,
 ) -> None:  # fmt: skip

@@ -14,7 +14,7 @@ from asyncengine.device.cores import Cores
 from asyncengine.device.memory import release_cached
 from asyncengine.device.transfer import Readback, copy_stream, on_device, upload
 from asyncengine.models.encoder import Encoder
-from asyncengine.models.encoder_loading import LoadedEncoder
+from asyncengine.models.loading import LoadedEncoder
 from asyncengine.models.progress import LoadProgress
 from asyncengine.pooling.pool import NON_FINITE, Pooler, Span
 from asyncengine.request_spec import Pooled, RequestSpec

@@ -13,8 +13,8 @@ from support.tiny_encoders import FAMILIES, VOCAB, make_encoder, texts
 
 from asyncengine.config import EngineConfig
 from asyncengine.errors import InvalidParameter, UnsupportedModel
-from asyncengine.models.encoder_loading import LoadedEncoder, load_encoder
 from asyncengine.models.families.encoders import is_encoder_config
+from asyncengine.models.loading import LoadedEncoder, load_encoder
 
 LENGTHS = (1, 37, 90, 2, 16, 17, 64, 5)
 CONFIG: dict[str, Any] = {"show_progress": False, "device": "cpu"}

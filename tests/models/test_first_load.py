@@ -83,7 +83,7 @@ _ROUNDING = ("asyncengine.kernels.cpu.quantize:_to_", "asyncengine.kernels.cpu.q
 
 _ENCODE = """
 from asyncengine.config import EngineConfig
-from asyncengine.models.encoder_loading import load_encoder
+from asyncengine.models.loading import load_encoder
 import torch
 config = EngineConfig(**json.loads(sys.argv[2]), show_progress=False)
 loaded = load_encoder(sys.argv[1], config, ahead=compile_ahead.CompileAhead(0))

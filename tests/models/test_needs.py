@@ -13,8 +13,7 @@ from asyncengine.attention.base import page_bytes
 from asyncengine.config import EngineConfig
 from asyncengine.demo import EMBEDDER_PATH, MODEL_PATH
 from asyncengine.errors import ModelNotFound
-from asyncengine.models.encoder_loading import load_encoder
-from asyncengine.models.loading import load_model
+from asyncengine.models.loading import load_encoder, load_model
 from asyncengine.models.memory.needs import read_needs
 from asyncengine.runner.building import build_runner
 

@@ -18,8 +18,7 @@ from asyncengine.text import TextTokenizer
 if TYPE_CHECKING:
     import torch
 
-    from asyncengine.models.encoder_loading import LoadedEncoder
-    from asyncengine.models.loading import LoadedModel
+    from asyncengine.models.loading import LoadedEncoder, LoadedModel
     from asyncengine.pooling.pool import Pooler
 
 

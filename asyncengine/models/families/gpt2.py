@@ -30,8 +30,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:
-    """The decoder of `GPT2LMHeadModel`. Attention to an encoder, which a checkpoint may have weights for, is left
-    out."""
+    """The decoder of `GPT2LMHeadModel`. Attention to an encoder, if a checkpoint has weights for it, is left out."""
     width, heads = config.n_embd, config.n_head
     head_dim = width // heads
     mlp = MLPConfig(

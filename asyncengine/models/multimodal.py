@@ -42,27 +42,15 @@ class TextPart:
     """The language model's tensors of a checkpoint, a `CheckpointSource` by the names that the decoder has for them."""
 
     whole: CheckpointSource
+    folder: Path
+    config: dict[str, Any]
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
     names: Mapping[str, str]
     """The decoder's -> the checkpoint's."""
     tensors: Mapping[str, StoredTensor]
     left_out: tuple[str, ...]
     """Parts of the checkpoint that are not among them, with the number of their tensors: "vision_tower x 437"."""
-
-    @property
-    def folder(self) -> Path:
-        return self.whole.folder
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.whole.config
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self.whole.files
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        return self.whole.metadata
 
     def read(self, name: str) -> torch.Tensor | StoredMatrix:
         return self.whole.read(self.names[name])
@@ -92,7 +80,8 @@ def text_part(whole: CheckpointSource, described: DecoderConfig) -> TextPart:
         else:
             others[name.removeprefix("model.").partition(".")[0]] += 1
     tensors = {name: whole.tensors[stored] for name, stored in names.items()}
-    return TextPart(whole, names, tensors, tuple(f"{part} x {count}" for part, count in sorted(others.items())))
+    left_out = tuple(f"{part} x {count}" for part, count in sorted(others.items()))
+    return TextPart(whole, whole.folder, whole.config, whole.files, whole.metadata, names, tensors, left_out)
 
 
 def language_names(names: Iterable[str]) -> set[str]:

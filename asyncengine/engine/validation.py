@@ -109,7 +109,7 @@ class RequestValidator:
         }
 
     def prepare_text(
-        self, name: str, ids: list[int], options: RequestOptions, arrival: float, pooled: Pooled
+        self, name: str, ids: list[int], options: RequestOptions, label: str, arrival: float, pooled: Pooled
     ) -> RequestSpec:
         """The request for a vector of one text, whose ids fit the model. Raises `InvalidParameter` for `name`."""
         vocab = self.info.vocab_size
@@ -121,7 +121,7 @@ class RequestValidator:
         if pooled.skip >= len(ids):
             raise InvalidParameter(name, f"is all prompt ({pooled.skip} tokens), which this model leaves out")
         return RequestSpec(
-            next(self._tickets), tuple(ids), _NOT_SAMPLED, len(ids), options, options.request_id or "",
+            next(self._tickets), tuple(ids), _NOT_SAMPLED, len(ids), options, label,
             arrival=arrival, pooled=pooled, **self._deadlines(options, arrival),
         )  # fmt: skip
 

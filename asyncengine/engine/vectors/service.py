@@ -12,7 +12,7 @@ import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -75,6 +75,8 @@ class VectorCall(Generic[Answer]):
     name: str
     """The parameter that `items` came in ("texts"), for error messages."""
     request_options: RequestOptions
+    label: str
+    """The caller's request id, or a fresh one."""
     submitted: float
     """Clock reading."""
     vectors: Floats
@@ -152,7 +154,8 @@ class VectorService:
         call = self._call(items, "texts", truncate, options, finish)
         if prefix and not spec.include_prompt:
             call.skip = self._tokenizer.prompt_length(prefix)
-        call.show_progress = self._config.show_progress if show_progress is None else show_progress
+        wanted = self._config.show_progress if show_progress is None else show_progress
+        call.show_progress = wanted and len(items) > 1
         return call
 
     def rerank(
@@ -239,10 +242,9 @@ class VectorService:
 
         _switch("truncate", truncate)
         self._validator.check_adapter(options.adapter)
-        if not options.request_id:
-            options = replace(options, request_id=f"req-{secrets.token_hex(8)}")
+        label = options.request_id or f"req-{secrets.token_hex(8)}"
         vectors = np.zeros((len(items), self.model.width), dtype=np.float32)
-        return VectorCall(items, name, options, self._client.loop.clock.now(), vectors, finish, truncate)
+        return VectorCall(items, name, options, label, self._client.loop.clock.now(), vectors, finish, truncate)
 
     # ---------------------------------------------------------------- calls, computed
 
@@ -287,11 +289,12 @@ class VectorService:
         self._client.check_open()
         posted: deque[TextBatch] = deque()
         try:
-            with _progress(call) as advance:
+            with _progress(len(call.items)) if call.show_progress else nullcontext() as advance:
 
                 def take() -> None:
                     call.take(batch := posted.popleft())
-                    advance(batch.samples)
+                    if advance is not None:
+                        advance(batch.samples)
 
                 yield posted, take
         except BaseException:
@@ -348,7 +351,7 @@ class VectorService:
         name, pooled = f"{call.name}[{index}]", self._pooled
         if call.skip or text.second:
             pooled = replace(pooled, skip=call.skip, second=text.second)
-        request = self._validator.prepare_text(name, text.ids, call.request_options, call.submitted, pooled)
+        request = self._validator.prepare_text(name, text.ids, call.request_options, call.label, call.submitted, pooled)
         if text.cut:
             if not call.truncate:
                 limit = f"is longer than the {self._info.max_model_len} tokens that the model takes"
@@ -402,14 +405,14 @@ def _size(item: Item) -> int:
 
 
 @contextmanager
-def _progress(call: VectorCall[Any]) -> Iterator[Callable[[int], object]]:
-    """A function that counts finished texts, on a progress bar if the call wants one and stderr is a terminal."""
-    if not (call.show_progress and len(call.items) > 1 and is_terminal(sys.stderr)):
-        yield lambda count: None
+def _progress(total: int) -> Iterator[Callable[[int], object] | None]:
+    """A function that counts finished texts of `total` on a progress bar; None: stderr is no terminal."""
+    if not is_terminal(sys.stderr):
+        yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield partial(bar.advance, bar.add_task("embedding", total=len(call.items)))
+        yield partial(bar.advance, bar.add_task("embedding", total=total))

@@ -20,7 +20,7 @@ class Pooled:
     skip: int = 0
     """First positions that are no part of it (a prompt, where the model leaves it out)."""
     second: int = 0
-    """The index at which the second text of a pair begins, for models with token types; 0: there is none."""
+    """Index of the second text's first token, for pairs and models with token types; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -43,7 +43,7 @@ class RequestSpec:
     max_total: int
     """Prompt plus output tokens, at most; fits the model and the KV cache."""
     options: RequestOptions = field(default_factory=RequestOptions)
-    """Options as the caller gave them, checked. An adapter is named here; its content is named by `AdapterReady`."""
+    """The caller's options, checked. An adapter is named here; which content that is, `AdapterReady` says."""
     request_id: str = ""
     """The caller's label, or a fresh one."""
     seed: int = 0
@@ -53,7 +53,7 @@ class RequestSpec:
     arrival: float = 0.0
     """Clock reading at submit."""
     index: int = 0
-    """Which of the samples of its prompt this is."""
+    """Index among the samples of its prompt."""
     group: int | None = None
     """Ticket of sample 0 if this is one of several."""
     deadline: float | None = None

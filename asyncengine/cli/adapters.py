@@ -13,7 +13,7 @@ from asyncengine.lora.checkpoint.files import find_folder, read_config
 
 
 def name_and_path(text: str) -> tuple[str, str]:
-    """The name and path of an `--adapter`. The path may hold "=", the name cannot."""
+    """The value of `--adapter` in two parts. The path may hold "=", the name cannot."""
     name, _, path = text.partition("=")
     if not name or not path:
         raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text!r}")

@@ -1,4 +1,4 @@
-"""Arguments of each command. Light on purpose: `--help` must not import a model library."""
+"""The arguments of each command. Light on purpose: `--help` must not import a model library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncengine.config import GROUPS, EngineConfig
 from asyncengine.sampling_params import SamplingParams
 
 Commands = Any
-"""The result of `add_subparsers`; argparse does not export its type."""
+"""The type of what `add_subparsers` returns; argparse does not export its type."""
 
 
 def add_demo(commands: Commands) -> None:

@@ -30,7 +30,7 @@ CHUNK_LINES = 2048
 CHUNK_CHARACTERS = 4_000_000
 """The same for long lines; a chunk ends with the line that passes it."""
 HEADER_BYTES = 128
-"""Bytes of a .npy file's header; a multiple of 64, with room for any number of rows."""
+"""Length of a .npy file's header; a multiple of 64, with room for any number of rows."""
 
 
 class Sink(Protocol):

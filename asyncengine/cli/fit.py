@@ -61,7 +61,7 @@ def claim_of(needs: ModelNeeds, tokens: int, config: EngineConfig) -> Claim:
 
 
 def as_node(machine: Machine) -> Node:
-    """This machine as a node: what is free now is all there is."""
+    """This machine as a node that has what is free now."""
     free = [(index, min(count, MAX_MEMORY)) for index, count in enumerate(machine.devices_free) if count]
     devices = [Device(index=index, memory=count) for index, count in free]
     return Node(name=HERE, host_memory=min(machine.host_free, MAX_MEMORY), devices=tuple(devices))

@@ -92,9 +92,8 @@ def _check_paths(model: str, config: EngineConfig) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Turn off garbage collection. Imports and loading make objects that stay: looking through them all, each time
-    there are some more, takes a fifth of a start, and once a sixth of a second, before the first answer; so nobody ever
-    does."""
+    """Collect no garbage in the block, nor what it made ever after. Imports and loading make objects that stay: looking
+    through them all, each time there are some more, takes a fifth of a start."""
     before = gc.isenabled()
     gc.disable()
     try:

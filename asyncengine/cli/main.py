@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _finish_compiling() -> None:
-    """Compile the kernels that a first start's own answer did not call. Whoever builds an image by a command wants all
-    of it."""
+    """Wait for a first start's kernels that its own answer did not call: a command that builds an image wants all."""
     found = sys.modules.get("asyncengine.kernels.elsewhere")
     for others in [] if found is None else list(found.elsewhere):
         if sys.stderr.isatty():

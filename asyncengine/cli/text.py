@@ -47,7 +47,7 @@ def prepare_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Drop output that nobody reads any more, so that the interpreter does not complain when it flushes at exit."""
+    """Discard further output: nothing can be printed, and the interpreter must not complain when it flushes at exit."""
     with contextlib.suppress(OSError, ValueError):  # no real file: a test's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -32,8 +32,7 @@ def _for_ever() -> float:
 
 
 class QueueLimit:
-    """A limit of the samples and prompt tokens that may wait to start. Counts them until they start or end.
-    Thread-safe.
+    """Limits of the samples and prompt tokens that may wait to start. Counts them until they start or end. Thread-safe.
 
     `enter` is all or nothing for the `n` samples of a request. Limits of None admit everything. With a limit of 0 a
     request is admitted only while no other waits to start; a request larger than a limit is never admitted.
@@ -121,7 +120,7 @@ class QueueLimit:
             wake_all(woken)
 
     def close(self) -> None:
-        """Close the queue: nobody gets in any more, and those in line are told. Called on the engine's loop."""
+        """Admit no more requests; those in line are refused. Called on the engine's loop."""
         with self._lock:
             self._closed = True
             woken = [place.waiter for place in self._line]

@@ -1,4 +1,4 @@
-"""The source of time. One reading per step makes a run replayable."""
+"""The engine's source of time. One reading per step makes a run replayable."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _TASKS = {
     "rerank": ("a reranker", ("rerank", "classify")),
     "classify": ("a classifier", ("classify",)),
 }
-"""Tasks of models: the model in words, and the calls that it serves."""
+"""Models of each task: their kind in words, and the calls that they serve."""
 
 
 class Frontend:

@@ -1,4 +1,4 @@
-"""The host of the engine's loop: a task on the caller's event loop, or a thread with a loop of its own.
+"""Hosts of the engine's loop: a task on the caller's event loop, or a thread with a loop of its own.
 
 *Owned* is structured and hops threads only for a forward pass of the CPU. *Hosted* outlives event loops and serves
 callers on any loop or thread; adapters use it, because frameworks call synchronously from inside running loops and

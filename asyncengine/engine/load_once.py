@@ -38,7 +38,7 @@ class LoadOnce:
             PROCESS.check_unforked(self._born)
 
     def begin(self) -> Future[Frontend]:
-        """The load, begun now or before. A failure is not kept: the next caller tries again. Raises `EngineClosed`."""
+        """The front end, now or later. A failure is not kept: the next caller tries again. Raises `EngineClosed`."""
         with self._lock:
             if self.closed:
                 raise EngineClosed("the engine is closed; make a new one")

@@ -103,7 +103,7 @@ class EngineLoop:
         self.depth = config.max_steps_in_flight or 1
         self.in_flight: deque[Launched] = deque()
         self.updates: dict[int, WeightUpdate] = {}
-        """Updates by number; one is here before its message is posted."""
+        """Weight updates by number; one is here before its message is posted."""
         self.on_tick: Callable[[], None] | None = None
         """Called on this loop's thread every `LAG_PROBE` seconds, and once the loop has ended."""
         self._drain: Drain | None = None

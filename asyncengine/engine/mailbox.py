@@ -1,4 +1,4 @@
-"""From the engine to one consumer: a single merging slot.
+"""The mailbox between the engine and one consumer: a single merging slot.
 
 The engine's thread puts, one consumer (a task on any loop, or a plain thread) receives everything put so far at once.
 A slow consumer costs nobody anything: what it has not read is bounded by its own `max_tokens`. Measured at 256

@@ -1,4 +1,4 @@
-"""A snapshot of a running engine's figures, in one piece."""
+"""A snapshot of a running engine's figures."""
 
 from __future__ import annotations
 

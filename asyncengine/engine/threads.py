@@ -25,7 +25,7 @@ def on_own_thread(work: Callable[[], T], name: str) -> T:
 
 
 def begun(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` on a thread of its own. Returns its future result, which no waiter can cancel for the others."""
+    """The result that `work` will have on a thread of its own. One waiter cannot cancel it for the others."""
     return _begin(work, name)[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from support.checkpoints import Checkpoint, MakeRunner
 from support.drive import Driver, prompts
 from support.forwards import Forwards
 from support.panels import use_panels
-from support.tiny_models import FAMILIES, VOCAB
+from support.tiny_configs import FAMILIES, VOCAB, changed
 
 from asyncengine.config import EngineConfig
 from asyncengine.device.cores import Cores, Sharing
@@ -24,17 +23,12 @@ from asyncengine.models.loading import load_model
 pytest.importorskip("numba")
 COMMON = {"llama3.1-rope", "qwen2", "qwen3", "qwen3.5"}
 """Tiny models with norms before both branches, a gated MLP, ordinary heads or states, and widths that panels take."""
-FORMS = [("bfloat16", None), ("float32", None), ("float32", "int8"), ("bfloat16", "int4")]
-
-
-def changed(name: str, **fields: Any) -> Callable[[], Any]:
-    """The tiny model of that family in widths that panels take."""
-
-    def make() -> Any:
-        config = FAMILIES[name]()
-        return type(config)(**{**config.to_dict(), **fields})
-
-    return make
+FORMS = [
+    ("qwen3", "bfloat16", None), ("qwen3", "float32", "int8"), ("qwen2", "float32", None),
+    ("qwen2", "bfloat16", "int4"),
+    ("qwen3.5", "bfloat16", "int4"), ("qwen3.5", "float32", None),
+]  # fmt: skip
+"""Models, types and forms of weights."""
 
 
 # Their own widths fill no panels.
@@ -47,7 +41,13 @@ VARIANTS = {
         mamba_num_heads=6, moe_intermediate_size=64, moe_shared_expert_intermediate_size=96, intermediate_size=128,
     ),
 }  # fmt: skip
-BESIDE = ("qwen3.5moe, whole", "glm4moe", "dots1", "granite4", "falcon-h1", "mamba2", "nemotron-3, whole")
+BESIDE = [
+    ("qwen3.5moe, whole", "bfloat16", None), ("qwen3.5moe, whole", "bfloat16", "int4"), ("glm4moe", "float32", None),
+    ("glm4moe", "bfloat16", "int4"), ("dots1", "bfloat16", None), ("granite4", "float32", None),
+    ("granite4", "bfloat16", "int4"), ("falcon-h1", "bfloat16", None), ("falcon-h1", "bfloat16", "int4"),
+    ("mamba2", "float32", None), ("mamba2", "bfloat16", "int4"), ("nemotron-3, whole", "bfloat16", None),
+    ("nemotron-3, whole", "bfloat16", "int4"),
+]  # fmt: skip
 """Experts beside what all rows share (gated; with a router in float32; behind a dense layer; in a hybrid), a state
 beside attention, mixers alone, and layers of one branch."""
 
@@ -96,16 +96,14 @@ def test_layers_of_another_shape_do_not_get_it(checkpoint: Checkpoint) -> None:
     assert again() is None
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "qwen3.5"])
-@pytest.mark.parametrize(("dtype", "quantization"), FORMS)
+@pytest.mark.parametrize(("name", "dtype", "quantization"), FORMS)
 def test_to_the_bit(name: str, dtype: str, quantization: Any, checkpoint: Checkpoint) -> None:
     """Logits of 1, 2, 13 and 64 rows that decode, of a chunk, and of both together."""
     model = load(checkpoint(name), dtype=dtype, quantization=quantization)
     same_bits(model, [[3] * 64, [1], [1] * 2, [1] * 13, [1] * 64, [20], [1, 1, 30, 1]])
 
 
-@pytest.mark.parametrize("name", BESIDE)
-@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("float32", None), ("bfloat16", "int4")])
+@pytest.mark.parametrize(("name", "dtype", "quantization"), BESIDE)
 def test_to_the_bit_of_what_lies_side_by_side(name: str, dtype: str, quantization: Any, checkpoint: Checkpoint) -> None:
     """Steps that read what the one before wrote, of one row and of several."""
     model = load(checkpoint(name, heavy=True), dtype=dtype, quantization=quantization)

@@ -20,8 +20,9 @@ COUNT, CHOSEN = 7, 3
 FORMS = [(HALF, None), (FLOAT, None), (HALF, 8), (HALF, 4), (FLOAT, 4)]
 ERROR = {(HALF, None): 6e-3, (FLOAT, None): 1e-6, (HALF, 8): 2e-2, (HALF, 4): 0.2, (FLOAT, 4): 0.2}
 """Of the sum, with weights drawn at random: what rounding takes."""
-WIDTHS = [(64, 32), (96, 160)]
-"""Of x and between the products: groups of 64 inputs that are full, and those that are not."""
+SHAPES = [(64, 32, False), (96, 160, True)]
+"""Widths of x and between the products (groups of 64 inputs that are full, and those that are not), and whether the
+activation is bounded."""
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -74,9 +75,8 @@ def reference(
     return out
 
 
-@pytest.mark.parametrize(("width", "inner"), WIDTHS)
+@pytest.mark.parametrize(("width", "inner", "bounded"), SHAPES)
 @pytest.mark.parametrize(("dtype", "bits"), FORMS)
-@pytest.mark.parametrize("bounded", [False, True])
 def test_near_the_exact_sum(width: int, inner: int, dtype: torch.dtype, bits: int | None, bounded: bool) -> None:
     experts = make(width, inner, dtype, bits, bounded=bounded)
     x, (ids, weights) = draw(21, width).to(dtype), choice(21)

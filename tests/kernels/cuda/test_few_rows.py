@@ -9,9 +9,10 @@ from torch.nn.functional import linear, silu
 from asyncengine.kernels.cuda.few_rows import few_rows, pays
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 256), (10, 1032), (3, 2056), (6, 4096)])
+@pytest.mark.parametrize(("outputs", "inputs", "rows", "dtype"), [
+    (24, 256, 1, torch.bfloat16), (10, 1032, 2, torch.float16), (3, 2056, 3, torch.bfloat16),
+    (6, 4096, 4, torch.float16), (6, 4096, 1, torch.bfloat16), (24, 256, 4, torch.float16),
+])  # fmt: skip
 def test_products(outputs: int, inputs: int, rows: int, dtype: torch.dtype) -> None:
     x = torch.randn(rows, inputs + 8).to(dtype)[:, :-8]
     weight, bias = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype), torch.randn(outputs).to(dtype)

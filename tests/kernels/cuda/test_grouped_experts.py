@@ -24,7 +24,7 @@ from asyncengine.layers.experts import Experts, ExpertsConfig, MoEConfig, Sparse
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,9 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     with_bfloat16_dots(monkeypatch)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "count", "experts", "width", "inner"), [
-    (1, 1, 2, 16, 8), (1, 4, 9, 40, 24), (5, 3, 7, 64, 33), (70, 2, 5, 136, 72), (300, 2, 3, 32, 48),
+@pytest.mark.parametrize(("rows", "count", "experts", "width", "inner", "dtype", "bounded"), [
+    (1, 1, 2, 16, 8, FLOAT, False), (1, 4, 9, 40, 24, BRAIN, True), (5, 3, 7, 64, 33, HALF, False),
+    (70, 2, 5, 136, 72, FLOAT, True), (70, 2, 5, 40, 24, BRAIN, False), (300, 2, 3, 32, 48, HALF, True),
 ])  # fmt: skip
 def test_near_the_exact_sum(
     rows: int, count: int, experts: int, width: int, inner: int, dtype: torch.dtype, bounded: bool
@@ -60,13 +59,13 @@ def test_pairs_are_in_order_of_their_experts(rows: int, count: int, experts: int
 
 def test_a_row_is_spoilt_by_itself_alone() -> None:
     """Weights of experts that nobody chose may be anything."""
-    mixture = make_mixture(40, 3, 8, 64, 32, torch.float32, "cpu", bounded=False)
+    mixture = make_mixture(12, 3, 8, 64, 32, torch.float32, "cpu", bounded=False)
     expected = mixture.by_kernels()
     mixture.up[-1] = mixture.down[-1] = torch.nan
     mixture.x[7] = torch.nan
     found = mixture.by_kernels()
     assert found[7].isnan().all()
-    others = [row for row in range(40) if row != 7]
+    others = [row for row in range(12) if row != 7]
     assert torch.equal(found[others], expected[others])
 
 
@@ -98,8 +97,11 @@ EXPERTS = {
 }  # fmt: skip
 
 
-MIXTURES = [(router, name, False) for router in ROUTERS for name in EXPERTS] + [("one", "silu", True)]
-"""The last as Llama 4 has it: weights multiply what experts read."""
+MIXTURES = [
+    ("softmax", "silu", False), ("own weights", "gelu", False), ("groups", "ungated", False),
+    ("sparsemixer", "clamped", False), ("one", "silu", True),
+]  # fmt: skip
+"""Every router and every kind of expert; the last as Llama 4 has it: weights multiply what experts read."""
 
 
 @pytest.mark.parametrize(("router", "activation", "scales_inputs"), MIXTURES)

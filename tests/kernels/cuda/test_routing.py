@@ -22,9 +22,11 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [0, 1])
-@pytest.mark.parametrize("vectors", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "vectors", "more"),
+    [("softmax", False, 0), ("softmax", True, 1), ("own weights", True, 0), ("one", False, 1), ("sigmoid", True, 0),
+     ("sigmoid", False, 1), ("all", True, 1), ("many", False, 0), ("many", True, 1), ("least sum", False, 0)],
+)  # fmt: skip
 def test_chooses_as_torch(name: str, vectors: bool, more: int) -> None:
     config = CONFIGS[name]
     generator = torch.Generator().manual_seed(config.experts)

@@ -15,7 +15,7 @@ from support.tiny_models import FAMILIES, VOCAB, make_checkpoint
 
 from asyncengine import AsyncEngine, SamplingParams
 
-NEW_TOKENS = 20
+NEW_TOKENS = 12
 EOS = 2
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -74,7 +74,7 @@ def test_the_schedule_is_invisible() -> None:
 
 def test_a_recording_with_grammars_replays_to_the_same_outputs_twice() -> None:
     """The recorded run used its matchers up; each replay gets fresh ones (contract line 14)."""
-    for seed in (2, 13, 31, 47):
+    for seed in (2, 13):
         life = GrammarLife(seed, faults=False)
         life.run()
         assert life.scheduler.counters.forced_tokens
@@ -191,13 +191,13 @@ async def test_callers_of_an_engine_leave_and_come_back_under_the_same_id(depth:
 
         engine.core.loop.scheduler.take_outputs = noted  # type: ignore[method-assign]
         traffic = Traffic(engine, depth)
-        await asyncio.gather(*(traffic.caller(f"caller {index}", 15) for index in range(16)))
+        await asyncio.gather(*(traffic.caller(f"caller {index}", 8) for index in range(16)))
         await idle(engine)
         assert_nothing_held(engine.core)
         assert service.compiled == len(NAMES)
         stats = engine.stats()
-        assert stats.preemptions > 20
-    assert traffic.complete > 100
-    assert traffic.left > 40
-    assert len(outputs) > 1000
+        assert stats.preemptions > 10
+    assert traffic.complete > 50
+    assert traffic.left > 20
+    assert len(outputs) > 500
     assert replay(recording, FakeExecutor(120, 4, MODEL)) == outputs

@@ -273,8 +273,12 @@ def test_the_books_show(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
         live(watched=True)
 
 
+FIRST = (24, 29, 16)
+"""Lives that show what others seldom do: they are lived first, to be quick."""
+
+
 def live(watched: bool, seeds: int = 60) -> None:
-    for seed in range(seeds):
+    for seed in (*FIRST, *range(seeds)):
         life = AdapterLife(seed, depth=2)
         life.watched = watched
         life.run()

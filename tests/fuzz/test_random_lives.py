@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 ENDS = ("stop", "length", "abort", "timeout")
 KINDS = {
-    "requests": Kind(Life, 60, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
+    "requests": Kind(Life, 40, {"requests": 55, "preemptions": 27, "cached_tokens": 110, "depth2": 1 / 6}, ENDS),
     "states": Kind(
         partial(Life, states=True), 16,
         {"requests": 60, "preemptions": 20, "state_hits": 15, "state_evictions": 15, "depth2": 1 / 6}, ENDS,

@@ -23,8 +23,6 @@ from .conftest import CONFIG
 FORMATS = {
     "qwen3_coder": CASES["qwen3_coder text"].template,
     "gemma4": CASES["gemma4"].template,
-    "lfm2": CASES["lfm2"].template,
-    "kimi_k2": CASES["kimi_k2 text"].template,
     "harmony": CHANNELS,
 }
 SETTINGS: dict[str, Any] = {"temperature": 0.8, "seed": 3, "max_tokens": 300}

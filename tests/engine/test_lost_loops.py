@@ -152,13 +152,15 @@ def test_an_owned_engine_cannot_be_closed_while_its_loop_stands_still():
     loop.close()
 
 
-async def test_an_engine_that_ended_leaves_no_watch_on_its_loop():
-    loop = asyncio.get_running_loop()
-    async with make_engine():
-        pass
-    from asyncengine.engine import hosting
+async def test_an_engine_that_ended_leaves_no_watch_on_its_loop(monkeypatch: pytest.MonkeyPatch):
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
 
-    watches = [handle for handle in loop._scheduled if isinstance(handle._callback, hosting._LoopWatch)]  # type: ignore[attr-defined]
-    for handle in watches:
-        handle._callback()
-    assert len([h for h in loop._scheduled if isinstance(h._callback, hosting._LoopWatch)]) == len(watches)  # type: ignore[attr-defined]
+    def noted(*args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        timers.append(call_later(*args, **kwargs))
+        return timers[-1]
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    async with make_engine():
+        assert [timer for timer in timers if not timer.cancelled()]
+    assert not [timer for timer in timers if not timer.cancelled() and timer.when() > loop.time()]

@@ -58,7 +58,6 @@ ADD = {
     },
 }
 ADDRESS = {"name": "add_address", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}}
-ADD_SCHEMA = {**ADD["function"]["parameters"], "additionalProperties": False}  # type: ignore[index]
 
 
 def tokenizer(template: str | None, special: Sequence[str] = TURNS, added: Sequence[str] = ()) -> TextTokenizer:

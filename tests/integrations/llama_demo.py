@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCallBlock
+from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
@@ -12,7 +12,6 @@ from asyncengine.integrations.llama_index import AsyncEngineLLM
 
 SUM = "What is 12 plus 30?"
 BOTH = "What is 12 plus 30? And also: What is 7 times 8?"
-STORY = [ChatMessage("Tell me a story about a cat named Tim.")]
 
 
 def demo_llm(**fields: Any) -> AsyncEngineLLM:

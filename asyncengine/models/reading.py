@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from asyncengine.device.memory import is_out_of_memory
 from asyncengine.errors import EngineError, InvalidParameter, ModelNotFound, UnsupportedModel
 from asyncengine.kernels.cpu import compiler_missing
 from asyncengine.models.checking import check_config, load_config, passed_over
+from asyncengine.models.config import MissingField
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.encoder import EncoderConfig
 from asyncengine.models.families import MULTIMODAL, NATIVE, decoder_config_of, native_config
@@ -123,17 +124,17 @@ def read_config(
     native = config.fuse and not own_code and content.get("model_type") in (*NATIVE, *MULTIMODAL)
     if native and (error := misnamed(content)):
         raise error
-    own = native_config(content, path_or_id) if native else None
-    if own is not None:
+    refused = not config.fuse
+    if (own := native_config(content, path_or_id) if native else None) is not None:
         length = _max_model_len(own, config)
-        described = decoder_config_of(own, length)
-        if described is not None:
-            return own, described, length
+        with suppress(MissingField):
+            described = decoder_config_of(own, length)
+            if described is not None:
+                return own, described, length
+            refused = True  # an option of it is not written down
     hf_config = load_config(checkpoint, config)
     length = _max_model_len(hf_config, config)
-    if own is not None or not config.fuse:  # an option of it is not written down, or it is not to be native
-        return hf_config, None, length
-    return hf_config, decoder_config_of(hf_config, length), length
+    return hf_config, None if refused else decoder_config_of(hf_config, length), length
 
 
 def _max_model_len(hf_config: Any, config: EngineConfig) -> int:

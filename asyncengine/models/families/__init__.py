@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
-from asyncengine.models.config import MissingField, ModelConfig, fill
+from asyncengine.models.config import MissingField, ModelConfig, read_fields
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import KINDS, Inside, UnknownLayers, inside_of
 from asyncengine.models.multimodal import PLACEHOLDERS
@@ -136,10 +136,10 @@ def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | N
     family = content.get("model_type")
     try:
         if not isinstance(family, str) or family not in NATIVE:
-            return _with_language_model(content) if family in (*MULTIMODAL,) else None
+            return _with_language_model(content) if family in tuple(MULTIMODAL) else None
         module = import_module(f"{__name__}.{NATIVE[family]}")
-        aliases = getattr(module, "ALIASES", {}).get(family, {})
-        found = fill(content, module.FIELDS[family], aliases, getattr(module, "complete", lambda config: None))
+        own, aliases = (getattr(module, name, {}).get(family, {}) for name in ("DEFAULTS", "ALIASES"))
+        found = read_fields(content, own, aliases, getattr(module, "complete", lambda config: None))
     except MissingField:
         return None
     found._name_or_path = name
@@ -148,15 +148,12 @@ def native_config(content: Mapping[str, Any], name: str = "") -> ModelConfig | N
 
 def _with_language_model(content: Mapping[str, Any]) -> ModelConfig | None:
     """The configuration of a model of several parts, with that of its language model; None as `native_config`."""
-    inner, beside = content.get("text_config"), ("tie_word_embeddings", *PLACEHOLDERS)
-    if (
-        content["model_type"] in _OWN_DEFAULTS
-        or not isinstance(inner, Mapping)
-        or inner.get("model_type") not in NATIVE
-    ):
+    inner = content.get("text_config")
+    said = "tie_word_embeddings" in content and any(field in content for field in PLACEHOLDERS)
+    if not said or content["model_type"] in _OWN_DEFAULTS or not isinstance(inner, Mapping):
         return None
     text = native_config(inner)
-    if text is None or beside[0] not in content or not any(field in content for field in beside[1:]):
+    if text is None or "text_config" in inner:
         return None
     return ModelConfig(**{**content, "dtype": content.get("dtype") or content.get("torch_dtype"), "text_config": text})
 
@@ -166,7 +163,7 @@ def decoder_config_of(config: Any, length: int) -> DecoderConfig | None:
     transformers' config object.
 
     None: it runs through transformers, as its family or an option of it is not written down, or as its code is its
-    own (`trust_remote_code`).
+    own (`trust_remote_code`). Raises `MissingField` for one without a default here.
     """
     inside = MULTIMODAL.get(config.model_type)
     own = config if inside is None else config.get_text_config()

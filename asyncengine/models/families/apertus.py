@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, llama_like
 
-FIELDS: Mapping[str, Fields] = {
-    "apertus": {
-        "hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 1.2e7,
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        },
-    },
+DEFAULTS: Defaults = {
+    "apertus": {"num_key_value_heads": None, "rope_theta": 1.2e7, "rope_parameters": ...},
 }  # fmt: skip
 
 

@@ -5,29 +5,22 @@ Cohere 2 rotates only where there is a window.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import alternate, llama_like, rotary_of, windows_of
 
-FIELDS: Mapping[str, Fields] = {
-    "cohere": {
-        "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "use_qk_norm": False, "tie_word_embeddings": True,
-        "eos_token_id": 255001, "rope_theta": 5e5,
-    },
-    "cohere2": {
-        "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "eos_token_id": 255001,
-        "sliding_window": 4096, "sliding_window_pattern": 4,
-    },
+DEFAULTS: Defaults = {
+    "cohere": {"num_key_value_heads": None, "tie_word_embeddings": True, "use_qk_norm": False, "rope_theta": 5e5},
+    "cohere2": {"num_key_value_heads": None, "tie_word_embeddings": True},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     if config.model_type == "cohere2":
-        alternate(config, config.sliding_window_pattern)
+        alternate(config, config.get("sliding_window_pattern", 4))
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

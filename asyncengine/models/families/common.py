@@ -107,8 +107,7 @@ def slide_from(config: Any) -> None:
 
 def windows_of(config: Any) -> list[int | None]:
     """The sliding window of each layer."""
-    window = getattr(config, "sliding_window", None)
-    return [window if kind == "sliding_attention" else None for kind in layer_types_of(config)]
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in layer_types_of(config)]
 
 
 class Inside(NamedTuple):
@@ -163,7 +162,7 @@ def llama_like(
         own = AttentionConfig(
             **{
                 "num_heads": config.num_attention_heads,
-                "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+                "num_kv_heads": config.num_key_value_heads or config.num_attention_heads,
                 "head_dim": dim,
                 "scale": dim**-0.5,
                 **attention(index),

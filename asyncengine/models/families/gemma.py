@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import (
     activation,
@@ -28,30 +28,18 @@ SANDWICH: Mapping[str, Any] = {
     "after_mlp": "post_feedforward_layernorm",
 }
 """Norms before and after both branches, fields of `LayerConfig`."""
-FIELDS: Mapping[str, Fields] = {
-    "gemma": {
-        "head_dim": int, "num_key_value_heads": int, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-        "eos_token_id": 1,
-    },
-    "gemma2": {
-        "head_dim": int, "num_key_value_heads": int, "hidden_activation": "gelu_pytorch_tanh", "eos_token_id": 1,
-        "tie_word_embeddings": True, "query_pre_attn_scalar": int, "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-    },
-    "gemma3_text": {
-        "head_dim": int, "num_key_value_heads": int, "hidden_activation": "gelu_pytorch_tanh", "eos_token_id": 1,
-        "tie_word_embeddings": True, "query_pre_attn_scalar": int, "sliding_window": 4096, "sliding_window_pattern": 6,
-        "attn_logit_softcapping": float | None, "final_logit_softcapping": float | None, "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4, "use_bidirectional_attention": False,
-    },
+DEFAULTS: Defaults = {
+    "gemma": {"head_dim": ..., "tie_word_embeddings": True},
+    "gemma2": {"head_dim": ..., "final_logit_softcapping": ..., "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": ..., "tie_word_embeddings": True, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     if config.model_type == "gemma" and config.hidden_act == "gelu":
         config.hidden_act = "gelu_pytorch_tanh"  # older files say so and mean this
     elif config.model_type != "gemma":
-        alternate(config, 2 if config.model_type == "gemma2" else config.sliding_window_pattern)
+        alternate(config, 2 if config.model_type == "gemma2" else config.get("sliding_window_pattern", 6))
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

@@ -3,7 +3,6 @@ values, heads of another size where there is no window, and experts beside the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.attention import AttentionConfig
@@ -13,20 +12,15 @@ from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.side_experts import SideExpertsConfig
-from asyncengine.models.config import Fields, ModelConfig
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, alternate, layer_types_of, rotary_of, windows_of
 from asyncengine.models.families.gemma import SANDWICH
 
 _Q, _K, _V = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-FIELDS: Mapping[str, Fields] = {
+DEFAULTS: Defaults = {
     "gemma4_text": {
-        "head_dim": int, "global_head_dim": int | None, "num_key_value_heads": int,
-        "num_global_key_value_heads": int | None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
-        "hidden_activation": "gelu_pytorch_tanh", "use_double_wide_mlp": False, "hidden_size_per_layer_input": int,
-        "vocab_size_per_layer_input": int, "enable_moe_block": False, "num_experts": int | None,
-        "top_k_experts": int | None, "moe_intermediate_size": int | None, "tie_word_embeddings": True,
-        "eos_token_id": 1, "sliding_window": 512, "final_logit_softcapping": float | None,
+        "head_dim": ..., "tie_word_embeddings": True,
         "rope_parameters": {
             "sliding_attention": {"rope_theta": 1e4},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -35,16 +29,17 @@ FIELDS: Mapping[str, Fields] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     """Sets what differs by layer: layers that attend to everything, of which the last is always one, have heads of
     their own."""
     alternate(config, 6)
     config.layer_types = [*config.layer_types[:-1], "full_attention"]
     usual = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
-    groups = config.num_global_key_value_heads if config.attention_k_eq_v else None
-    whole = {"head_dim": config.global_head_dim or 512, **({} if groups is None else {"num_key_value_heads": groups})}
+    groups = config.get("num_global_key_value_heads") if config.attention_k_eq_v else None
+    whole = usual | {"head_dim": config.get("global_head_dim", 512)}
+    whole |= {"num_key_value_heads": groups} if groups else {}
     kinds = {index: whole for index, kind in enumerate(config.layer_types) if kind == "full_attention"}
-    given = {int(index): own for index, own in getattr(config, "per_layer_config", kinds).items()}
+    given = {int(index): own for index, own in config.get("per_layer_config", kinds).items()}
     every = [ModelConfig(**usual | given.get(index, {})) for index in range(config.num_hidden_layers)]
     config.per_layer_config = dict(enumerate(every)) | dict(zip(config.layer_types, every, strict=True))
 

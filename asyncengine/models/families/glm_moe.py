@@ -13,7 +13,7 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, llama_like, rotary_of, slide_from, windows_of
 
@@ -21,24 +21,10 @@ _SHARED = "mlp.shared_experts."
 _FREQUENCIES = r"(.*\.)?rotary_emb\.inv_freq"
 _LEAST = 1e-20
 """A sum of weights at least."""
-_EXPERTS: Fields = {
-    "num_key_value_heads": int, "moe_intermediate_size": int, "n_routed_experts": int, "n_shared_experts": int,
-    "num_experts_per_tok": int, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0, "eos_token_id": int | list | None,
-}  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
-    "glm4_moe": {**_EXPERTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "use_qk_norm": False},
-    "glm4v_moe_text": {**_EXPERTS, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": True},
-    "dots1": {
-        **_EXPERTS, "norm_topk_prob": False, "first_k_dense_replace": 0, "sliding_window": 4096,
-        "max_window_layers": 62,
-    },
-    "ernie4_5_moe": {
-        "num_key_value_heads": int, "moe_intermediate_size": int, "moe_num_experts": int, "moe_k": int,
-        "moe_num_shared_experts": int, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
-        "moe_norm_min": 1e-12, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_bias": False,
-        "rope_theta": 5e5,
-    },
+DEFAULTS: Defaults = {
+    "glm4_moe": {"partial_rotary_factor": 0.5, "use_qk_norm": False},
+    "glm4v_moe_text": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "ernie4_5_moe": {"tie_word_embeddings": True, "use_bias": False, "rope_theta": 5e5},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     **{family: {"num_local_experts": "n_routed_experts"} for family in ("glm4_moe", "glm4v_moe_text", "dots1")},
@@ -46,7 +32,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     if config.model_type == "dots1":
         slide_from(config)
     elif config.model_type == "ernie4_5_moe" and config.moe_layer_end_index == -1:

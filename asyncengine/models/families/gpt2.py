@@ -8,17 +8,14 @@ from typing import Any
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation
 
-FIELDS: Mapping[str, Fields] = {
+DEFAULTS: Defaults = {
     "gpt2": {
-        **dict.fromkeys(("intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
-        "max_position_embeddings": None, "n_positions": int, "n_embd": int, "n_layer": int, "n_head": int,
-        "n_inner": int | None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "tie_word_embeddings": True,
-        "eos_token_id": 50256,
+        "n_inner": None, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {

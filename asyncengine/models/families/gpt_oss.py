@@ -7,27 +7,19 @@ from typing import Any
 
 from asyncengine.layers.experts import ExpertsConfig, MoEConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import alternate, llama_like, windows_of
 
-FIELDS: Mapping[str, Fields] = {
-    "gpt_oss": {
-        "num_key_value_heads": int, "head_dim": int, "num_local_experts": int, "num_experts_per_tok": int,
-        "attention_bias": True, "rms_norm_eps": 1e-5, "sliding_window": 128, "rope_theta": 1.5e5,
-        "eos_token_id": int | list | None,
-        "rope_parameters": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
+DEFAULTS: Defaults = {
+    "gpt_oss": {"head_dim": ..., "attention_bias": True, "rope_theta": 1.5e5, "rope_parameters": ...},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {"num_experts": "num_local_experts"},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     alternate(config, 2)
 
 

@@ -8,33 +8,25 @@ from typing import Any
 from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, layer_types_of, llama_like, rotary_of
-from asyncengine.models.families.mamba import KINDS, MIXER, complete_mixer, mixer, with_states
+from asyncengine.models.families.mamba import KINDS, complete_mixer, mixer, with_states
 
 _BLOCK = "block_sparse_moe."
 _SHARED: dict[str, Any] = {"up": ("shared_mlp.input_linear",), "down": "shared_mlp.output_linear"}
-_FACTORS: Fields = dict.fromkeys(
-    ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-)
-FIELDS: Mapping[str, Fields] = {
-    "granite": _FACTORS,
-    "granitemoe": {**_FACTORS, "num_local_experts": int, "num_experts_per_tok": int},
-    "granitemoeshared": {
-        **_FACTORS, "num_local_experts": int, "num_experts_per_tok": int, "shared_intermediate_size": 0,
-    },
-    "granitemoehybrid": {
-        **_FACTORS, **MIXER, "num_local_experts": int, "num_experts_per_tok": int, "shared_intermediate_size": int,
-        "position_embedding_type": str | None,
-    },
+DEFAULTS: Defaults = {
+    "granite": {"num_key_value_heads": None},
+    "granitemoe": {"num_local_experts": ..., "num_key_value_heads": None},
+    "granitemoeshared": {"num_local_experts": ..., "num_key_value_heads": None},
+    "granitemoehybrid": {"num_local_experts": ..., "num_key_value_heads": None, "position_embedding_type": None},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "granitemoehybrid": {"layers_block_type": "layer_types"},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     if config.model_type == "granitemoehybrid":
         complete_mixer(config)
         config.layer_types = config.layer_types or ["linear_attention"] * config.num_hidden_layers

@@ -16,7 +16,7 @@ from asyncengine.layers.latent_attention import LatentAttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, layer_types_of
 
@@ -36,20 +36,22 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     """Reads `linear_attn_config`, in which released files have what concerns layers of linear attention."""
-    given, layers = config.linear_attn_config, range(config.num_hidden_layers)
+    given, layers = config.get("linear_attn_config", {}), range(config.num_hidden_layers)
     config.head_dim = config.qk_rope_head_dim
-    config.linear_head_dim = given.get("head_dim", config.linear_head_dim)
-    config.linear_num_heads = given.get("num_heads", config.linear_num_heads)
-    config.linear_conv_kernel_dim = given.get("short_conv_kernel_size", config.linear_conv_kernel_dim)
+    inside = {"head_dim": "head_dim", "num_heads": "num_heads", "conv_kernel_dim": "short_conv_kernel_size"}
+    for name, other in inside.items():
+        if other in given:
+            setattr(config, f"linear_{name}", given[other])
     if config.layer_types is None and {"full_attn_layers", "kda_layers"} <= given.keys():
         kinds = dict.fromkeys(given["kda_layers"], KINDS[0]) | dict.fromkeys(given["full_attn_layers"], KINDS[1])
         config.layer_types = [kinds[layer + 1] for layer in layers]
     elif config.layer_types is None:
         config.layer_types = [KINDS[bool(layer and layer % 4 == 0)] for layer in layers]
-    if config.mlp_layer_types is None:
-        config.mlp_layer_types = ["dense" if layer < config.first_k_dense_replace else "sparse" for layer in layers]
+    if config.get("mlp_layer_types") is None:
+        dense = config.get("first_k_dense_replace", 1)
+        config.mlp_layer_types = ["dense" if layer < dense else "sparse" for layer in layers]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

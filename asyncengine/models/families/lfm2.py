@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig, Stacked
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
 from asyncengine.layers.short_conv import ShortConvConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import layer_types_of, llama_like
 
@@ -25,14 +24,13 @@ DEFAULTS: Defaults = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    if config.tie_embedding is not None:
-        config.tie_word_embeddings = config.tie_embedding
+def complete(config: ModelConfig) -> None:
+    config.tie_word_embeddings = config.get("tie_embedding", config.tie_word_embeddings)
     if config.model_type == "lfm2":
-        config.intermediate_size = config.block_ff_dim or config.intermediate_size
-        if config.layer_types is None:
-            layers, attend = range(config.num_hidden_layers), config.full_attn_idxs
-            config.layer_types = [KINDS[attend is None or layer in attend] for layer in layers]
+        layers = range(config.num_hidden_layers)
+        config.intermediate_size = config.get("block_ff_dim", config.intermediate_size)
+        attend = config.get("full_attn_idxs", layers)
+        config.layer_types = config.layer_types or [KINDS[layer in attend] for layer in layers]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

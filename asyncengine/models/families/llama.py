@@ -6,13 +6,12 @@ positions have three parts, for text all alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import (
     KINDS,
@@ -31,49 +30,32 @@ _HEAD_NORMS = {
     "hunyuan_v1_dense": ("self_attn.query_layernorm", "self_attn.key_layernorm"),
 }
 _WINDOW_EVERYWHERE = ("mistral", "ministral3")
-_QWEN: Fields = {
-    "num_key_value_heads": int, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
-    "eos_token_id": int | list | None,
-}  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": int, "sliding_window": 4096},
-    "ministral": {"num_key_value_heads": int, "sliding_window": 4096},
-    "ministral3": {
-        "num_key_value_heads": int, "head_dim": int, "rms_norm_eps": 1e-5, "sliding_window": int | None,
-        "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "qwen2": _QWEN,
-    "qwen2_vl_text": {**_QWEN, "rms_norm_eps": 1e-5, "eos_token_id": 151645, "rope_theta": 1e6},
-    "qwen2_5_vl_text": {**_QWEN, "rms_norm_eps": 1e-5, "eos_token_id": 151645, "rope_theta": 1e6},
-    "qwen3": {**_QWEN, "head_dim": int},
-    "qwen3_vl_text": {
-        "num_key_value_heads": int, "head_dim": int, "rope_theta": 5e5, "eos_token_id": int | list | None,
-    },
-    "smollm3": {
-        "num_key_value_heads": int, "use_sliding_window": False, "sliding_window": int | None,
-        "no_rope_layers": list | None, "no_rope_layer_interval": 4, "tie_word_embeddings": True,
-        "eos_token_id": 128001, "rope_theta": 2e6,
-    },
-    "seed_oss": {"num_key_value_heads": int, "head_dim": int, "attention_bias": True, "attention_out_bias": False},
-    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+DEFAULTS: Defaults = {
+    "llama": {"num_key_value_heads": None, "eos_token_id": 2},
+    "mistral": {"eos_token_id": 2},
+    "qwen2": {"eos_token_id": None},
+    "qwen3": {"head_dim": ..., "eos_token_id": None},
+    "hunyuan_v1_dense": {"num_key_value_heads": None},
+    "ministral3": {"head_dim": ..., "rope_parameters": ...},
+    "qwen2_vl_text": {"rope_theta": 1e6},
+    "qwen2_5_vl_text": {"rope_theta": 1e6},
+    "qwen3_vl_text": {"head_dim": ..., "rope_theta": 5e5, "eos_token_id": None},
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
+    "seed_oss": {"head_dim": ..., "attention_bias": True},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     family, layers = config.model_type, range(config.num_hidden_layers)
     if family in ("qwen2", "qwen3", "qwen2_vl_text", "qwen2_5_vl_text"):
-        config.sliding_window = config.sliding_window if config.use_sliding_window else None
+        config.sliding_window = config.sliding_window if config.get("use_sliding_window") else None
         slide_from(config)
     elif family == "ministral" and config.layer_types is None:
         config.layer_types = [KINDS[config.sliding_window is not None]] * len(layers)
     elif family == "smollm3":
-        if config.no_rope_layers is None:
-            config.no_rope_layers = [int((layer + 1) % config.no_rope_layer_interval != 0) for layer in layers]
-        slides = config.use_sliding_window and config.sliding_window is not None
+        every = config.get("no_rope_layer_interval", 4)
+        config.no_rope_layers = config.get("no_rope_layers", [int((layer + 1) % every != 0) for layer in layers])
+        slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
         if config.layer_types is None:
             config.layer_types = [KINDS[bool(slides and not config.no_rope_layers[layer])] for layer in layers]
 

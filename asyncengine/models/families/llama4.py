@@ -3,7 +3,6 @@ scale their queries with the position; mixtures that multiply what an expert rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, layer_types_of, llama_like, rotary_of
 
@@ -21,23 +20,14 @@ KINDS = ("full_attention", "chunked_attention")
 _BLOCK = "feed_forward."
 _EACH = f"{_BLOCK}experts.{{}}."
 _GATED = ("gate_proj", "up_proj")
-FIELDS: Mapping[str, Fields] = {
-    "llama4_text": {
-        "num_key_value_heads": int, "head_dim": int, "intermediate_size_mlp": int, "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5, "num_local_experts": int, "num_experts_per_tok": int, "moe_layers": list | None,
-        "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layers": list | None,
-        "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "attn_temperature_tuning": True,
-        "floor_scale": 8192, "attn_scale": 0.1,
-    },
-}  # fmt: skip
+DEFAULTS: Defaults = {"llama4_text": {"head_dim": ..., "rope_theta": 5e5}}
 
 
-def complete(config: Any) -> None:
-    count, step = config.num_hidden_layers, config.interleave_moe_layer_step
-    if not config.no_rope_layers:
-        config.no_rope_layers = [int((layer + 1) % config.no_rope_layer_interval != 0) for layer in range(count)]
-    if config.moe_layers is None:
-        config.moe_layers = list(range(step - 1, count, step))
+def complete(config: ModelConfig) -> None:
+    count, step = config.num_hidden_layers, config.get("interleave_moe_layer_step", 1)
+    every = config.get("no_rope_layer_interval", 4)
+    config.no_rope_layers = config.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(count)]
+    config.moe_layers = config.get("moe_layers", list(range(step - 1, count, step)))
     if config.layer_types is None:
         chunks = config.attention_chunk_size is not None
         config.layer_types = [KINDS[bool(rotates and chunks)] for rotates in config.no_rope_layers]

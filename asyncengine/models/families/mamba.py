@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from asyncengine.errors import UnsupportedModel
 from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import layer_types_of, llama_like, rotary_of
 
 KINDS = ("linear_attention", "full_attention")
-MIXER: Fields = {
-    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"), int),
-    "mamba_d_head": int | str | None, "mamba_conv_bias": True, "mamba_proj_bias": False, "time_step_limit": list | None,
-}  # fmt: skip
-"""Fields of the families whose options are called mamba_..."""
-FIELDS: Mapping[str, Fields] = {
-    "mamba2": {
-        **dict.fromkeys(("intermediate_size", "num_attention_heads", "max_position_embeddings")),
-        **dict.fromkeys(("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel"), int),
-        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "time_step_limit": list | None,
-    },
-    "bamba": {
-        **MIXER, "num_key_value_heads": int, "rms_norm_eps": 1e-5, "attn_layer_indices": list | None,
-    },
-    "falcon_h1": {
-        **MIXER, "num_key_value_heads": int, "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "projectors_bias": False,
-        "mamba_norm_before_gate": True, "mamba_rms_norm": False, "mlp_multipliers": list | None,
-        "ssm_multipliers": list | None,
-        **dict.fromkeys(
-            (
-                "attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "embedding_multiplier",
-                "lm_head_multiplier", "ssm_in_multiplier", "ssm_out_multiplier",
-            ),
-            1.0,
-        ),
-    },
-}  # fmt: skip
+DEFAULTS: Defaults = {"mamba2": {"head_dim": ...}}
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     layers = range(config.num_hidden_layers)
     if config.model_type == "bamba":
         complete_mixer(config)
         config.partial_rotary_factor = 0.5  # whatever the file says
-        config.layer_types = [KINDS[layer in (config.attn_layer_indices or ())] for layer in layers]
+        config.layer_types = [KINDS[layer in (config.get("attn_layer_indices") or ())] for layer in layers]
     elif config.model_type == "falcon_h1":
         complete_mixer(config, config.mamba_d_ssm)
         config.layer_types = ["hybrid"] * len(layers)
-        config.mlp_multipliers = config.mlp_multipliers or [1.0] * 2
-        config.ssm_multipliers = config.ssm_multipliers or [1.0] * 5
     else:
         config.layer_types = [KINDS[0]] * len(layers)
 
 
-def complete_mixer(config: Any, width: int | None = None) -> None:
+def complete_mixer(config: ModelConfig, width: int | None = None) -> None:
     """Sets the dimensions of a head of the state, of `width` in all; None: of `mamba_expand` times the model's."""
-    if config.mamba_d_head in (None, "auto"):
+    if config.get("mamba_d_head", "auto") == "auto":
         config.mamba_d_head = (width or config.mamba_expand * config.hidden_size) // config.mamba_n_heads
 
 

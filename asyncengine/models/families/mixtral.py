@@ -11,25 +11,16 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.rotary import RotaryConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import activation, llama_like, rotary_of
 
 _BLOCK = "block_sparse_moe."
 _W1, _W2, _W3 = (f"{_BLOCK}experts.{{}}.w{index}.weight" for index in (1, 2, 3))
-FIELDS: Mapping[str, Fields] = {
-    "mixtral": {
-        "num_key_value_heads": int, "num_local_experts": int, "num_experts_per_tok": int, "rms_norm_eps": 1e-5,
-        "sliding_window": int | None, "rope_theta": 1e6,
-    },
-    "phimoe": {
-        "num_key_value_heads": int, "num_local_experts": int, "num_experts_per_tok": int, "rms_norm_eps": 1e-5,
-        "sliding_window": int | None, "rope_theta": 1e6, "router_jitter_noise": 0.01, "lm_head_bias": False,
-    },
-    "minimax_m2": {
-        "num_key_value_heads": int, "head_dim": int, "num_local_experts": int, "num_experts_per_tok": int,
-        "eos_token_id": 200020, "rope_theta": 5e6, "rotary_dim": int | None,
-    },
+DEFAULTS: Defaults = {
+    "mixtral": {"rope_theta": 1e6},
+    "phimoe": {"rope_theta": 1e6},
+    "minimax_m2": {"head_dim": ..., "rope_theta": 5e6},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"num_experts": "num_local_experts"},
@@ -37,9 +28,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    if config.model_type == "minimax_m2" and config.partial_rotary_factor is None and config.rotary_dim is not None:
-        config.partial_rotary_factor = config.rotary_dim / config.head_dim
+def complete(config: ModelConfig) -> None:
+    if config.model_type == "minimax_m2" and config.get("rotary_dim") is not None:
+        config.partial_rotary_factor = config.get("partial_rotary_factor", config.rotary_dim / config.head_dim)
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

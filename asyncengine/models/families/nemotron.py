@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import llama_like, rotary_of
 
-FIELDS: Mapping[str, Fields] = {
-    "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "eos_token_id": 3, "partial_rotary_factor": 0.5},
+DEFAULTS: Defaults = {
+    "nemotron": {"num_key_value_heads": None, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
 

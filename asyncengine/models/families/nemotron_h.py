@@ -15,7 +15,7 @@ from asyncengine.layers.mamba2 import Mamba2Config
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields, MissingField
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, head_dim_of, unknown_layers
 from asyncengine.models.families.mamba import check_silu
@@ -24,23 +24,7 @@ KINDS = ("linear_attention", "full_attention", "mlp", "moe")
 _LEAST = 1e-20
 """A sum of weights at least."""
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-FIELDS: Mapping[str, Fields] = {
-    "nemotron_h": {
-        **dict.fromkeys(
-            (
-                "num_key_value_heads", "head_dim", "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups",
-                "conv_kernel",
-            ),
-            int,
-        ),
-        "num_hidden_layers": int | None, "layers_block_type": list | None,
-        "hybrid_override_pattern": str | list | None, "mamba_hidden_act": "silu", "mlp_hidden_act": "relu2",
-        "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True, "time_step_min": 0.001,
-        "n_routed_experts": int | None, "num_experts_per_tok": 2, "moe_intermediate_size": int | None,
-        "moe_shared_expert_intermediate_size": int | None, "moe_latent_size": int | None, "n_group": 1,
-        "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "sliding_window": int | None,
-    },
-}  # fmt: skip
+DEFAULTS: Defaults = {"nemotron_h": {"head_dim": ...}}
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "nemotron_h": {
         "layer_types": "layers_block_type", "num_local_experts": "n_routed_experts", "mamba_n_groups": "n_groups",
@@ -49,13 +33,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    if config.layers_block_type is None:
-        if config.hybrid_override_pattern is None:
-            raise MissingField("layers_block_type")
+def complete(config: ModelConfig) -> None:
+    if config.get("layers_block_type") is None:
         config.layers_block_type = [_LETTERS[letter] for letter in config.hybrid_override_pattern]
-    if "moe" in config.layers_block_type and None in (config.n_routed_experts, config.moe_intermediate_size):
-        raise MissingField("n_routed_experts")
     config.layer_types = config.layers_block_type
     config.num_hidden_layers = len(config.layers_block_type)
 

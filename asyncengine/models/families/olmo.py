@@ -6,12 +6,11 @@ OLMo over all heads at once, EXAONE each head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import alternate, layer_types_of, llama_like, rotary_of, windows_of
 
@@ -19,26 +18,18 @@ _AFTER = {
     "before_attention": None, "after_attention": "post_attention_layernorm", "before_mlp": None,
     "after_mlp": "post_feedforward_layernorm",
 }  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
-    "olmo": {"clip_qkv": float | None, "eos_token_id": 50279},
-    "olmo2": {"rms_norm_eps": 1e-5, "eos_token_id": 50279},
-    "olmo3": {
-        "rms_norm_eps": 1e-5, "eos_token_id": 50279, "sliding_window": 4096, "rope_theta": 5e5,
-        "rope_local_base_freq": 5e5,
-    },
-    "exaone4": {
-        "num_key_value_heads": int, "rms_norm_eps": 1e-5, "sliding_window": 4096,
-        "sliding_window_pattern": int | str | None,
-    },
+DEFAULTS: Defaults = {
+    "olmo": {"num_key_value_heads": None, "clip_qkv": None},
+    "olmo2": {"num_key_value_heads": None},
+    "olmo3": {"num_key_value_heads": None, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
+def complete(config: ModelConfig) -> None:
     if config.model_type == "olmo3":
         alternate(config, 4)
     elif config.model_type == "exaone4":
-        every = 4 if config.sliding_window_pattern is None else config.sliding_window_pattern
-        alternate(config, 0 if config.sliding_window is None else every)
+        alternate(config, 0 if config.sliding_window is None else config.get("sliding_window_pattern", 4))
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

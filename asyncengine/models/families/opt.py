@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.attention import AttentionConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation
 
 _OFFSET = 2
 _MODEL = "model.decoder."
-FIELDS: Mapping[str, Fields] = {
+DEFAULTS: Defaults = {
     "opt": {
-        "intermediate_size": None, "ffn_dim": int, "do_layer_norm_before": True, "_remove_final_layer_norm": False,
-        "word_embed_proj_dim": int | None, "activation_function": "relu", "enable_bias": True,
-        "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+        "_remove_final_layer_norm": False, "enable_bias": True, "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    config.word_embed_proj_dim = config.word_embed_proj_dim or config.hidden_size
+def complete(config: ModelConfig) -> None:
+    config.word_embed_proj_dim = config.get("word_embed_proj_dim", config.hidden_size)
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import llama_like, rotary_of
 
 _SANDWICH = {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
-_GLM: Fields = {
-    "num_key_value_heads": int, "head_dim": int, "rms_norm_eps": 1.5625e-7, "attention_bias": True,
-    "partial_rotary_factor": 0.5, "eos_token_id": int | list | None,
+DEFAULTS: Defaults = {
+    "glm4v_text": {"eos_token_id": None},
+    "phi3": {"num_key_value_heads": None, "partial_rotary_factor": 1.0},
+    "glm": {"head_dim": ..., "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"head_dim": ..., "partial_rotary_factor": 0.5, "attention_bias": True},
 }  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
-    "phi3": {
-        "rms_norm_eps": 1e-5, "eos_token_id": 32000, "sliding_window": int | None, "partial_rotary_factor": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-    "glm": _GLM,
-    "glm4": _GLM,
-    "glm4v_text": {"num_key_value_heads": int, "rms_norm_eps": 1e-5, "eos_token_id": int | list | None},
-}  # fmt: skip
-
-
-def complete(config: Any) -> None:
-    if config.model_type == "phi3" and (scaling := config.rope_scaling or config.rope_parameters):
-        kind = scaling.get("rope_type", scaling.get("type"))
-        config.rope_scaling = {**scaling, **({"rope_type": "longrope"} if kind in ("su", "yarn") else {})}
-    elif config.model_type in ("glm", "glm4") and config.eos_token_id is None:
-        config.eos_token_id = [151329, 151336, 151338]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

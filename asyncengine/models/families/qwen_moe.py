@@ -10,31 +10,16 @@ from asyncengine.layers.experts import ExpertsConfig, MoEConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import KINDS, activation, llama_like, windows_of
 
 _SHARED = "mlp.shared_expert."
-_EXPERTS: Fields = {
-    "num_key_value_heads": int, "num_experts": int, "num_experts_per_tok": int, "decoder_sparse_step": 1,
-    "mlp_only_layers": list | None, "eos_token_id": int | list | None,
-}  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
-    "qwen2_moe": {
-        **_EXPERTS, "moe_intermediate_size": int, "shared_expert_intermediate_size": int, "norm_topk_prob": False,
-        "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        **_EXPERTS, "moe_intermediate_size": int, "norm_topk_prob": False, "use_sliding_window": False,
-        "sliding_window": 4096,
-    },
-    "qwen3_vl_moe_text": {
-        **_EXPERTS, "moe_intermediate_size": int, "tie_word_embeddings": True, "rope_theta": 5e5,
-    },
-    "olmoe": {
-        **_EXPERTS, "num_key_value_heads": int | None, "norm_topk_prob": False, "rms_norm_eps": 1e-5,
-        "clip_qkv": float | None, "eos_token_id": 50279,
-    },
+DEFAULTS: Defaults = {
+    "qwen2_moe": {"mlp_only_layers": [], "qkv_bias": True},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "qwen3_vl_moe_text": {"tie_word_embeddings": True, "mlp_only_layers": [], "rope_theta": 5e5},
+    "olmoe": {"num_key_value_heads": None, "clip_qkv": None},
 }  # fmt: skip
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "qwen3_moe": {"num_local_experts": "num_experts"},
@@ -43,16 +28,15 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    config.mlp_only_layers = config.mlp_only_layers or []
-    if config.model_type in ("qwen2_moe", "qwen3_moe") and not config.use_sliding_window:
+def complete(config: ModelConfig) -> None:
+    slides = config.get("use_sliding_window")
+    if config.model_type in ("qwen2_moe", "qwen3_moe") and not slides:
         config.sliding_window = 0 if config.model_type == "qwen2_moe" else None
-    if config.model_type == "qwen3_vl_moe_text":
+    elif config.model_type == "qwen3_vl_moe_text":
         config.sliding_window = None
     if config.model_type == "qwen2_moe" and config.layer_types is None:
-        slides = [config.use_sliding_window and layer < config.max_window_layers and not layer % 2
-                  for layer in range(config.num_hidden_layers)]  # fmt: skip
-        config.layer_types = [KINDS[bool(each)] for each in slides]
+        first = config.get("max_window_layers", 28) if slides else 0
+        config.layer_types = [KINDS[layer < first and not layer % 2] for layer in range(config.num_hidden_layers)]
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

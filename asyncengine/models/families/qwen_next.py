@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.errors import UnsupportedModel
@@ -12,33 +11,24 @@ from asyncengine.layers.gated_delta import GatedDeltaConfig
 from asyncengine.layers.mlp import MLPConfig
 from asyncengine.layers.norm import NormConfig
 from asyncengine.layers.routing import RouterConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults, ModelConfig
 from asyncengine.models.decoder import DecoderConfig, LayerConfig
 from asyncengine.models.families.common import activation, alternate, head_dim_of, layer_types_of, rotary_of
 
 _SHARED = "mlp.shared_expert."
 KINDS = ("linear_attention", "full_attention")
-_LINEAR = (
-    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads",
-)  # fmt: skip
-_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-_HYBRID: Fields = {
-    **dict.fromkeys(("num_key_value_heads", "head_dim", *_LINEAR), int), "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25, "eos_token_id": int | list | None,
-}  # fmt: skip
-FIELDS: Mapping[str, Fields] = {
+DEFAULTS: Defaults = {
     "qwen3_next": {
-        **_HYBRID, "decoder_sparse_step": 1, "mlp_only_layers": list | None, "norm_topk_prob": True,
-        **dict.fromkeys(_MIXTURE, int),
+        "head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25, "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
     },
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5_moe_text": {**_HYBRID, "intermediate_size": None, **dict.fromkeys(_MIXTURE, int)},
+    "qwen3_5_text": {"head_dim": ..., "partial_rotary_factor": 0.25, "num_experts": 0},
+    "qwen3_5_moe_text": {"head_dim": ..., "num_experts": ..., "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
 
-def complete(config: Any) -> None:
-    alternate(config, config.full_attention_interval, "linear_attention")
+def complete(config: ModelConfig) -> None:
+    alternate(config, config.get("full_attention_interval", 4), "linear_attention")
 
 
 def decoder_config(config: Any, length: int) -> DecoderConfig:

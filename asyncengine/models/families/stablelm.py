@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from asyncengine.layers.norm import NormConfig
-from asyncengine.models.config import Fields
+from asyncengine.models.config import Defaults
 from asyncengine.models.decoder import DecoderConfig
 from asyncengine.models.families.common import llama_like, rotary_of
 
-FIELDS: Mapping[str, Fields] = {
-    "stablelm": {
-        "num_key_value_heads": int, "layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False,
-        "use_parallel_residual": False, "partial_rotary_factor": 0.25, "eos_token_id": 0,
-    },
-    "starcoder2": {
-        "num_key_value_heads": int, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "use_bias": True,
-        "sliding_window": int | None, "tie_word_embeddings": True, "eos_token_id": 50256,
-    },
+DEFAULTS: Defaults = {
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "starcoder2": {"tie_word_embeddings": True},
 }  # fmt: skip
 
 

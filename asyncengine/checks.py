@@ -7,11 +7,11 @@ number has a range, so that nothing later meets one that float32, int64 or a tim
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -113,22 +113,30 @@ Check = Callable[[str, Any], Any]
 
 def integer_in(low: int, high: int = MAX_COUNT) -> Check:
     """`as_integer` with these limits."""
-    return partial(as_integer, low=low, high=high)
+    return functools.partial(as_integer, low=low, high=high)
 
 
 def number_in(low: float, high: float, *, exclusive_low: bool = False) -> Check:
     """`as_number` with these limits."""
-    return partial(as_number, low=low, high=high, exclusive_low=exclusive_low)
+    return functools.partial(as_number, low=low, high=high, exclusive_low=exclusive_low)
 
 
 def one_of(choices: Collection[str]) -> Check:
     """`as_choice` among these, which the command line lists."""
-    return partial(as_choice, choices=choices)
+    return functools.partial(as_choice, choices=choices)
 
 
 Count = Annotated[int, integer_in(0)]
 Positive = Annotated[int, integer_in(1)]
 Seconds = Annotated[float, as_seconds]
+
+
+class _Signature:
+    """The signature of a class by its `__init__`, which Python passes over for a `__new__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        found = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return found.replace(parameters=list(found.parameters.values())[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,8 @@ class Settings:
     A bool, a str and a `Literal` need no more than that. A field of any other type without a check takes anything. An
     unknown keyword is refused as `check_known` does, not with a bare `TypeError`.
     """
+
+    __signature__ = _Signature()
 
     def __new__(cls, *args: object, **given: Any) -> Self:
         check_known(given, cls.__dataclass_fields__)

@@ -62,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _interrupted()
-    except (InvalidParameter, ModelNotFound, UnsupportedModel) as error:
-        return _fail(_naming_flag(str(error), given), USAGE)
-    except CliError as error:
-        return _fail(_naming_flag(str(error), given), error.code)
+    except (CliError, InvalidParameter, ModelNotFound, UnsupportedModel) as error:
+        return _fail(_naming_flag(str(error), given), error.code if isinstance(error, CliError) else USAGE)
     except EngineError as error:
         return _fail(error, FAILED)
     except BrokenPipeError:  # the reader of our output has left (`| head`), and knows

@@ -39,9 +39,7 @@ def add_flags(
     default alone."""
     group = parser.add_argument_group(title)
     hints, checks = get_type_hints(settings), settings.checks()
-    for one in fields(settings):
-        if one.name not in names:
-            continue
+    for one in [each for each in fields(settings) if each.name in names]:
         text = docs.get(one.name, "")
         if isinstance(one.default, (bool, int, float, str)):
             text = f"{text} [{one.default}]".lstrip()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncengine.checks import check_unicode
+from asyncengine.checks import as_text, check_unicode
 from asyncengine.errors import InvalidParameter
 
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -143,9 +143,7 @@ def _content(name: str, content: object, form: TemplateForm, budget: Budget) -> 
             raise InvalidParameter(
                 f"{name}[{i}].type", "must be 'text': text is served, images are not", block.get("type")
             )
-        text = block.get("text")
-        if not isinstance(text, str):
-            raise InvalidParameter(f"{name}[{i}].text", "must be a str", text)
+        text = as_text(f"{name}[{i}].text", block.get("text"))
         budget.spend(f"{name}[{i}].text", len(text) + 1)
         check_unicode(f"{name}[{i}].text", text)
         texts.append(str(text))

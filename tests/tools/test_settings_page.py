@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 
 import pytest
 
@@ -34,6 +35,7 @@ def test_every_setting_is_in_one_group() -> None:
 
 def test_every_setting_carries_its_limits() -> None:
     """In its type: a field without any would take what nobody has thought of."""
+    assert [*signature(EngineConfig).parameters] == [field.name for field in fields(EngineConfig)]
     assert [*EngineConfig.checks()] == [field.name for field in fields(EngineConfig)]
     assert {field.name for field in fields(SamplingParams)} - SamplingParams.checks().keys() == {"grammar"}
     assert not [name for name, row in settings(EngineConfig, (), engine_accepts).items() if not row.takes]

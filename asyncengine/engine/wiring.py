@@ -408,7 +408,7 @@ def wire(
     )
     whole = vectors is not None and vectors.spec.whole  # nothing is kept of a text
     info = _fit_context(info, config, info.max_model_len if whole else kv.longest)
-    info = replace(info, window=None if kv.sight is None else kv.sight.span + 1)
+    info = replace(info, window=None if kv.lookback is None else kv.lookback.span + 1)
     loop = EngineLoop(
         config,
         Scheduler(config, kv, None if adapters is None else AdapterSlots(config.max_loras, adapters.get)),

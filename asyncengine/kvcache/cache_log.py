@@ -1,4 +1,9 @@
-"""A log of the pages that a prefix cache has published and evicted, as hashes: so others learn what lies in it."""
+"""Log of the pages that a prefix cache publishes and evicts, as hashes: others learn from it what the cache holds.
+
+The hash of a page covers its tokens and, through its parent's hash, all tokens before it and the namespace: equal
+hashes mean equal prefixes, so a flat set of them says as much as the tree. They are hints for routing and nothing
+else: a collision sends a request to a cache that does not help it, for the cache itself compares tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,17 @@ from dataclasses import dataclass
 
 
 def root_hash(namespace: tuple[Hashable, ...]) -> int:
-    """The hash of a namespace: the same in every process (Python's own hash of a str is not)."""
+    """Hash of a namespace, the same in every process (Python's own hash of a str is not)."""
     return int.from_bytes(hashlib.blake2b(repr(namespace).encode(), digest_size=8).digest()) >> 1
 
 
 def page_hash(parent: int, tokens: tuple[int, ...]) -> int:
-    """The hash of a page of `tokens` behind the page (or namespace) of hash `parent`. Integers hash alike in every
-    process."""
+    """Hash of a page of `tokens` behind the page (or namespace) of hash `parent`, the same in every process."""
     return hash((parent, tokens))
 
 
 def page_hashes(namespace: tuple[Hashable, ...], tokens: Sequence[int], page_size: int) -> list[int]:
-    """Hashes of every full page of `tokens`, in order."""
+    """Hashes of all full pages of `tokens`, in order."""
     parent, hashes = root_hash(namespace), []
     for start in range(0, len(tokens) - page_size + 1, page_size):
         parent = page_hash(parent, tuple(tokens[start : start + page_size]))
@@ -49,7 +53,7 @@ class CacheLog:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._last: dict[int, bool] = {}
-        """Presence of pages by hash, in order of the first event."""
+        """Whether the page of a hash is there now, in order of the first event."""
         self._new: dict[int, None] = {}
         """Hashes of pages that were not there when the log was last drained."""
         self.overflowed = False
@@ -73,7 +77,7 @@ class CacheLog:
         self._last[page] = there
 
     def drain(self, everything: Iterable[int]) -> CacheNews:
-        """Changes to report now. `everything`: all pages there are, read only where events were dropped."""
+        """The news so far. `everything`: hashes of all pages, read only where events were dropped."""
         if self.overflowed:
             news = CacheNews(tuple(everything), whole=True)
         else:

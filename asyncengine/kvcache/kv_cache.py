@@ -7,20 +7,20 @@ have a window, and the states of recurrent layers (`kvcache.states`). A request 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
 from asyncengine.kvcache.cache_log import CacheLog, CacheNews
 from asyncengine.kvcache.eviction import eviction_strategy
+from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.kvcache.page_group import BESIDE, PageCounts, PageGroup
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import Namespace, Node
-from asyncengine.kvcache.sight import Sight, Window
 from asyncengine.kvcache.states import StateCounts, StateGroup
 
 TableAndTokens = tuple[PageTable, int]
-"""A running request's table, and how many tokens it has."""
+"""Page table of a running request, and the number of its tokens."""
 
 
 class KVCache:
@@ -45,10 +45,10 @@ class KVCache:
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.pool = BlockPool(num_pages)
-        self.sight = None if num_states else self._worthwhile(Sight.of(windows))
-        """The distance that the model looks back; None: all the way, or as far as there are pages."""
+        self.lookback = None if num_states else self._worthwhile(Lookback.of(windows))
+        """Positions that layers see; None: all before their own, or as many as there are pages for."""
         strategy = eviction_strategy(eviction)
-        self.pages = PageGroup(self.pool, page_size, strategy, self.sight, most_ahead, keep=prefix_caching)
+        self.pages = PageGroup(self.pool, page_size, strategy, self.lookback, most_ahead, keep=prefix_caching)
         self.tree = self.pages.tree
         self.states = StateGroup(num_states) if num_states else None
         if self.states is not None:
@@ -56,18 +56,18 @@ class KVCache:
         self.windows: PageGroup | None = None
         """None: all layers have the same pages."""
         self.groups: tuple[PageGroup, ...] = (self.pages,)
-        near = Sight.of(kind for kind in windows if any(kind))
+        near = Lookback.of(kind for kind in windows if any(kind))
         if num_window_pages and near is not None and not num_states:
             pool = BlockPool(num_window_pages, "window page")
             self.windows = PageGroup(pool, page_size, strategy, near, most_ahead, padded=False, keep=prefix_caching)
             self.tree.losing.append(self._drop_twin)
             self.groups = (self.windows, self.pages)  # in this order, what hangs on a node goes before it
 
-    def _worthwhile(self, sight: Sight | None) -> Sight | None:
-        """`sight`, but where a window is nearly all of the pool: nothing would be won."""
-        if sight is None or self.pages_for(sight.span + self.page_size) + BESIDE > self.pool.capacity:
+    def _worthwhile(self, lookback: Lookback | None) -> Lookback | None:
+        """`lookback`, but where a window is nearly all of the pool: nothing would be won."""
+        if lookback is None or self.pages_for(lookback.span + self.page_size) + BESIDE > self.pool.capacity:
             return None
-        return sight
+        return lookback
 
     def _drop_twin(self, node: Node) -> None:
         """A window page goes with the page of its tokens: nothing could be started from it."""
@@ -112,8 +112,11 @@ class KVCache:
     def will_have_more(self, computed: int, launched: int) -> bool:
         """Pages need no preemption, only patience: some are retiring, or a request of which tokens up to `computed` are
         computed gives some back when those up to `launched` are."""
-        sights = [group.sight for group in self.groups if group.sight is not None]
-        return self.anything_retiring or any(sight.first(computed) < sight.first(launched) for sight in sights)
+        for group in self.groups:
+            back = group.lookback
+            if group.retiring or (back is not None and back.first(computed) < back.first(launched)):
+                return True
+        return False
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -121,33 +124,38 @@ class KVCache:
     @property
     def longest(self) -> int:
         """Tokens that one request can have, at most."""
-        return self.pool.capacity * self.page_size if self.sight is None else sys.maxsize
+        return self.pool.capacity * self.page_size if self.lookback is None else sys.maxsize
 
     def most_at_once(self, num_tokens: int, start: int) -> int:
-        """Tokens of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
+        """Number of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
         they are more than a pool holds, so that the request can run when it is alone."""
         return min(group.most_at_once(num_tokens, start) for group in self.groups)
 
-    def has_room(self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]) -> bool:
-        """Are there pages for a request of `table`, and for what those `beside` it will need?"""
-        return all(missing <= group.num_available for group, missing in self._missing(table, num_tokens, beside))
+    def promised(self, running: Iterable[TableAndTokens]) -> list[int]:
+        """Pages of each group that `running` requests will need for the tokens they already have, and one each to go on
+        decoding.
+
+        Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
+        """
+        promised = [0] * len(self.groups)
+        for table, num_tokens in running:
+            for place, (group, part) in enumerate(self._parts(table)):
+                promised[place] += max(1, group.missing(part, num_tokens))
+        return promised
+
+    def has_room(self, table: PageTable, num_tokens: int, promised: Sequence[int]) -> bool:
+        """Whether there are pages for the request of `table`, beside those `promised` to others."""
+        parts = zip(self._parts(table), promised, strict=True)
+        return all(group.missing(part, num_tokens) + others <= group.num_available for (group, part), others in parts)
 
     def could_have_room(self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]) -> bool:
-        """Would there be pages for a request of `table` if only those `beside` it were running?"""
+        """Whether there would be pages for the request of `table` if only those `beside` it were running."""
         tables = [table, *(other for other, _ in beside)]
-        for group, missing in self._missing(table, num_tokens, beside):
+        for (group, part), others in zip(self._parts(table), self.promised(beside), strict=True):
             held = {page for each in self._tables(group, tables) for page in each.pages if page}
-            if len(held) + missing > group.pool.capacity:
+            if len(held) + group.missing(part, num_tokens) + others > group.pool.capacity:
                 return False
         return True
-
-    def _missing(
-        self, table: PageTable, num_tokens: int, beside: Sequence[TableAndTokens]
-    ) -> Iterator[tuple[PageGroup, int]]:  # fmt: skip
-        counts = [count for _, count in beside]
-        for group, part in self._parts(table):
-            others = zip(self._tables(group, (other for other, _ in beside)), counts, strict=True)
-            yield group, group.missing(part, num_tokens) + group.promised(others)
 
     # ---------------------------------------------------------------- requests
 
@@ -174,7 +182,7 @@ class KVCache:
         return table
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> int:
-        """The number of tokens that `open` would find. Changes nothing (policies use it)."""
+        """Number of tokens that `open` would find. Changes nothing (policies use it)."""
         node = self.tree.peek(namespace, tokens, limit)
         if node is not None and self.states is not None:
             node = self.states.deepest(node)
@@ -225,9 +233,12 @@ class KVCache:
 
         Call only after the step that wrote them has committed. `fence`: the last launched step that names them.
         """
-        nodes = self.pages.publish(table, tokens, computed, fence, priority)
+        size = self.page_size
+        starts = range(table.num_shared * size, computed - size + 1, size)
+        keys = [tuple(tokens[start : start + size]) for start in starts]
+        nodes = self.pages.publish(table, keys, fence, priority)
         if self.windows is not None and table.window is not None:
-            twins = self.windows.publish(table.window, tokens, computed, fence, priority)
+            twins = self.windows.publish(table.window, keys, fence, priority)
             for node, twin in zip(nodes[len(nodes) - len(twins) :], twins, strict=True):
                 node.twin = twin
 
@@ -253,7 +264,7 @@ class KVCache:
         for group in self.groups:
             group.retiring.retire(step)
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- conservation and counts
 
     def keep_log(self, limit: int) -> None:
         """From now on, take note of pages that come and go, for `news`; at most `limit` of them. Before the first."""

@@ -4,11 +4,11 @@ Every model has one group. Where only some layers have a window or a chunk, thes
 pages have one number for all layers of a group, so one layer that sees everything would keep all pages of the others
 (two pools as in SGLang's `SWARadixCache`; vLLM loops over such managers in its `KVCacheCoordinator`).
 
-**Windows**: where a group looks back only so far (`sight`), a running request gives back what nobody will see any more
-(`release`), so that however long it becomes, it holds the pages of its windows and of what is being computed. What it
-published stays in the tree until it is evicted. A page that its last reader has gone past is of use to nobody, unless
-somebody else's path parts there: of pages that nobody locks, those in sight of an *end* are kept longest. Ends are a
-request's last page, its prompt's last full page, and how far the tree knew it when it came.
+**Windows**: where a group looks back only so far (`lookback`), a running request gives back the pages that no later
+token sees (`release`): however long it becomes, it holds the pages of its windows and of what is being computed. Pages
+that it published stay in the tree until they are evicted. A page that its last reader has gone past is of no use unless
+somebody else's path parts there, so of unlocked pages those in sight of an *end* are kept longest. Ends are a request's
+last page, its prompt's last full page, and how far the tree knew the prompt when it came.
 
 **Conservation**: free + cached + shared + held + retiring = capacity, always; `check` proves it page by page.
 """
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.block_pool import BlockPool
+from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_table import PageTable
 from asyncengine.kvcache.radix_tree import EvictionStrategy, Namespace, Node, RadixTree, Span
 from asyncengine.kvcache.retiring import Retiring
-from asyncengine.kvcache.sight import Sight
 
 BESIDE = 3
 """Pages that a request may hold beside as many as its window and what is computed fill: its window may begin and end
@@ -38,13 +38,13 @@ class PageCounts:
 
     free: int = 0
     cached: int = 0
-    """In the radix tree and evictable."""
+    """Pages in the radix tree that may be evicted."""
     shared: int = 0
-    """In the radix tree and in use by requests."""
+    """Pages in the radix tree that requests use."""
     held: int = 0
-    """Owned by single requests."""
+    """Pages of single requests."""
     retiring: int = 0
-    """Given up, but a step in flight still names them."""
+    """Pages given up that a step in flight still names."""
     total: int = 0
 
     @property
@@ -56,7 +56,7 @@ class _Given(NamedTuple):
     """Pages and locks that a request gives up together."""
 
     pages: Sequence[int]
-    """Its own."""
+    """Pages that are not the tree's."""
     node: Node | None
     """The last node of the path that it unlocks, if it unlocks any."""
     above: int
@@ -70,17 +70,17 @@ class PageGroup:
     """Pure bookkeeping of one group of layers: integers in, integers out."""
 
     def __init__(
-        self, pool: BlockPool, page_size: int, strategy: EvictionStrategy, sight: Sight | None = None,
+        self, pool: BlockPool, page_size: int, strategy: EvictionStrategy, lookback: Lookback | None = None,
         most_ahead: int = sys.maxsize, *, padded: bool = True, keep: bool = True,
     ) -> None:  # fmt: skip
-        """`sight`: how far back its layers look; None: to the beginning. `most_ahead`: tokens of a request that
+        """`lookback`: how far back its layers look; None: to the beginning. `most_ahead`: tokens of a request that
         launched steps compute at a time, at most. `padded`: tables begin with page 0 for what was given back. `keep`:
         pages stay in the tree when the last request of their namespace has ended.
 
         Raises `ValueError` if a request alone could not go on."""
         self.pool = pool
-        self.sight = sight
-        self.tree = RadixTree(page_size, strategy, sight)
+        self.lookback = lookback
+        self.tree = RadixTree(page_size, strategy, lookback)
         self.retiring: Retiring[_Given] = Retiring(self._return)
         self._size = page_size
         self._most_ahead = most_ahead
@@ -104,34 +104,27 @@ class PageGroup:
     @property
     def most_alone(self) -> int:
         """Tokens that a request of any length may compute in a step, so that it can run when it is alone."""
-        if self.sight is None:
+        if self.lookback is None:
             return sys.maxsize
-        return (self.pool.capacity - BESIDE) * self._size - self.sight.span
+        return (self.pool.capacity - BESIDE) * self._size - self.lookback.span
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._size)
 
     def most_at_once(self, num_tokens: int, start: int) -> int:
-        """Tokens of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
+        """Number of a request's `num_tokens` that it may compute in a step from `start` on. Less than all only where
         they are more than the pool holds."""
         longer = self.pages_for(num_tokens) >= self.pool.capacity
         return min(num_tokens - start, self.most_alone) if longer else num_tokens - start
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
-        """Pages beyond those of `table` that its request will hold at a time, to have `num_tokens` computed."""
+        """Number of pages more than `table` has that its request will hold at a time, to have `num_tokens` computed."""
         missing = self.pages_for(num_tokens) - table.num_pages
-        if self.sight is None:
+        if self.lookback is None:
             return missing
         ahead = min(self._most_ahead, num_tokens)
-        most = min(self.pages_for(self.sight.span + ahead) + BESIDE, self.pool.capacity)
+        most = min(self.pages_for(self.lookback.span + ahead) + BESIDE, self.pool.capacity)
         return min(missing, most - table.num_in_use)
-
-    def promised(self, tables: Iterable[tuple[PageTable, int]]) -> int:
-        """Pages that running requests will need for the tokens they already have, and one each to go on decoding.
-
-        Without the latter a newcomer takes the last page and is the first to be preempted, again and again.
-        """
-        return sum(max(1, self.missing(table, num_tokens)) for table, num_tokens in tables)
 
     # ---------------------------------------------------------------- requests
 
@@ -140,13 +133,13 @@ class PageGroup:
         unseen = min(self.tree.num_unseen(node.depth), max(node.depth - 1, 0))
         self.tree.lock(node, unseen)
         pages = self.tree.path_pages(node, unseen)
-        ends = () if self.sight is None else (self._in_sight(known), self._in_sight((prompt_len - 1) // self._size))
+        ends = () if self.lookback is None else (self._in_sight(known), self._in_sight((prompt_len - 1) // self._size))
         if self._padded:
             return PageTable(namespace, node, [0] * unseen + pages, unseen, ends=ends)
         return PageTable(namespace, node, pages, unseen, unseen, ends)
 
     def grow(self, table: PageTable, count: int) -> None:
-        """`count` more pages, evicting cached ones if need be. The caller has checked `num_available`."""
+        """Add `count` pages to `table`, evicting cached ones if need be. The caller has checked `num_available`."""
         short = count - self.pool.num_free
         if short > 0:
             self.pool.give(self.tree.evict(short))
@@ -155,9 +148,9 @@ class PageGroup:
     def release(self, table: PageTable, computed: int, fence: int) -> None:
         """Give back what no position from `computed` on sees. Pages in the tree stay there until they are evicted; its
         own are free once step `fence`, which may name them, has retired."""
-        if self.sight is None:
+        if self.lookback is None:
             return
-        unseen = min(self.sight.first(computed), computed - self._size) // self._size
+        unseen = min(self.lookback.first(computed), computed - self._size) // self._size
         if unseen <= table.num_unseen:
             return
         first, locked_from, held_from = table.first, table.num_unlocked, max(table.num_unseen, table.node.depth)
@@ -170,19 +163,15 @@ class PageGroup:
             table.pages, table.first = kept, unseen
         self._give_back(own, table, table.node, locked_from, table.num_unlocked, fence)
 
-    def publish(
-        self, table: PageTable, tokens: Sequence[int], computed: int, fence: int, priority: int
-    ) -> list[Node]:  # fmt: skip
-        """Put the full pages of `tokens[:computed]` into the tree; returns the nodes of those that the table has.
+    def publish(self, table: PageTable, keys: Sequence[tuple[int, ...]], fence: int, priority: int) -> list[Node]:
+        """Put the next pages of `table`, whose tokens are `keys`, into the tree; returns the nodes of those it has.
 
         Where another request was first, its page replaces ours in a new page list, and ours returns once step `fence`,
         which may still name it, has retired.
         """
-        size, pages = self._size, table.pages
-        before, locked_from = table.node, table.num_unlocked
+        pages, before, locked_from = table.pages, table.node, table.num_unlocked
         node, duplicates, joined = before, [], []
-        for index in range(node.depth, computed // size):
-            key = tuple(tokens[index * size : (index + 1) * size])
+        for index, key in enumerate(keys, node.depth):
             if index < table.num_unseen:
                 node = self.tree.pass_over(node, key)
                 continue
@@ -200,7 +189,7 @@ class PageGroup:
 
     def close(self, table: PageTable, fence: int) -> None:
         """The request is done with its pages, which return when step `fence` has retired."""
-        ends = table.ends if self.sight is None else (*table.ends, self._in_sight(table.num_shared))
+        ends = table.ends if self.lookback is None else (*table.ends, self._in_sight(table.num_shared))
         given = _Given(table.own_pages(), table.node, table.num_unlocked, ends, table.namespace)
         self.retiring.add(given, fence)
 
@@ -235,7 +224,7 @@ class PageGroup:
             # Caching is off: only samples of one prompt share pages, and the last of them is gone.
             self.pool.give(self.tree.drop(given.closed))
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- conservation and counts
 
     def counts(self, tables: Iterable[PageTable]) -> PageCounts:
         """Pages by state, given all open tables."""

@@ -9,7 +9,7 @@ compares with them).
 
 A locked node (`locks > 0`) is in use by that many requests below or at it; a lock covers the whole path to the root.
 
-**Windows** (`sight`): where no layer sees further back than so many positions, a lock covers only the end of a path,
+**Windows** (`lookback`): where no layer sees further back than so many positions, a lock covers only the end of a path,
 and a page goes when it is its turn, whatever hangs below it. Its node stays as a *hole* (page 0) while it has children.
 A prefix is found where all pages are there that its next position sees (SGLang's `SWARadixCache` keeps tombstones for
 this). Holes take no page; each is a key of tokens, at most as many above a page as there are pages before it. A page
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache.cache_log import CacheLog, page_hash, root_hash
-from asyncengine.kvcache.sight import Sight
+from asyncengine.kvcache.lookback import Lookback
 
 Namespace = tuple[Hashable, ...]
 Span = tuple[int, int]
@@ -72,11 +72,11 @@ class EvictionStrategy(Protocol):
 class RadixTree:
     """Cached pages by (namespace, tokens). Holds page ids only; giving evicted ids back is the caller's business."""
 
-    def __init__(self, page_size: int, strategy: EvictionStrategy, sight: Sight | None = None) -> None:
-        """`sight`: how far back the model looks; None: to the beginning, and there are no holes."""
+    def __init__(self, page_size: int, strategy: EvictionStrategy, lookback: Lookback | None = None) -> None:
+        """`lookback`: how far back the model looks; None: to the beginning, and there are no holes."""
         self.page_size = page_size
         self.strategy = strategy
-        self.sight = sight
+        self.lookback = lookback
         self.num_pages = 0
         self.num_locked = 0
         """Pages in the tree, and those of them that a request is using now."""
@@ -106,7 +106,7 @@ class RadixTree:
         return root
 
     def peek(self, namespace: Namespace, tokens: Sequence[int], limit: int) -> Node | None:
-        """The node that `match` would find, None for none. Changes nothing (policies use it)."""
+        """The node that `match` would find; None: no request of the namespace is known. Changes nothing."""
         node = self._roots.get(namespace)
         return None if node is None else self._walk(node, tokens, limit)
 
@@ -124,8 +124,8 @@ class RadixTree:
         return node
 
     def num_unseen(self, depth: int) -> int:
-        """The number of the first `depth` pages that the position after them does not see."""
-        return 0 if self.sight is None else self.sight.first(depth * self.page_size) // self.page_size
+        """Number of the first `depth` pages that the position after them does not see."""
+        return 0 if self.lookback is None else self.lookback.first(depth * self.page_size) // self.page_size
 
     def _walk(self, node: Node, tokens: Sequence[int], limit: int) -> Node:
         size, found, hole = self.page_size, node, 0
@@ -175,7 +175,7 @@ class RadixTree:
                 if step.locks == 0:
                     if parent is not None:
                         self.num_locked -= 1
-                        if self.sight is not None and not any(low < step.depth <= end for low, end in ends):
+                        if self.lookback is not None and not any(low < step.depth <= end for low, end in ends):
                             self._pass(step, True)
                     self._settle(step)
             step = parent
@@ -264,7 +264,7 @@ class RadixTree:
 
     def _may_go(self, node: Node) -> bool:
         """A page that nobody uses, and that is a leaf where leaves go first."""
-        return not (node.locks or not node.page or node.parent is None or (node.children and self.sight is None))
+        return not (node.locks or not node.page or node.parent is None or (node.children and self.lookback is None))
 
     def _settle(self, node: Node) -> None:
         """`node` has just lost its last lock or its last child."""

@@ -36,12 +36,12 @@ class StateCounts:
 
     free: int = 0
     working: int = 0
-    """Slots of running requests, and the trails of their answers."""
+    """Slots of running requests, and of the trails of their answers."""
     snapshots: int = 0
     saving: int = 0
-    """Snapshots that launched steps are taking."""
+    """Slots of snapshots that launched steps are taking."""
     retiring: int = 0
-    """Given up, but a step in flight still names them."""
+    """Slots given up that a step in flight still names."""
     total: int = 0
     hits: int = 0
     """Admissions that started from a snapshot, since the start."""
@@ -62,7 +62,7 @@ class Snapshot:
 
 
 class WorkingState:
-    """The states of a running request: a slot of its own, and positions at which it will leave snapshots."""
+    """State of a running request: a slot of its own, and the positions where it will leave snapshots."""
 
     __slots__ = (
         "common", "follows", "marks", "origin", "position", "saving", "slot", "source", "trail", "trail_position",
@@ -72,9 +72,9 @@ class WorkingState:
     def __init__(self, slot: int, source: int, position: int, origin: Node, marks: list[int]) -> None:
         self.slot = slot
         self.source = source
-        """The slot that its next row starts from: a snapshot, or 0, the state before any token; then its own."""
+        """Slot that its next row starts from: a snapshot's, or 0, the state before any token; then its own."""
         self.position = position
-        """The position of its state once all launched steps have run. It only ever moves forward."""
+        """Tokens that its state has taken in once all launched steps have run. It only ever moves forward."""
         self.origin = origin
         """The last node of its path that had a snapshot when it passed."""
         self.marks = marks
@@ -107,10 +107,10 @@ class StateGroup:
         self._snapshots: dict[int, Snapshot] = {}
         """Snapshots by slot, least recently used first."""
         self._passed: dict[int, Snapshot] = {}
-        """Likewise, those that nobody is expected to start from again."""
+        """Snapshots that nobody is expected to start from again, likewise."""
         self._saving: dict[int, None] = {}
         self._trails: dict[int, WorkingState] = {}
-        """Trails by slot, oldest first."""
+        """States of running requests by the slot of their trail, oldest first."""
         self._most_trails = self.capacity // _TRAILS
         self._retiring: Retiring[int] = Retiring(lambda slot: self._pool.give((slot,)))
         self._reading: Retiring[Snapshot] = Retiring(lambda snapshot: self._pin(snapshot, -1))
@@ -123,7 +123,8 @@ class StateGroup:
     def num_available(self) -> int:
         """Slots that a request could have now."""
         at_once = self._pool.num_free + len(self._snapshots) + len(self._passed) - self._num_pinned
-        return at_once + sum(working.trail_step <= self._retiring.retired for working in self._trails.values())
+        retired = self._retiring.retired
+        return at_once + sum(working.trail_step <= retired for working in self._trails.values())
 
     def start(self, node: Node, position: int, marks: list[int]) -> WorkingState | None:
         """A working slot for a request that starts from the snapshot of `node` (a root: from no token at all), to be
@@ -147,8 +148,8 @@ class StateGroup:
         return working
 
     def use(self, working: WorkingState, start: int, end: int, step: int, full: bool = False) -> StateUse:
-        """The use of states by a row over the positions [start, end) of launched step `step`. `full`:
-        it begins with a page of the answer, so that a trail may be left there."""
+        """Slots that a row over the positions [start, end) of launched step `step` reads and writes. `full`: it begins
+        with a page of the answer, so that a trail may be left there."""
         if working.position != start:
             raise InvariantViolation(f"a row starts at {start}, but its state is that of position {working.position}")
         if working.unread is not None:
@@ -251,7 +252,7 @@ class StateGroup:
         return node
 
     def _touch(self, node: Node) -> None:
-        """Note that a request starts from here: this one, and those at branch points above, are used now."""
+        """Somebody starts from here: this one, and those at branch points above, are used now."""
         found = [self._passed.pop(node.state)] if node.state in self._passed else []
         step: Node | None = node
         while step is not None:
@@ -319,7 +320,7 @@ class StateGroup:
             raise InvariantViolation(f"state slot {snapshot.slot} is read by fewer than nobody")
         self._num_pinned += (snapshot.readers > 0) - (before > 0)
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- conservation and counts
 
     def counts(self, num_working: int) -> StateCounts:
         return StateCounts(

@@ -1,5 +1,4 @@
-"""The choice of the requests that start in this step: from the waiting queue, in the policy's order, while budget and
-memory last.
+"""Admission: requests start running from the waiting queue, in the policy's order, while budget and memory last.
 
 Memory blocks: if the first in order does not fit, nobody behind it starts, or a long prompt would wait for ever.
 Everything else is skipped, not blocking: an adapter that does not fit beside the running ones, samples whose prompt
@@ -29,7 +28,7 @@ from asyncengine.policies import Policy, overrides, victim_rank
 from asyncengine.scheduler.frontiers import Frontiers, frontiers
 from asyncengine.scheduler.queues import WaitingQueue
 from asyncengine.scheduler.request import Request, RequestState
-from asyncengine.scheduler.rows import TokenBudget
+from asyncengine.scheduler.rows import Plan
 from asyncengine.scheduler.slots import Slots
 
 _WALK = 16
@@ -42,11 +41,39 @@ class Verdict(Enum):
     SKIPPED = "skipped"
     """Not now; those behind it may go first."""
     NO_SLOT = "no slot"
-    """Like SKIPPED: its adapter does not fit beside the running ones. Nor does it for others with that adapter."""
+    """Its adapter does not fit beside the running ones, nor does it for others with that adapter; else as SKIPPED."""
     FULL = "full"
     """No memory or slot for it; those behind it must not take them either."""
     HOPELESS = "hopeless"
-    """Like FULL, and it would not help if those gave way that it goes before."""
+    """It would not help if those gave way that it goes before; else as FULL."""
+
+
+class _Beside:
+    """The requests that run while others are admitted, what they will leave in the cache, and the pages they need."""
+
+    def __init__(self, kv: KVCache, running: dict[int, Request]) -> None:
+        self.running = running
+        self.ahead = frontiers(kv, running.values())
+        self._kv = kv
+        self._promised = [0] * len(kv.groups)
+        self._uncounted = list(running.values())
+
+    def add(self, request: Request) -> None:
+        """`request` runs from now on, with the pages of its first step."""
+        self.ahead.add(request)
+        self._uncounted.append(request)
+
+    def computes_the_prompt_of(self, request: Request) -> bool:
+        """Whether the first sample of the same prompt is computing it."""
+        group = request.spec.group
+        first = None if group is None else self.running.get(group)
+        return first is not None and first.num_computed < first.spec.prompt_len and not first.num_output
+
+    def promised(self) -> list[int]:
+        """Pages of each of the cache's groups that they will need."""
+        more, self._uncounted = self._kv.promised(_tables(self._uncounted)), []
+        self._promised = [sum(both) for both in zip(self._promised, more, strict=True)]
+        return self._promised
 
 
 class Admission:
@@ -62,18 +89,17 @@ class Admission:
         self.rank = victim_rank(policy)
 
     def admit(
-        self, waiting: WaitingQueue, running: dict[int, Request], requests: dict[int, Request], budget: TokenBudget,
-        behind: list[Request], preempt: Callable[[Request], None],
+        self, waiting: WaitingQueue, running: dict[int, Request], plan: Plan, behind: list[Request],
+        preempt: Callable[[Request], None],
     ) -> Iterator[Request]:  # fmt: skip
-        """Yield each request as it is admitted; the caller takes its share of the budget before asking for the next.
+        """Yield each request as it is admitted; the caller plans its first row before asking for the next.
 
         Only those start that go before each of `behind`. `preempt`: makes a running request give way.
         """
-        if not (self.preempts or self._kv.states or (budget.left and self._slots.num_free)):
+        if not (self.preempts or self._kv.states or (plan.left and self._slots.num_free)):
             return  # nobody can start, take a place, or say which state it will want to start from
         self._refresh_keys(waiting)
-        ahead = frontiers(self._kv, running.values())
-        self._foresee(waiting, ahead)
+        beside = self._look(waiting, running)
         admitted: list[Request] = []
         blocked: dict[str, None] = {}
         draining = ""
@@ -83,7 +109,7 @@ class Admission:
                 break
             if request.adapter_digest in blocked:
                 continue
-            verdict = self._try(request, running, requests, ahead, budget)
+            verdict = self._try(request, beside, plan)
             while self.preempts and (verdict is Verdict.FULL or (verdict is Verdict.NO_SLOT and not draining)):
                 victims = self._victims(request, running.values(), verdict)
                 if not victims or self._slots.retiring:  # what is on its way back may be enough
@@ -92,17 +118,16 @@ class Admission:
                 for victim in victims:
                     preempt(victim)
                 behind = [*behind, *victims]
-                ahead = frontiers(self._kv, running.values())
-                self._foresee(waiting, ahead)
-                verdict = self._try(request, running, requests, ahead, budget)
+                beside = self._look(waiting, running)
+                verdict = self._try(request, beside, plan)
             if verdict is Verdict.ADMITTED:
                 waiting.remove(request)
                 request.move(RequestState.RUNNING)
                 running[request.ticket] = request
                 admitted.append(request)
                 yield request
-                ahead.add(request)
-                self._foresee(waiting, ahead, request)
+                beside.add(request)
+                self._foresee(waiting, beside.ahead, request)
             elif verdict is Verdict.NO_SLOT:
                 skipped += 1
                 if request.overdue and not draining:
@@ -120,8 +145,8 @@ class Admission:
         return not other.overdue and self._policy.preempts(request, other)
 
     def _victims(self, request: Request, running: Iterable[Request], verdict: Verdict) -> list[Request]:
-        """Requests that give way next for `request`, of which `verdict` was said: the least important, or all that use
-        an adapter that nobody else does."""
+        """Requests that give way next for `request`, after `verdict`: the least important, or all that use an adapter
+        that nobody else does."""
         giving = sorted((other for other in running if self.goes_before(request, other)), key=self.rank)
         if verdict is Verdict.FULL or not giving:
             return giving[-1:]
@@ -137,25 +162,22 @@ class Admission:
         used = {other.adapter_digest for other in running}
         return [adapter for adapter in self._slots.retiring if self.preempts and adapter not in used]
 
-    def _try(
-        self, request: Request, running: dict[int, Request], requests: dict[int, Request], ahead: Frontiers,
-        budget: TokenBudget,
-    ) -> Verdict:  # fmt: skip
+    def _try(self, request: Request, beside: _Beside, plan: Plan) -> Verdict:
         if request.num_pending:
             return Verdict.SKIPPED  # preempted while a step sampled for it: that token comes first
-        if not request.overdue and self._awaits_first_sample(request, requests):
+        if not request.overdue and beside.computes_the_prompt_of(request):
             return Verdict.SKIPPED
         if not self._slots.num_free or not self._kv.can_start:
             return Verdict.FULL
-        if not budget.grant(len(request.tokens), request.spec.whole):
+        if not plan.grant(len(request.tokens), request.spec.whole):
             return Verdict.HOPELESS  # it goes first in the next step
         if not self._slots.adapter_fits(request):
             return Verdict.NO_SLOT
         if request.spec.whole:  # nothing is kept of it: it needs no page
-            self._slots.acquire(request, running.values())
+            self._slots.acquire(request, beside.running.values())
             return Verdict.ADMITTED
         table = self._kv.open(self.namespace(request), request.tokens, self._match_limit(request))
-        verdict = self._fits(request, table, running, ahead)
+        verdict = self._fits(request, table, beside)
         if verdict is not Verdict.ADMITTED:
             self._kv.close(table, 0)
             return verdict
@@ -165,23 +187,23 @@ class Admission:
             request.cached_tokens = request.num_computed
         return Verdict.ADMITTED
 
-    def _fits(self, request: Request, table: PageTable, running: dict[int, Request], ahead: Frontiers) -> Verdict:
-        if not request.overdue and self._match_limit(request) and ahead.awaits(request, table):
+    def _fits(self, request: Request, table: PageTable, beside: _Beside) -> Verdict:
+        if not request.overdue and self._match_limit(request) and beside.ahead.awaits(request, table):
             return Verdict.SKIPPED
-        if not self._kv.has_room(table, len(request.tokens), _tables(running.values())):
+        running, num_tokens = beside.running.values(), len(request.tokens)
+        if not self._kv.has_room(table, num_tokens, beside.promised()):
             # Would there be pages if all gave way that it goes before?
-            staying = _tables(other for other in running.values() if not self.goes_before(request, other))
-            helps = self.preempts and self._kv.could_have_room(table, len(request.tokens), staying)
+            staying = _tables(other for other in running if not self.goes_before(request, other))
+            helps = self.preempts and self._kv.could_have_room(table, num_tokens, staying)
             return Verdict.FULL if helps else Verdict.HOPELESS
         shared = self._kv.prefix_caching or request.spec.group is not None
-        if not self._kv.take_state(table, len(request.tokens), shared=shared):
+        if not self._kv.take_state(table, num_tokens, shared=shared):
             return Verdict.FULL
-        self._slots.acquire(request, running.values())
+        self._slots.acquire(request, running)
         return Verdict.ADMITTED
 
     def namespace(self, request: Request) -> Namespace:
-        """The namespace of a request: what must match besides the tokens. Without caching, samples of one prompt still
-        share its pages."""
+        """Key that must match besides the tokens. Without caching, samples of one prompt still share its pages."""
         spec = request.spec
         shared = (request.adapter_digest, spec.options.cache_salt or "")
         if self._kv.prefix_caching:
@@ -196,17 +218,14 @@ class Admission:
             return 0  # every position's hidden state is asked for
         return len(request.tokens) - 1
 
-    def _awaits_first_sample(self, request: Request, requests: dict[int, Request]) -> bool:
-        group = request.spec.group
-        if group is None or group == request.ticket:
-            return False
-        first = requests.get(group)
-        if first is None or first.state is not RequestState.RUNNING:
-            return False
-        return first.num_computed < first.spec.prompt_len and not first.num_output
+    def _look(self, waiting: WaitingQueue, running: dict[int, Request]) -> _Beside:
+        beside = _Beside(self._kv, running)
+        self._foresee(waiting, beside.ahead)
+        return beside
 
     def _foresee(self, waiting: WaitingQueue, ahead: Frontiers, leader: Request | None = None) -> None:
-        """Before anybody is launched: once a state has gone past, it cannot be had back."""
+        """Ask running requests for the snapshots that waiting ones will want, before anything is launched: once a state
+        has moved on, it cannot be had back."""
         if self._kv.states is None:
             return
         for request in islice(waiting.in_order(), self._lookahead + 1):

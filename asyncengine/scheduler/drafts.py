@@ -2,90 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from asyncengine.config import SpeculationSettings
 from asyncengine.kvcache import KVCache
-from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.lora.interface import LONG
 from asyncengine.scheduler.request import Request
+from asyncengine.scheduler.roster import Roster
 from asyncengine.speculation import DraftPlanner
 from asyncengine.speculation.costs import StepCosts
 from asyncengine.speculation.planner import Candidate
 from asyncengine.step import Row, StepResult
 
 
-def add_drafts(
-    planner: DraftPlanner,
-    rows: dict[int, Row],
-    running: Mapping[int, Request],
-    kv: KVCache,
-    budget: int,
-    namespace: Callable[[Request], Namespace],
-    adapters: bool,
-) -> None:
-    """Give `rows`, by ticket, the drafts that are worth their time: none where somebody else's prompt is computed, at
-    most `budget` of them, and pages that are free and nobody's only. `adapters`: also where there is one."""
-    tokens, prompt = 0, False
-    for row in rows.values():
-        tokens += row.num_scheduled
-        prompt = prompt or row.start < len(row.spec.prompt)
-    if prompt and len(rows) > 1:
-        return
-    if any(row.adapter_slot for row in rows.values()):
-        budget = min(budget, LONG - 1 - tokens)  # a token's sums are those of a step without drafts
-    candidates: list[Candidate] = []
-    for ticket, row in rows.items():
-        request = running[ticket]
-        if _may_guess(row, request) and (adapters or not row.adapter_slot):
-            most = min(budget, _room(request, row, kv))
-            if most > 0:
-                candidates.append(Candidate(ticket, row.spec, request.tokens, namespace(request), most))
-    if not candidates:
-        return
-    if prompt:
-        drafted = {one.key: planner.plan_behind_prompt(one, tokens) for one in candidates}
-    else:
-        drafted = planner.plan(candidates, tokens, len(rows))
-    for ticket, planned in drafted.items():
-        row, table = rows[ticket], running[ticket].table
-        assert table is not None
-        end = row.start + row.num_scheduled
-        if end + len(planned) > len(table.pages) * kv.page_size and kv.num_free:
-            kv.grow(table, end + len(planned))
-        drafts = planned[: min(budget, len(table.pages) * kv.page_size - end)]
-        budget -= len(drafts)
-        if drafts:
-            rows[ticket] = row._replace(num_scheduled=row.num_scheduled + len(drafts), drafts=drafts)
+class Drafting:
+    """Asks the roster's planner, if it has one, for drafts of running requests."""
 
+    def __init__(self, roster: Roster, adapters: bool) -> None:
+        """`adapters`: requests with an adapter have drafts as well."""
+        self._roster = roster
+        self._adapters = adapters
 
-def worth_waiting(
-    planner: DraftPlanner | None,
-    request: Request,
-    num_rows: int,
-    namespace: Callable[[Request], Namespace],
-    adapters: bool,
-) -> bool:
-    """Should `request` not be launched behind its token that is on its way, because guesses will do more? Then its next
-    step knows the token, and can carry some."""
-    spec = request.spec
-    if planner is None or spec.options.speculation is False or (request.adapter_slot and not adapters):
-        return False
-    most = spec.max_total - len(request.tokens) - 2
-    return most > 0 and planner.promises(
-        Candidate(spec.ticket, spec, request.tokens, namespace(request), most), num_rows
-    )
+    def add(self, rows: dict[int, Row], budget: int) -> None:
+        """Give `rows`, by ticket, the drafts that are worth their time: none where somebody else's prompt is computed,
+        at most `budget` of them, and pages that are free and nobody's only."""
+        planner, kv, running = self._roster.drafts, self._roster.kv, self._roster.running
+        if planner is None:
+            return
+        tokens, prompt = 0, False
+        for row in rows.values():
+            tokens += row.num_scheduled
+            prompt = prompt or row.start < len(row.spec.prompt)
+        if prompt and len(rows) > 1:
+            return
+        if any(row.adapter_slot for row in rows.values()):
+            budget = min(budget, LONG - 1 - tokens)  # a token's sums are those of a step without drafts
+        candidates: list[Candidate] = []
+        for ticket, row in rows.items():
+            request = running[ticket]
+            if _may_guess(row, request) and (self._adapters or not row.adapter_slot):
+                most = min(budget, _room(request, row, kv))
+                if most > 0:
+                    candidates.append(self._candidate(request, most))
+        if not candidates:
+            return
+        if prompt:
+            drafted = {one.key: planner.plan_behind_prompt(one, tokens) for one in candidates}
+        else:
+            drafted = planner.plan(candidates, tokens, len(rows))
+        for ticket, planned in drafted.items():
+            row, table = rows[ticket], running[ticket].table
+            assert table is not None
+            end = row.start + row.num_scheduled
+            if end + len(planned) > len(table.pages) * kv.page_size and kv.num_free:
+                kv.grow(table, end + len(planned))
+            drafts = planned[: min(budget, len(table.pages) * kv.page_size - end)]
+            budget -= len(drafts)
+            if drafts:
+                rows[ticket] = row._replace(num_scheduled=row.num_scheduled + len(drafts), drafts=drafts)
+
+    def worth_waiting(self, request: Request) -> bool:
+        """Whether `request` should not be launched behind its token that is on its way, because guesses will do more:
+        its next step then knows the token, and can carry some."""
+        planner, spec = self._roster.drafts, request.spec
+        if planner is None or spec.options.speculation is False or (request.adapter_slot and not self._adapters):
+            return False
+        most = spec.max_total - len(request.tokens) - 2
+        return most > 0 and planner.promises(self._candidate(request, most), len(self._roster.running))
+
+    def _candidate(self, request: Request, room: int) -> Candidate:
+        return Candidate(request.ticket, request.spec, request.tokens, self._roster.namespace(request), room)
 
 
 def _may_guess(row: Row, request: Request) -> bool:
-    """Not behind a token that is on its way."""
+    """Whether the row may carry drafts: not behind a token that is on its way."""
     if not row.samples or row.in_flight or request.num_pending:
         return False
     return row.spec.options.speculation is not False
 
 
 def _room(request: Request, row: Row, kv: KVCache) -> int:
-    """Drafts that its length allows, and its pages with one more that is free."""
+    """Number of drafts that the request's length allows, and its pages with one more that is free."""
     table = request.table
     assert table is not None
     end = row.start + row.num_scheduled
@@ -94,7 +89,7 @@ def _room(request: Request, row: Row, kv: KVCache) -> int:
 
 
 def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, index: int) -> int:
-    """The number of the row's drafts that were right, which the planner is told."""
+    """Number of the row's drafts that stand, which the planner learns."""
     accepted = result.accepted.get(index, 0) if row.drafts else 0
     if row.drafts and planner is not None:
         planner.learn(row.spec.ticket, result.drafted.get(index, 0), accepted)
@@ -102,7 +97,7 @@ def settle_drafts(planner: DraftPlanner | None, row: Row, result: StepResult, in
 
 
 def draft_planner(config: SpeculationSettings) -> DraftPlanner | None:
-    """The planner that the configuration asks for; None: nobody drafts. Costs have been measured by then."""
+    """The planner that the configuration asks for; None: there are no drafts. Costs have been measured by then."""
     if config.speculation == "off" or config.speculation_costs is None:
         return None
     draft_costs = None
@@ -110,10 +105,3 @@ def draft_planner(config: SpeculationSettings) -> DraftPlanner | None:
         draft_costs = StepCosts(config.draft_costs, config.speculation_costs[0])
     costs = StepCosts(config.speculation_costs)
     return DraftPlanner(costs, config.speculation_tokens, int(config.speculation_memory), draft_costs=draft_costs)
-
-
-def end_drafting(planner: DraftPlanner, request: Request, namespace: Namespace) -> None:
-    """The request has ended: others may draft from its output, unless a grammar wrote parts of it."""
-    constrained = request.matcher is not None or request.spec.params.grammar is not None
-    output = [] if constrained else request.tokens[len(request.spec.prompt) :]
-    request.predicted = planner.forget(request.ticket, namespace, output)

@@ -1,5 +1,4 @@
-"""Pages and snapshots that running requests are about to leave in the cache, so that others wait for it rather than
-compute it as well.
+"""Pages and snapshots that running requests are about to leave in the cache: others wait for them, and compute less.
 
 Of a model without states that is a page: who would begin with the page that somebody computes right now waits for it.
 Of a model with states it is a snapshot: a request waits while a running one will leave one on their common way, behind
@@ -30,12 +29,12 @@ class Frontiers(Protocol):
         ...
 
     def awaits(self, request: Request, table: PageTable) -> bool:
-        """Should `request`, which could start with `table`, rather wait?"""
+        """Whether `request`, which could start with `table`, should rather wait."""
         ...
 
 
 def frontiers(kv: KVCache, running: Iterable[Request]) -> Frontiers:
-    """The frontiers of the requests that run now."""
+    """Frontiers of the requests that run now."""
     found: Frontiers = PageFrontiers(kv) if kv.states is None else SnapshotFrontiers(kv.page_size)
     for request in running:
         found.add(request)
@@ -109,8 +108,7 @@ class SnapshotFrontiers:
                 yield table.state, leader.tokens
 
     def _common(self, state: WorkingState, one: list[int], other: list[int], limit: int) -> int:
-        """Tokens of full pages that the two have in common at their beginning; 0 where that is less than any snapshot
-        to come."""
+        """Number of tokens in full pages that the two begin with alike; 0 if less than any snapshot to come."""
         size = self._page_size
         first = state.saving[0] if state.saving else state.position + size
         if first > limit or one[first - size : first] != other[first - size : first]:
@@ -119,7 +117,7 @@ class SnapshotFrontiers:
 
 
 def common_pages(one: Sequence[int], other: Sequence[int], limit: int, page_size: int) -> int:
-    """Tokens that `one[:limit]` and `other[:limit]` have in common at their beginning, in full pages."""
+    """Number of tokens in full pages that `one[:limit]` and `other[:limit]` begin with alike."""
     same, differs = 0, limit // page_size + 1
     while differs - same > 1:
         middle = (same + differs) // 2

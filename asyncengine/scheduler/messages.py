@@ -68,7 +68,7 @@ class UpdateWeights:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawUpdate:
-    """A withdrawal of the update of this `number`. Ignored if it has happened."""
+    """The update of this `number` is not wanted any more. Ignored if it has happened."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""The scheduler's report on one request after a step: a token, an end, or both."""
+"""Output of the scheduler for one request after a step: a token, an end, or both."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Counters:
     prompt_tokens: int = 0
     """Prompt tokens of admitted requests (each counted at its first admission)."""
     cached_tokens: int = 0
-    """The part of `prompt_tokens` that was found in the prefix cache."""
+    """Tokens of `prompt_tokens` that were found in the prefix cache."""
     computed_tokens: int = 0
     """Positions computed, recomputation after preemption included."""
     generated_tokens: int = 0
     forced_tokens: int = 0
-    """The part of `generated_tokens` that was not sampled but forced by a grammar."""
+    """Tokens of `generated_tokens` that a grammar forced, so that they were not sampled."""
     passes: int = 0
     """Rows that gave tokens."""
     preemptions: int = 0

@@ -49,7 +49,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request | None:
-        """The first request to be admitted, under a static policy."""
+        """The first to be admitted, by a static policy."""
         return self._requests[0] if self._requests else None
 
     def in_order(self) -> list[Request]:
@@ -125,6 +125,7 @@ def _due(request: Request) -> float:
 
 
 def _inter_token_due(request: Request, now: float) -> float:
-    """Before its first token a request's inter-token limit cannot be broken sooner than one limit from now."""
+    """Earliest clock reading at which `request` can break its inter-token limit: before its first token, one limit from
+    now."""
     limit = request.spec.inter_token_timeout
     return _NEVER if limit is None else now + limit

@@ -11,7 +11,7 @@ from asyncengine.step import GrammarMatcher
 
 
 class RequestState(Enum):
-    """The state of a request. `WAITING` with `preemptions > 0` has run before and keeps its tokens."""
+    """State of a request. `WAITING` with `preemptions > 0` has run before and keeps its tokens."""
 
     GRAMMAR_QUEUE = "grammar_queue"
     """Its grammar is compiling; others proceed."""
@@ -59,7 +59,7 @@ class Request:
         self.slot = -1
         self.adapter_slot = 0
         self.adapter_digest = ""
-        """The digest of its adapter's content, once that is in memory; "" for none."""
+        """Digest of its adapter's content, once that is in memory; "" for none."""
         self.matcher: GrammarMatcher | None = None
 
         self.num_computed = 0
@@ -107,18 +107,13 @@ class Request:
         return None if moved == [*self.spec.resumed] else "its grammar does not take the output it already has"
 
     @property
-    def prefilling(self) -> bool:
-        """More than one token behind: a prompt, or a resumed request catching up."""
-        return len(self.tokens) + self.num_pending - self.num_launched > 1
-
-    @property
     def progress_is_sound(self) -> bool:
         """While it runs: the counters are in order, and a step is launched or has something to compute."""
         behind = len(self.tokens) + self.num_pending - self.num_launched
         return self.num_computed <= self.num_launched and behind >= 0 and bool(behind or self.num_pending)
 
     def discard_launched(self) -> None:
-        """Discard what was launched after the token now known: it was launched for another one, and must be again."""
+        """Forget steps launched after the token now known: they were launched for another one, and must be again."""
         self.discard_until = self.last_step
         self.num_pending = 0
         self.num_launched = self.num_computed

@@ -1,4 +1,4 @@
-"""The effect of a step's result on its requests: which rows count, which tokens are appended, and who has ended.
+"""Results of steps, applied to their requests: rows that count, tokens that are appended, requests that end.
 
 A result may be older than what has happened since its step was launched: its request may have ended, given way, or been
 launched for a token that its grammar did not let stand. Each row says as of which admission it was launched

@@ -15,7 +15,6 @@ from asyncengine.kvcache import KVCache
 from asyncengine.kvcache.radix_tree import Namespace
 from asyncengine.policies import Policy
 from asyncengine.request_spec import RequestSpec
-from asyncengine.scheduler.drafts import end_drafting
 from asyncengine.scheduler.messages import EndReason
 from asyncengine.scheduler.output import Counters, Output, with_counts
 from asyncengine.scheduler.queues import Deadlines, WaitingQueue
@@ -38,6 +37,7 @@ class Roster:
     ) -> None:
         """`namespace`: where in the prefix cache a request's pages are."""
         self.kv = kv
+        self.namespace = namespace
         self.slots = slots
         self.drafts = drafts
         self.policy = policy
@@ -45,7 +45,7 @@ class Roster:
         """Every request that has not ended, by ticket, in order of arrival."""
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}
-        """In order of admission."""
+        """Running requests by ticket, in order of admission."""
         self.grammar_queue: dict[int, Request] = {}
         self.adapter_queue: dict[int, Request] = {}
         self.weights = WeightUpdates()
@@ -53,7 +53,6 @@ class Roster:
         self.counters = Counters()
         self.outputs: list[Output] = []
         """News that nobody has taken yet."""
-        self._namespace = namespace
 
     # ---------------------------------------------------------------- arriving
 
@@ -79,7 +78,7 @@ class Roster:
             self.waiting.add(request)
 
     def leave_queue(self, queue: dict[int, Request], ticket: int, error: Exception | str | None) -> None:
-        """Take `ticket` out of `queue`: what it waited for is here, or will never be (`error`)."""
+        """The grammar or adapter that `ticket` waited for in `queue` is here, or will never be (`error`)."""
         request = queue.pop(ticket, None)
         if request is None:
             return
@@ -137,7 +136,7 @@ class Roster:
         if request.spec.whole or (not self.kv.prefix_caching and request.spec.group is None):
             return
         table = request.table
-        assert table is not None
+        assert table is not None  # a result of an earlier admission says nothing about pages
         if request.num_computed // self.kv.page_size > table.num_shared:
             priority = request.spec.options.priority
             self.kv.publish(table, request.tokens, request.num_computed, request.last_step, priority)
@@ -174,7 +173,10 @@ class Roster:
             self._count_left_queue(request)
         request.move(RequestState.FINISHED)
         if self.drafts is not None:
-            end_drafting(self.drafts, request, self._namespace(request))
+            # others may draft from its output, unless a grammar wrote parts of it
+            constrained = request.matcher is not None or request.spec.params.grammar is not None
+            output = [] if constrained else request.tokens[len(request.spec.prompt) :]
+            request.predicted = self.drafts.forget(request.ticket, self.namespace(request), output)
         self.deadlines.discard(request)
         self.policy.leave(request)
         del self.requests[request.ticket]
@@ -183,7 +185,7 @@ class Roster:
         self.counters.left_queue += 1
         self.counters.left_queue_tokens += request.spec.prompt_len
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- outputs and counts
 
     def take_outputs(self) -> list[Output]:
         """News since the last call, in order."""

@@ -1,4 +1,4 @@
-"""The next row of a request, the budget that it comes out of, and the end of a request."""
+"""Rows of a step: the plan that they share a budget in, the next row of a request, and how an output ends."""
 
 from __future__ import annotations
 
@@ -18,44 +18,55 @@ class InFlight(NamedTuple):
     epochs: list[int]
 
 
-class TokenBudget:
-    """Hands out at most `max_num_batched_tokens` positions to one step.
+class Plan:
+    """Rows of the step that is being planned, out of a budget of at most `max_num_batched_tokens` positions.
 
     A prompt gets at most `threshold` of them, so that one long prompt cannot make everybody else's step slow (vLLM's
     `long_prefill_token_threshold`). Whether it shares its step with others is known when nobody else is admitted: then
-    `rest` gives it all. Who needs all its positions in one step (`whole`) gets all or none, and all if the step is its
+    `widen` gives it all. Who needs all its positions in one step (`whole`) gets all or none, and all if the step is its
     own: a text longer than the budget goes alone.
     """
 
-    __slots__ = ("left", "threshold", "total")
+    __slots__ = ("left", "rows", "threshold", "total")
 
     def __init__(self, total: int, threshold: int | None) -> None:
         self.total = self.left = total
         self.threshold = threshold
+        self.rows: dict[int, Row] = {}
+        """Rows by ticket, in the order in which they were planned."""
 
     def grant(self, wanted: int, whole: bool = False) -> int:
-        """The number of `wanted` positions that this request may compute now (0 if the step is full). Takes nothing."""
+        """Number of `wanted` positions that a request may compute now (0 if the step is full). Takes nothing."""
         if whole:
             return wanted if wanted <= self.left or self.left == self.total else 0
         if wanted > 1 and self.threshold is not None:
             wanted = min(wanted, self.threshold)
         return min(wanted, self.left)
 
-    def rest(self, wanted: int) -> int:
-        """The number of `wanted` more positions that a request gets that has the step for itself. Takes nothing."""
-        return min(wanted, self.left)
-
-    def take(self, count: int) -> None:
+    def add(self, request: Request, count: int) -> None:
+        """Plan the next `count` positions of `request`."""
+        self.rows[request.ticket] = next_row(request, count)
         self.left = max(0, self.left - count)
 
-    def give_back(self, count: int) -> None:
-        self.left += count
+    def drop(self, request: Request) -> None:
+        """`request` is not in this step after all."""
+        planned = self.rows.pop(request.ticket, None)
+        if planned is not None:
+            self.left += planned.num_scheduled
+
+    def widen(self, request: Request, kv: KVCache) -> None:
+        """Give `request`, which has the step for itself, as much more of its prompt as budget and memory have."""
+        count = self.rows[request.ticket].num_scheduled
+        more = min(self.left, len(request.tokens) - request.num_launched - count)
+        if more > 0 and request.table is not None and kv.grow(request.table, request.num_launched + count + more):
+            self.drop(request)
+            self.add(request, count + more)
 
 
 def may_overlap(request: Request) -> bool:
-    """May this request be launched again before its last token is known? Not if that reaches the length limit, and not
-    if several may come, nor if a grammar may put another token there: a recurrent state that has taken one in cannot be
-    taken back."""
+    """Whether this request may be launched again before its last token is known. Not if that reaches the length limit,
+    if several tokens may come, or if a grammar may put another one there: a recurrent state that has taken one in stays
+    as it is."""
     if request.drafts_launched:
         return False
     if request.matcher is not None and request.table is not None and request.table.state is not None:
@@ -64,7 +75,7 @@ def may_overlap(request: Request) -> bool:
 
 
 def plain_end(request: Request, token: int) -> EndReason | None:
-    """The reason for which an output without a grammar ends with its last token, if it does."""
+    """Reason for which an output without a grammar ends with its last token; None: it goes on."""
     spec = request.spec
     if token in spec.stop_ids and request.num_output > spec.params.min_tokens:
         return "stop"
@@ -74,7 +85,7 @@ def plain_end(request: Request, token: int) -> EndReason | None:
 def constrained_end(
     matcher: GrammarMatcher, token: ConstrainedToken, reason: EndReason | None
 ) -> tuple[EndReason | None, str | None]:
-    """The end of a constrained output with `token`, if it ends: `reason` is what it would be without its grammar.
+    """Reason and error with which a constrained output ends, if it does; `reason` is the one without its grammar.
 
     The matcher itself is asked only where the budget is spent: till then a launched step may be moving it.
     """
@@ -99,13 +110,3 @@ def next_row(request: Request, count: int) -> Row:
         request.spec, request.slot, start, count, request.tokens, end > known, pages, samples, request.adapter_slot,
         request.matcher, None, window, (),
     ))  # fmt: skip
-
-
-def widened(row: Row, request: Request, budget: TokenBudget, kv: KVCache) -> Row:
-    """The row of a prompt that nobody shares the step with: as much more as budget and memory have for it."""
-    count = row.num_scheduled
-    more = budget.rest(len(request.tokens) - request.num_launched - count)
-    if more <= 0 or request.table is None or not kv.grow(request.table, request.num_launched + count + more):
-        return row
-    budget.take(more)
-    return next_row(request, count + more)

@@ -26,7 +26,7 @@ from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.policies import overrides, start_policy
 from asyncengine.request_spec import RequestSpec
 from asyncengine.scheduler.admission import Admission
-from asyncengine.scheduler.drafts import add_drafts, draft_planner, worth_waiting
+from asyncengine.scheduler.drafts import Drafting, draft_planner
 from asyncengine.scheduler.messages import (
     Abort,
     AdapterReady,
@@ -42,7 +42,7 @@ from asyncengine.scheduler.output import Output
 from asyncengine.scheduler.request import Request, RequestState
 from asyncengine.scheduler.results import Results
 from asyncengine.scheduler.roster import Roster
-from asyncengine.scheduler.rows import InFlight, TokenBudget, may_overlap, next_row, widened
+from asyncengine.scheduler.rows import InFlight, Plan, may_overlap, next_row
 from asyncengine.scheduler.slots import Slots
 from asyncengine.scheduler.states import with_states
 from asyncengine.speculation import DraftPlanner
@@ -78,7 +78,7 @@ class Scheduler:
         self._results = Results(roster)
         self._in_flight: deque[InFlight] = deque()
         self._charge = self._policy.charge if overrides(self._policy, "charge") else None
-        self._guess_with_adapters = bool(config.speculation_with_adapters)
+        self._drafting = Drafting(roster, bool(config.speculation_with_adapters))
 
     # ---------------------------------------------------------------- apply
 
@@ -118,32 +118,31 @@ class Scheduler:
             self.roster.end(request, "timeout")
         if not self.requests or self.roster.weights.stop_steps:
             return None
-        budget = TokenBudget(self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
-        rows: dict[int, Row] = {}
+        plan = Plan(self.config.max_num_batched_tokens, self.config.long_prefill_token_threshold)
+        rows = plan.rows
         preemptions = self.counters.preemptions
         self._force_preemption()
-        held = self._schedule_running(rows, budget)
+        held = self._schedule_running(plan)
         had_to_preempt = self.counters.preemptions > preemptions
         if self.waiting and (not had_to_preempt or not (rows or self._in_flight)):
-            self._admit(rows, budget, now, held)
+            self._admit(plan, now, held)
         for request in held:
             if request.state is RequestState.RUNNING and request.ticket not in rows:
-                self._schedule_prompt(request, rows, budget)
-        if budget.threshold is not None and rows and len(self.running) == 1:
-            (request,) = self.running.values()
-            rows[request.ticket] = widened(rows[request.ticket], request, budget, self.kv)
+                self._schedule_prompt(request, plan)
+        if plan.threshold is not None and rows and len(self.running) == 1:
+            plan.widen(next(iter(self.running.values())), self.kv)
         if rows:
-            self._guess(rows, budget.left)
+            self._drafting.add(rows, plan.left)
             return self._launch(rows)
         if self.waiting and not self.running and not self._in_flight:
             raise InvariantViolation(f"{len(self.waiting)} requests wait, none runs, and none could be admitted")
         return None
 
-    def _schedule_running(self, rows: dict[int, Row], budget: TokenBudget) -> list[Request]:
+    def _schedule_running(self, plan: Plan) -> list[Request]:
         """Decodes first, so that no prompt delays them; then prompts share what is left of the budget. Returns those
         that get what the first in the queue leaves, which goes before them."""
         prompts: list[Request] = []
-        page_size, drafting = self.kv.page_size, self.roster.drafts is not None
+        rows, page_size, drafting = plan.rows, self.kv.page_size, self.roster.drafts is not None
         for request in list(self.running.values()):
             launched = request.num_launched
             behind = len(request.tokens) + request.num_pending - launched
@@ -152,43 +151,41 @@ class Scheduler:
                 continue
             if not behind or request.state is not RequestState.RUNNING:
                 continue
-            if request.num_pending and (not may_overlap(request) or (drafting and self._waits(request))):
+            if request.num_pending and (
+                not may_overlap(request) or (drafting and self._drafting.worth_waiting(request))
+            ):
                 continue
             assert request.table is not None
             full = launched >= len(request.table.pages) * page_size
-            if full and not self._make_room(request, launched + 1, rows, budget):
+            if full and not self._make_room(request, launched + 1, plan):
                 continue
-            rows[request.spec.ticket] = next_row(request, 1)
-            budget.left -= 1
+            rows[request.spec.ticket] = next_row(request, 1)  # as `plan.add`, for nearly all rows there are
+            plan.left -= 1
         first = None
         if self._admission.preempts:  # else they are in order of admission
             prompts.sort(key=self._admission.rank)
             first = None if self._policy.dynamic else self.waiting.first
         for place, request in enumerate(prompts):
-            if not budget.left:
+            if not plan.left:
                 break
             if first is not None and self._admission.goes_before(first, request):
                 return prompts[place:]
             if request.state is RequestState.RUNNING:
-                self._schedule_prompt(request, rows, budget)
+                self._schedule_prompt(request, plan)
         return []
 
-    def _waits(self, request: Request) -> bool:
-        namespace, adapters = self._admission.namespace, self._guess_with_adapters
-        return worth_waiting(self.roster.drafts, request, len(self.running), namespace, adapters)
+    def _grant(self, request: Request, plan: Plan) -> int:
+        """Number of its positions that `request` may compute in this step: all of them where no page keeps them."""
+        if request.table is None:
+            return plan.grant(len(request.tokens), whole=True)
+        return plan.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
 
-    def _guess(self, rows: dict[int, Row], budget: int) -> None:
-        drafts, namespace, adapters = self.roster.drafts, self._admission.namespace, self._guess_with_adapters
-        if drafts is not None:
-            add_drafts(drafts, rows, self.running, self.kv, budget, namespace, adapters)
+    def _schedule_prompt(self, request: Request, plan: Plan) -> None:
+        count = self._grant(request, plan)
+        if count and self._make_room(request, request.num_launched + count, plan):
+            plan.add(request, count)
 
-    def _schedule_prompt(self, request: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
-        count = budget.grant(self.kv.most_at_once(len(request.tokens), request.num_launched))
-        if count and self._make_room(request, request.num_launched + count, rows, budget):
-            rows[request.ticket] = next_row(request, count)
-            budget.take(count)
-
-    def _make_room(self, request: Request, num_tokens: int, rows: dict[int, Row], budget: TokenBudget) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Pages for `num_tokens` of `request`, preempting others if need be. False: not in this step."""
         assert request.table is not None
         self.kv.release(request.table, request.num_computed, request.last_step)
@@ -200,20 +197,18 @@ class Scheduler:
                 self.roster.end(request, "error", f"needs {needed} KV pages, the cache has {self.kv.pool.capacity}")
                 return False
             victim = max(self.running.values(), key=self._admission.rank)
-            self._preempt(victim, rows, budget)
+            self._preempt(victim, plan)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, victim: Request, rows: dict[int, Row], budget: TokenBudget) -> None:
-        planned = rows.pop(victim.ticket, None)
-        if planned is not None:
-            budget.give_back(planned.num_scheduled)
+    def _preempt(self, victim: Request, plan: Plan) -> None:
+        plan.drop(victim)
         self.roster.preempt(victim)
 
     def _force_preemption(self) -> None:
-        """For tests. Only who has got a token since it was admitted is taken: else chunks and preemptions in step with
-        each other could go on for ever."""
+        """Preempt a request in every step of `preempt_every` (for tests), but none without a token since admission:
+        chunks and preemptions in step with each other could go on for ever."""
         every = self.config.preempt_every
         if every and (self.last_step + 1) % every == 0:
             ahead = [r for r in self.running.values() if r.num_output and len(r.tokens) > r.num_kept]
@@ -221,16 +216,14 @@ class Scheduler:
             if ahead:
                 self.roster.preempt(max(ahead, key=self._admission.rank))
 
-    def _admit(self, rows: dict[int, Row], budget: TokenBudget, now: float, held: list[Request]) -> None:
-        preempt = partial(self._preempt, rows=rows, budget=budget)
-        for request in self._admission.admit(self.waiting, self.running, self.requests, budget, held, preempt):
+    def _admit(self, plan: Plan, now: float, held: list[Request]) -> None:
+        preempt = partial(self._preempt, plan=plan)
+        for request in self._admission.admit(self.waiting, self.running, plan, held, preempt):
             self.roster.note_start(request, now)
-            whole, behind = request.spec.whole, len(request.tokens)
-            count = budget.grant(behind if whole else self.kv.most_at_once(behind, request.num_launched), whole)
+            count = self._grant(request, plan)
             if request.table is not None and not self.kv.grow(request.table, request.num_launched + count):
                 raise InvariantViolation(f"{request} was admitted without room for its first {count} tokens")
-            rows[request.ticket] = next_row(request, count)
-            budget.take(count)
+            plan.add(request, count)
 
     def _launch(self, rows: dict[int, Row]) -> Batch:
         """Make the plan a fact: from here on results for it will come."""
@@ -282,11 +275,11 @@ class Scheduler:
             self.roster.drafts.clear()
         self.roster.release_held(number)
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- counts and checks
 
     @property
     def speculation(self) -> SpeculationCounters | None:
-        """Counters of drafts; None: there are none."""
+        """Totals of drafts; None: there are none."""
         return None if self.roster.drafts is None else self.roster.drafts.counters
 
     @property

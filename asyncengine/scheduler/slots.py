@@ -33,7 +33,7 @@ class Slots:
         return [adapter for _, adapter in self._retiring]
 
     def adapter_fits(self, request: Request) -> bool:
-        """Could the adapter of `request`, if it has one, run beside those of the running requests?"""
+        """Whether the adapter of `request`, if it has one, could run beside those of the running requests."""
         if not request.adapter_digest:
             return True
         if self._adapters is None:
@@ -52,7 +52,7 @@ class Slots:
         request.slot = self._free.pop()
 
     def take_swaps(self) -> tuple[AdapterSwap, ...]:
-        """Copies to the device that the next step must make before it runs."""
+        """Adapters that the next step must copy to the device before it runs."""
         return self._adapters.take_swaps() if self._adapters is not None else ()
 
     def release(self, request: Request, fence: int) -> None:

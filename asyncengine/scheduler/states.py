@@ -1,5 +1,4 @@
-"""The use that steps make of recurrent states: which slots their rows read and write, and what becomes of snapshots
-they took.
+"""Recurrent states in steps: the slots that rows read and write, and the snapshots that they took.
 
 A state cannot be taken back: once a row has moved it over a token, it is that of the next position. So nothing is
 launched on a guess here (`rows.may_overlap`), and a request that loses its place, or whose state was lost on the
@@ -37,16 +36,16 @@ def settle_snapshots(
 ) -> None:
     """Snapshots of a step that has retired go into the tree, behind the pages that it computed; of rows whose results
     do not count, they are given back."""
-    books = kv.states
-    assert books is not None
+    states = kv.states
+    assert states is not None
     for index, (row, request, epoch) in enumerate(zip(flown.batch.rows, flown.requests, flown.epochs, strict=True)):
         if row.state is None or not row.state.saves:
             continue
         here = request.state is RequestState.RUNNING and request.epoch == epoch
         if not here or index in result.errors or index in result.lost or request.table is None:
-            books.discard(row.state.saves)
+            states.discard(row.state.saves)
             continue
         request.num_computed = row.start + row.num_scheduled
         publish(request)
         assert request.table.state is not None
-        books.settle(row.state.saves, request.table.state, request.table.node, kv.page_size)
+        states.settle(row.state.saves, request.table.state, request.table.node, kv.page_size)

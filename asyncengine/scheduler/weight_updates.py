@@ -14,12 +14,12 @@ from asyncengine.scheduler.request import Request
 
 
 class WeightUpdates:
-    """In the order in which they were asked for. `held` are requests that wait for one and for nothing else."""
+    """Weight updates in the order in which they were asked for. `held`: requests that wait for one and nothing else."""
 
     def __init__(self) -> None:
         self.held: dict[int, Request] = {}
         self._pending: dict[int, tuple[int, UpdateMode]] = {}
-        """Updates by number: their place in the order of all updates, and their mode."""
+        """Place of an update in the order of all of them, and its mode, by its number."""
         self._asked = 0
 
     def add(self, number: int, mode: UpdateMode) -> None:

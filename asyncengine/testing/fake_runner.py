@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncengine.kvcache.sight import Sight, Window
+from asyncengine.kvcache.lookback import Lookback, Window
 from asyncengine.speculation.draft_model import DraftModel
 from asyncengine.step import Batch, ConstrainedToken, FinishedStep, Row, StepResult, TokenLogprob, sampling_places
 from asyncengine.testing.fake_states import FakeStates
@@ -41,11 +41,11 @@ class FakeModel:
         self.weights = 0
         """Stands for its weights: another number, another model."""
         self.windows = windows
-        self.sight = Sight.of(windows)
-        self.near = Sight.of(kind for kind in windows if any(kind))
+        self.lookback = Lookback.of(windows)
+        self.near = Lookback.of(kind for kind in windows if any(kind))
 
     def first_seen(self, position: int) -> int:
-        return 0 if self.sight is None else self.sight.first(position)
+        return 0 if self.lookback is None else self.lookback.first(position)
 
     def first_near(self, position: int) -> int:
         """The first that a layer with a window sees."""
@@ -56,7 +56,7 @@ class FakeModel:
         state = ((seed + 31 * self.weights) * 0x9E3779B97F4A7C15 + len(tokens)) & 0xFFFFFFFFFFFFFFFF
         for token in islice(tokens, self.first_seen(len(tokens) - 1), None):
             state = ((state ^ (token + 1)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-        if self.near is not None and self.sight is None:
+        if self.near is not None and self.lookback is None:
             for token in islice(tokens if near is None else near, self.first_near(len(tokens) - 1), None):
                 state = ((state ^ (token + 7)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 29

@@ -17,7 +17,7 @@ from typing import Any
 from asyncengine.config import EngineConfig
 from asyncengine.grammar import Grammar
 from asyncengine.kvcache import KVCache
-from asyncengine.kvcache.sight import Window
+from asyncengine.kvcache.lookback import Window
 from asyncengine.lora.interface import AdapterAdmission
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec

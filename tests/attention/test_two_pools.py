@@ -64,7 +64,7 @@ def test_no_less_than_in_one_pool(kind: str, memory: int, settings: dict[str, ob
         most_ahead=config.most_ahead,
     )
     assert kv.windows is not None
-    assert kv.windows.sight.span == window_of(specs) - 1
+    assert kv.windows.lookback.span == window_of(specs) - 1
     assert kv.windows.most_alone >= config.most_ahead  # no prompt is computed in smaller chunks than before
     assert kv.longest > before * config.page_size - config.page_size
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from asyncengine.config import EngineConfig
 from asyncengine.kvcache import KVCache
+from asyncengine.kvcache.lookback import Lookback
 from asyncengine.kvcache.page_group import BESIDE
-from asyncengine.kvcache.sight import Sight
 from asyncengine.options import RequestOptions
 from asyncengine.request_spec import Pooled, RequestSpec
 from asyncengine.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def random_windows(rng: random.Random) -> tuple[tuple[int, int], ...]:
 
 def random_window_pages(rng: random.Random, kinds: tuple[tuple[int, int], ...], page_size: int) -> int:
     """From as few as one request needs to go on."""
-    near = Sight.of(kind for kind in kinds if any(kind))
+    near = Lookback.of(kind for kind in kinds if any(kind))
     assert near is not None
     return 2 + BESIDE + near.span // page_size + rng.choice([0, 0, 1, 3, 10, 30])
 
@@ -128,7 +128,7 @@ class Life:
         self.executor = FakeExecutor(num_pages, self.config.page_size, model, num_states, num_window_pages=own)
         self.predict: Callable[[Sequence[int]], tuple[int, ...]] = lambda right: ()
         """What the caller of a request says that its answer will be; `right` is what it is."""
-        self.windowed = kv.sight is not None
+        self.windowed = kv.lookback is not None
         self.losing = states and seed % 4 == 2
         """Some steps have not enough memory, and states that they had begun to move are lost."""
         if self.losing:

@@ -49,7 +49,9 @@ def start_behind_a_hole(patch: pytest.MonkeyPatch) -> None:
 def lock_too_little(patch: pytest.MonkeyPatch) -> None:
     """A request that starts from cached pages leaves one to others that it sees itself."""
     unseen = RadixTree.num_unseen
-    patch.setattr(RadixTree, "num_unseen", lambda tree, depth: min(depth, unseen(tree, depth) + 1) if tree.sight else 0)
+    patch.setattr(
+        RadixTree, "num_unseen", lambda tree, depth: min(depth, unseen(tree, depth) + 1) if tree.lookback else 0
+    )
 
 
 def never_release(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +86,7 @@ def start_where_window_pages_are_gone(patch: pytest.MonkeyPatch) -> None:
     walk, path = RadixTree._walk, RadixTree.path_pages
 
     def broken(tree: RadixTree, node: Node, tokens: Any, limit: int) -> Node:
-        if tree.sight is None:
+        if tree.lookback is None:
             return walk(tree, node, tokens, limit)
         for start in range(0, limit, tree.page_size):
             node = tree.pass_over(node, tuple(tokens[start : start + tree.page_size]))
@@ -97,7 +99,9 @@ def start_where_window_pages_are_gone(patch: pytest.MonkeyPatch) -> None:
 def start_a_page_too_deep(patch: pytest.MonkeyPatch) -> None:
     """One hole in sight is overlooked: the page before it is locked twice."""
     unseen = RadixTree.num_unseen
-    patch.setattr(RadixTree, "num_unseen", lambda tree, depth: min(depth, unseen(tree, depth) + 1) if tree.sight else 0)
+    patch.setattr(
+        RadixTree, "num_unseen", lambda tree, depth: min(depth, unseen(tree, depth) + 1) if tree.lookback else 0
+    )
 
 
 def hand_out_twice(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +126,7 @@ def keep_ones_own(patch: pytest.MonkeyPatch) -> None:
     def broken(group: PageGroup, table: PageTable, *args: Any) -> list[Node]:
         own = table.pages
         nodes = publish(group, table, *args)
-        if group.sight is not None:
+        if group.lookback is not None:
             table.pages = own
         return nodes
 
@@ -134,7 +138,7 @@ def evict_and_leave_it_there(patch: pytest.MonkeyPatch) -> None:
     remove = RadixTree.remove
 
     def broken(tree: RadixTree, node: Node) -> int:
-        if tree.sight is None:
+        if tree.lookback is None:
             return remove(tree, node)
         tree.num_pages -= 1
         return node.page

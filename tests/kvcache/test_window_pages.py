@@ -141,9 +141,10 @@ def test_samples_of_one_prompt_share_its_window_pages():
 def test_room_is_needed_of_both_kinds():
     kv = cache(windows=9)
     one, other = kv.open(NS, TOKENS[:30], 29), kv.open(NS, [3] * 30, 29)
-    assert not kv.has_room(one, 260, [])  # 65 pages of 64
-    assert kv.has_room(one, 30, [])  # eight pages, and six of eight: its window, four tokens, and three beside
-    assert not kv.has_room(one, 30, [(other, 30)])
+    assert not kv.has_room(one, 260, [0, 0])  # 65 pages of 64
+    assert kv.has_room(one, 30, [2, 56])  # eight pages, and six of eight: its window, four tokens, and three beside
+    assert not kv.has_room(one, 30, [3, 0])
+    assert not kv.has_room(one, 30, kv.promised([(other, 30)]))
     assert kv.grow(one, 20)
     assert not kv.grow(other, 20)
     assert kv.num_available == 59

@@ -6,7 +6,7 @@ import pytest
 
 from asyncengine.errors import InvariantViolation
 from asyncengine.kvcache import KVCache, PageTable
-from asyncengine.kvcache.sight import Sight
+from asyncengine.kvcache.lookback import Lookback
 
 NS = ("", "")
 TOKENS = list(range(1000, 1100))
@@ -37,26 +37,26 @@ def test_the_first_position_that_is_seen(windows: list[tuple[int, int]]):
         ]
         return any(near)
 
-    sight = Sight.of(windows)
-    assert sight is not None
+    lookback = Lookback.of(windows)
+    assert lookback is not None
     for position in range(60):
         seen = [other for other in range(position + 1) if sees(position, other)]
-        assert sight.first(position) == min(seen)
-    assert sight.span == max(position - sight.first(position) for position in range(60))
+        assert lookback.first(position) == min(seen)
+    assert lookback.span == max(position - lookback.first(position) for position in range(60))
 
 
 @pytest.mark.parametrize("windows", [[], [(0, 0)], [(8, 0), (0, 0)]])
 def test_one_layer_that_sees_everything_keeps_it_all(windows: list[tuple[int, int]]):
     kv = KVCache(17, 4, windows=windows)
     table = computed(kv, TOKENS[:40], published=0)
-    assert kv.sight is None
+    assert kv.lookback is None
     assert kv.counts([table]).held == 10
     assert kv.longest == 64
 
 
 def test_a_window_of_nearly_the_whole_pool_gains_nothing():
-    assert cache(pages=9, window=24).sight is None
-    assert cache(pages=17, window=24).sight is not None
+    assert cache(pages=9, window=24).lookback is None
+    assert cache(pages=17, window=24).lookback is not None
 
 
 def test_what_was_not_published_is_free_at_once():

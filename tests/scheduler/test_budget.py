@@ -2,7 +2,7 @@
 
 from support.fake_engine import Steps, rows
 
-from asyncengine.scheduler.rows import TokenBudget
+from asyncengine.scheduler.rows import Plan
 
 
 def test_a_long_prompt_is_computed_in_chunks():
@@ -31,7 +31,7 @@ def test_decodes_come_first_and_prompts_share_the_rest_of_the_same_step():
 def test_every_running_request_decodes_in_every_step_whatever_prompts_arrive():
     steps = Steps(max_num_batched_tokens=4, max_num_seqs=8, pages=200)
     decoding = [steps.add([i, i + 1], 30) for i in range(2, 5)]
-    while any(steps.request(t).prefilling for t in decoding):
+    while any(not steps.request(t).num_output for t in decoding):
         steps.step()
     for i in range(20):
         steps.add(range(i, i + 30), 1)
@@ -101,14 +101,11 @@ def test_a_newcomer_that_cannot_start_leaves_the_lone_prompt_its_step():
 
 
 def test_the_cap_never_holds_back_a_decode():
-    budget = TokenBudget(10, 1)
-    assert budget.grant(1) == 1
-    assert budget.grant(7) == 1
-    assert budget.rest(7) == 7
-    budget.take(9)
-    assert budget.rest(7) == 1
-    budget.give_back(2)
-    assert budget.rest(7) == 3
+    plan = Plan(10, 1)
+    assert plan.grant(1) == 1
+    assert plan.grant(7) == 1
+    plan.left = 0
+    assert plan.grant(1) == 0
 
 
 def test_max_num_seqs_bounds_what_runs():

@@ -1,4 +1,4 @@
-"""Texts that are computed whole: the step's budget, memory, and waiting (`TokenBudget.grant`, `Admission`)."""
+"""Texts that are computed whole: the step's budget, memory, and waiting (`Plan.grant`, `Admission`)."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_more_requests_run_beside_each_other():
 
 def test_two_steps_in_flight_wait_for_pages_rather_than_fail():
     steps = windowed(window=20, pages=11, max_steps_in_flight=2, max_num_batched_tokens=64)
-    assert steps.kv.sight is not None
+    assert steps.kv.lookback is not None
     steps.add(list(range(2, 90)) * 2, 30)
     assert most_in_use(steps) <= 10
     assert steps.ended == {1: "length"}

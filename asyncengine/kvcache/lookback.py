@@ -1,4 +1,4 @@
-"""The distance that a model's attention looks back: what no later token sees need not be kept.
+"""Positions that attention layers with windows or chunks see: those that no later token sees need not be kept.
 
 A page has one number for all layers, so it can be given back only when no layer sees any of its positions any more. A
 single layer that sees everything keeps them all.
@@ -13,20 +13,20 @@ Window = tuple[int, int]
 """(window, chunk) of a layer's attention, as in `attention.base.LayerSpec`; 0: it has none."""
 
 
-class Sight(NamedTuple):
-    """The range of a model all of whose layers have a window or a chunk."""
+class Lookback(NamedTuple):
+    """Lookback of layers all of which have a window or a chunk."""
 
     windows: tuple[Window, ...]
 
     @classmethod
-    def of(cls, windows: Iterable[Window]) -> Sight | None:
-        """The range of a model with layers of these kinds. None: some see everything, or there are none."""
+    def of(cls, windows: Iterable[Window]) -> Lookback | None:
+        """Lookback of layers of these kinds. None: some see everything, or there are none."""
         kinds = tuple(sorted({(window, chunk) for window, chunk in windows}))
         return cls(kinds) if kinds and all(any(kind) for kind in kinds) else None
 
     @property
     def span(self) -> int:
-        """The number of positions before its own that one sees, at most."""
+        """Largest number of positions before its own that a token sees."""
         return max(min(most for most in kind if most) - 1 for kind in self.windows)
 
     def first(self, position: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,6 +19,27 @@ class LastComeFirstServed(Policy):
 
     def key(self, request: Any) -> int:
         return -request.ticket
+
+
+class FairByPriority(Policy):
+    """Tokens are shared among priorities in proportion to 1 + priority: the whole of a policy of one's own."""
+
+    name = "fair-by-priority"
+    dynamic = True
+
+    def __init__(self) -> None:
+        self.served: Counter[int] = Counter()
+
+    def flow(self, request: Any) -> int:
+        return request.spec.options.priority
+
+    def key(self, request: Any) -> float:
+        return self.served[self.flow(request)] / (1 + self.flow(request))
+
+    victim_key = key  # who has been served most gives way first
+
+    def charge(self, request: Any, tokens: int) -> None:
+        self.served[self.flow(request)] += tokens
 
 
 class Parts:
@@ -52,6 +74,34 @@ def test_an_object_orders_the_queue(policy: Any) -> None:
     steps.run()
     steps.assert_right()
     assert [*steps.ended] == tickets[::-1]
+
+
+@pytest.mark.parametrize("pages", [400, 14], ids=["rows are scarce", "pages are scarce"])
+def test_an_object_shares_an_engine(pages: int) -> None:
+    """Order and accounts are those of one small class; nothing else knows of it."""
+    steps = Steps(policy=FairByPriority(), max_num_seqs=4, pages=pages, prefix_caching=False, check_every=50)
+    computed: Counter[int] = Counter()
+    for i in range(800):
+        waiting = Counter(request.spec.options.priority for request in steps.scheduler.waiting)
+        for priority in (0, 2):
+            if waiting[priority] < 4:
+                steps.add([2 + i % 90, 3 + priority], 16, priority=priority)
+        for row in batch.rows if (batch := steps.step()) else ():
+            computed[row.spec.options.priority] += row.num_scheduled
+    assert computed[2] / computed.total() == pytest.approx(0.75, abs=0.05)
+    assert bool(steps.scheduler.counters.preemptions) == (pages == 14)
+    steps.assert_right(steps.ended)
+
+
+def test_an_object_says_who_gives_way() -> None:
+    """Not who came last, as by default, but who has been served most."""
+    steps = Steps(policy=FairByPriority(), max_num_seqs=2, pages=10, prefix_caching=False)
+    most, least = steps.add(range(2, 10), 20, priority=0), steps.add(range(3, 11), 20, priority=2)
+    while not steps.scheduler.counters.preemptions:
+        steps.step()
+    assert (steps.request(most).preemptions, steps.request(least).preemptions) == (1, 0)
+    steps.run()
+    steps.assert_right()
 
 
 @pytest.mark.parametrize(

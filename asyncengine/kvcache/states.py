@@ -252,7 +252,7 @@ class StateGroup:
         return node
 
     def _touch(self, node: Node) -> None:
-        """Somebody starts from here: this one, and those at branch points above, are used now."""
+        """Note that a request starts from here: this one, and those at branch points above, are used now."""
         found = [self._passed.pop(node.state)] if node.state in self._passed else []
         step: Node | None = node
         while step is not None:

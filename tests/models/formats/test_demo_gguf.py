@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from support.demo_gguf import DEMO, MIXES, demo_weights, write_demo
 from support.forwards import Forwards, relative_error
 from support.gguf_reading import check_tensors, decoder_of
-from support.kquants import quantize
 from transformers import PreTrainedTokenizerFast
 
 from asyncengine.layers.stored import dense
@@ -27,15 +24,6 @@ def mix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     model = open_gguf(path)
     check_tensors(model, written)
     return request.param, model
-
-
-@pytest.mark.parametrize(("kind", "most"), [("Q4_K", 0.08), ("Q5_K", 0.04), ("Q6_K", 0.02)])
-def test_rounding_for_tests(kind: str, most: float) -> None:
-    """What the quantizers of the test support write is near what it was, by the public package's reading."""
-    values = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
-    values[3] = 0
-    found = gguf.dequantize(quantize(values, kind), gguf.GGMLQuantizationType[kind])
-    assert relative_error(torch.from_numpy(values), torch.from_numpy(found)) < most
 
 
 def test_weights_survive(mix: tuple[str, GgufModel]) -> None:

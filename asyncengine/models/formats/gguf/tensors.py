@@ -107,6 +107,20 @@ class Part(NamedTuple):
         rows = self.moved.rows
         return self.reshaped or (self.place.shape if rows is None else (len(rows), *self.place.shape[1:]))
 
+    @property
+    def kind(self) -> str:
+        """The name of its type."""
+        return self.place.kind.name
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The part itself, as those of a `Joined`."""
+        return (self,)
+
+    def read(self) -> torch.Tensor | StoredMatrix:
+        """The tensor if it is plain, else the matrix as it is stored."""
+        return self.plain() if self.place.kind.form is None else self.matrix()
+
     def matrix(self) -> BlockMatrix:
         """A quantized tensor; matrices of experts lie one below the other."""
         *outputs, inputs = self.place.shape
@@ -131,9 +145,8 @@ class Part(NamedTuple):
         return self.plain().float() if self.place.kind.form is None else dense(self.matrix()).view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """A tensor of transformers': one part, or several that are joined as `Architecture.join` says."""
+class Joined(NamedTuple):
+    """A tensor of transformers' whose parts are joined as `Architecture.join` says."""
 
     parts: tuple[Part, ...]
     join: str
@@ -149,14 +162,14 @@ class ModelTensor:
         if self.join == "latent":
             keys, values = (part.dense() for part in self.parts)
             return torch.cat((keys.transpose(1, 2), values), dim=1).reshape(self.shape)
-        if self.parts[0].place.kind.form is not None:
-            matrices = [part.matrix() for part in self.parts]
-            size = 1 if self.join == "turns" else self.parts[0].place.shape[-2]
-            return matrices[0] if len(matrices) == 1 else TakingTurns(matrices[0], matrices[1], size)
+        first, *others = self.parts
+        if first.place.kind.form is not None:
+            size = 1 if self.join == "turns" else first.place.shape[-2]
+            return TakingTurns(first.matrix(), others[0].matrix(), size) if others else first.matrix()
         tensors = [part.plain() for part in self.parts]
-        if self.join != "turns":
-            return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=-2)
-        whole = torch.stack(tensors, 2).flatten(1, 2) if len(tensors) > 1 else tensors[0]
+        if self.join == "below":
+            return torch.cat(tensors, dim=-2)
+        whole = torch.stack(tensors, 2).flatten(1, 2) if others else tensors[0]
         return whole.transpose(1, 2) if whole.ndim == 3 else whole
 
 
@@ -207,13 +220,14 @@ class TakingTurns:
 Held = tuple[GgufFile, TensorPlace]
 
 
-def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, ModelTensor]:
+def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) -> dict[str, Part | Joined]:
     """Every tensor by its name in transformers.
 
     Raises `ModelNotFound` for one that the architecture has not or whose shape cannot be, `UnsupportedModel` for a type
     that is not read.
     """
-    named: dict[str, dict[str, Part]] = {}
+    found: dict[str, Part | Joined] = {}
+    joined: dict[str, dict[str, Part]] = {}
     layers = range(header.layers, header.whole("block_count"))
     for whole, (file, place) in places.items():
         if re.fullmatch(_IGNORED, whole):
@@ -230,14 +244,20 @@ def model_tensors(header: Header, row: Architecture, places: dict[str, Held]) ->
                 f"{header.path} has the tensor {shorten(whole, 100)} as {place.kind.name}, which is not read. Pass a "
                 "file quantized to Q4_K_M, Q8_0 or another k-quant or legacy type"
             )
+        made: tuple[TensorName, Part] | None = None
         for there, part, own, piece in parts:
-            try:
-                named.setdefault(there, {})[part] = _undone(header, row, own, Part(file, piece), joined=bool(part))
-            except ValueError as error:
-                raise ModelNotFound(f"{header.path} has a wrong shape for the tensor {there}: {error}") from None
-        if len(named) > MAX_PARTS:
+            if made is None or made[0] is not own:  # all experts are alike
+                try:
+                    made = own, _undone(header, row, own, Part(file, piece), joined=bool(part))
+                except ValueError as error:
+                    raise ModelNotFound(f"{header.path} has a wrong shape for the tensor {there}: {error}") from None
+            if part:
+                joined.setdefault(there, {})[part] = made[1]
+            else:
+                found[there] = made[1] if len(parts) == 1 else made[1]._replace(place=piece)
+        if len(found) > MAX_PARTS:
             raise ModelNotFound(f"{header.path} has more than {MAX_PARTS} tensors")
-    return {there: _joined(header, row, there, parts) for there, parts in named.items()}
+    return {**{there: _joined(header, row, there, parts) for there, parts in joined.items()}, **found}
 
 
 def _parts(
@@ -324,9 +344,7 @@ def _undone(header: Header, row: Architecture, name: TensorName, part: Part, *, 
     return Part(part.file, part.place, moved, row.norm_offset if norm else 0.0, name.stem == "ssm_a", reshaped)
 
 
-def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Part]) -> ModelTensor:
-    if "" in parts:
-        return ModelTensor((parts[""],), "", parts[""].shape)
+def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Part]) -> Joined:
     given = tuple(parts[key] for key in sorted(parts))
     first, last, count = given[0].place.shape, given[-1].place.shape, len(given)
     shape: tuple[int, ...] = ()
@@ -343,4 +361,4 @@ def _joined(header: Header, row: Architecture, there: str, parts: dict[str, Part
     kinds = sorted({part.place.kind.name for part in given})
     if len(kinds) > 1 and row.join != "latent":
         raise UnsupportedModel(f"{header.path} has parts of {there} as {' and '.join(kinds)}: of one type only")
-    return ModelTensor(given, row.join, shape)
+    return Joined(given, row.join, shape)

@@ -27,7 +27,7 @@ END_MARKS = (
 """Names that end a turn wherever they are control tokens: a GGUF header has room for three such ids, models have more
 (their generation_config.json, which a GGUF does not carry, lists them). From llama.cpp's list and the models' own."""
 ENDS_A_MESSAGE_ONLY = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
-"""Pairs of names: where a vocabulary has all of the first, the second ends a message inside a turn (gpt-oss, Solar)."""
+"""Pairs: in a vocabulary with all of the first, the second ends a message inside a turn (gpt-oss, Solar)."""
 _CHANNELS = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>"))
 
 

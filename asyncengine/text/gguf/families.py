@@ -147,8 +147,7 @@ FAMILIES = {name: family for family, names in _TABLE for name in names}
 
 
 _OLLAMA = {"gptoss": "gpt-4o", "lfm2": "lfm2", "mistral3": "tekken"}
-"""Vocabularies by `general.architecture`: Ollama's converter says "default" of every vocabulary that it does not
-recognize."""
+"""Families by `general.architecture`: Ollama's converter says "default" of every vocabulary it does not recognize."""
 
 
 def family_of(pre: str, architecture: str) -> Family:

@@ -184,7 +184,7 @@ class TakingTurns:
         self._matrices, self._size = (first, second), size
 
     def _spans(self, first: int, last: int) -> list[tuple[StoredMatrix, int, int, NDArray[np.bool_]]]:
-        """Spans of the matrices that have rows [first, last): of each its first and last row, and where they come."""
+        """The matrices that rows [first, last) are of, each with its own first and last row and a mask of its rows."""
         rows = np.arange(first, last)
         piece, inner = np.divmod(rows, self._size)
         own = piece // 2 * self._size + inner  # ascending and without gaps among the rows of one matrix

@@ -66,8 +66,9 @@ def view_of(table: Cluster, mask: Mask, claim: Claim) -> View:
 
 def free_memory(table: Cluster, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Free bytes of devices [rows, columns] and of hosts [rows], for the table's rows `slots`."""
-    used = table.used[slots]
-    free = np.maximum(table.limit[slots] - used, 0)
+    used, free = table.used[slots], table.limit[slots]
+    free -= used  # in place: each array of a large cluster is memory that the system must map
+    np.maximum(free, 0, out=free)
     host_free = np.maximum(table.host_limit[slots] - table.host_used[slots], 0)
     shared = np.flatnonzero(table.unified[slots])
     if len(shared):  # the device's claims are on the same bytes
@@ -110,15 +111,6 @@ class Found(NamedTuple):
         return len(self.single.rows) > 0 or len(self.teams) > 0
 
 
-class Stage(NamedTuple):
-    """One way to place a model."""
-
-    name: str
-    find: Callable[[View, Claim], Found]
-    largest: Callable[[View, Claim], int]
-    """The largest claim that would be found here, all else being equal: `device_bytes`, or `cpu_bytes` for "cpu"."""
-
-
 NOTHING = Found(Shares(np.empty(0, np.int64), np.empty((0, 0), np.int64), np.empty((0, 0), np.int64), 0))
 
 
@@ -156,12 +148,6 @@ def on_one_device(view: View, claim: Claim) -> Found:
     return Found(Shares(rows, columns[:, None], claims[:, None], claim.host_bytes))
 
 
-def most_of_one(view: View, claim: Claim) -> int:
-    if (claim.devices or 1) > 1:
-        return 0
-    return int(offers(view, claim).max(initial=0))
-
-
 def on_several_devices(view: View, claim: Claim) -> Found:
     """Place on the fewest devices of one node and one kind that suffice."""
     if claim.device_bytes is None or claim.devices == 1:
@@ -180,18 +166,6 @@ def on_several_devices(view: View, claim: Claim) -> Found:
             rows, columns, claims = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
             return Found(Shares(rows, columns, claims, claim.host_bytes))
     return NOTHING
-
-
-def most_of_several(view: View, claim: Claim) -> int:
-    if claim.devices == 1:
-        return 0
-    most = 0
-    for kind in view.kinds:
-        _, given = _ranked(view, claim, kind)
-        for count in _counts(view, claim):
-            if claim.devices in (None, count):
-                most = max(most, count * int(given[:, count - 1].max(initial=0)))
-    return most
 
 
 def on_several_nodes(view: View, claim: Claim) -> Found:
@@ -222,21 +196,6 @@ def on_several_nodes(view: View, claim: Claim) -> Found:
     return Found(NOTHING.single, tuple(teams))
 
 
-def most_of_nodes(view: View, claim: Claim) -> int:
-    if not claim.several_nodes:
-        return 0
-    most = 0
-    for kind in view.kinds:
-        _, given = _ranked(view, claim, kind)
-        for count in _counts(view, claim, least=1):
-            offered = -np.sort(-given[:, count - 1])
-            sizes = np.arange(1, len(offered) + 1) * count
-            if claim.devices is not None:
-                offered = np.where(sizes == claim.devices, offered, 0)
-            most = max(most, int((offered * sizes).max(initial=0)))
-    return most
-
-
 def on_processors(view: View, claim: Claim) -> Found:
     """Place on the processors of one node."""
     if claim.cpu_bytes is None:
@@ -246,16 +205,28 @@ def on_processors(view: View, claim: Claim) -> Found:
     return Found(Shares(rows, none, none, claim.cpu_bytes))
 
 
-def most_of_hosts(view: View, claim: Claim) -> int:
+STAGES: tuple[tuple[str, Callable[[View, Claim], Found]], ...] = (
+    ("device", on_one_device), ("devices", on_several_devices), ("nodes", on_several_nodes), ("cpu", on_processors),
+)  # fmt: skip
+
+
+def largest_on_devices(view: View, claim: Claim) -> int:
+    """The largest `device_bytes` for which one of the stages would find devices, all else being equal."""
+    most = 0
+    for kind in view.kinds:
+        _, given = _ranked(view, claim, kind)
+        for count in _counts(view, claim, least=1):
+            offered = -np.sort(-given[:, count - 1])[: None if claim.several_nodes else 1]
+            sizes = np.arange(1, len(offered) + 1) * count
+            if claim.devices is not None:
+                offered = np.where(sizes == claim.devices, offered, 0)
+            most = max(most, int((offered * sizes).max(initial=0)))
+    return most
+
+
+def largest_on_processors(view: View, claim: Claim) -> int:
+    """The largest `cpu_bytes` that would fit."""
     return 0 if claim.cpu_bytes is None else int(view.host_free.max(initial=0))
-
-
-STAGES = (
-    Stage("device", on_one_device, most_of_one),
-    Stage("devices", on_several_devices, most_of_several),
-    Stage("nodes", on_several_nodes, most_of_nodes),
-    Stage("cpu", on_processors, most_of_hosts),
-)
 
 
 def _counts(view: View, claim: Claim, least: int = 2) -> list[int]:

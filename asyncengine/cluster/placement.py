@@ -96,15 +96,13 @@ def place(
             raise InvalidParameter("nodes", "must be at least one")
     mask, fell = passing(table, model)
     view = view_of(table, mask, model)
-    for stage in fit.STAGES:
-        found = stage.find(view, model)
+    for stage, find in fit.STAGES:
+        found = find(view, model)
         if found:
-            return _best(table, view, model, strategy, stage.name, found)
+            return _best(table, view, model, strategy, stage, found)
     reasons = [Reason(*each) for each in fell] + _did_not_fit(view, model)
-    largest = {stage.name: stage.largest(view, model) for stage in fit.STAGES}
-    hosts = largest.pop("cpu")
-    devices = max(largest.values()) if model.device_bytes is not None else 0
-    return Refusal(model.model, len(table), tuple(reasons), devices, hosts)
+    devices = 0 if model.device_bytes is None else fit.largest_on_devices(view, model)
+    return Refusal(model.model, len(table), tuple(reasons), devices, fit.largest_on_processors(view, model))
 
 
 def _best(table: Cluster, view: View, claim: Claim, strategy: str, stage: str, found: Found) -> Placement:

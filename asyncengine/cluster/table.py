@@ -31,7 +31,8 @@ _PLACES, _WHOLE_NODE = 2048, 2047
 _ARRAYS: dict[str, tuple[Any, int, bool]] = {
     "total": (np.int64, 0, True), "limit": (np.int64, 0, True), "used": (np.int64, 0, True),
     "kind": (np.int32, _NO_KIND, True), "index": (np.int64, 0, True), "device_counts": (np.int64, 0, True),
-    "node_counts": (np.int64, 0, False), "host_limit": (np.int64, 0, False), "host_used": (np.int64, 0, False),
+    "node_counts": (np.int64, 0, False), "model_device_counts": (np.int64, 0, True),
+    "model_node_counts": (np.int64, 0, False), "host_limit": (np.int64, 0, False), "host_used": (np.int64, 0, False),
     "cpu_limit": (np.int64, 0, False), "cpu_used": (np.int64, 0, False), "device_reserved": (np.int64, 0, False),
     "cluster": (np.int64, 0, False), "unified": (np.bool_, 0, False), "ready": (np.bool_, 0, False),
     "alive": (np.bool_, 0, False),
@@ -63,6 +64,9 @@ class Cluster:
     device_counts: Int64Array
     """[rows, columns] instances on each device."""
     node_counts: Int64Array
+    model_device_counts: Int64Array
+    """Memory of `counts_of`, like `model_node_counts`."""
+    model_node_counts: Int64Array
     host_limit: Int64Array
     host_used: Int64Array
     cpu_limit: Int64Array
@@ -144,11 +148,13 @@ class Cluster:
         return Counts(self.device_counts, self.node_counts)
 
     def counts_of(self, model: str) -> Counts:
-        """Counts of the instances of one model."""
+        """Counts of the instances of one model, in arrays that the next call fills anew: making them takes longer."""
         sparse = self.by_model.get(model, {})
         numbers = np.fromiter(sparse.values(), np.int64, len(sparse))
         rows, places = np.divmod(np.fromiter(sparse, np.int64, len(sparse)), _PLACES)
-        counts = Counts(np.zeros(self.kind.shape, np.int64), np.zeros(len(self.alive), np.int64))
+        counts = Counts(self.model_device_counts, self.model_node_counts)
+        for array in counts:
+            array.fill(0)
         whole = places == _WHOLE_NODE
         counts.nodes[rows[whole]] = numbers[whole]
         counts.devices[rows[~whole], places[~whole]] = numbers[~whole]

@@ -72,7 +72,7 @@ async def test_many_small_calls_share_steps() -> None:
         assert len(executor.executed) <= 8
 
 
-async def test_a_long_list_takes_a_few_windows_at_a_time() -> None:
+async def test_a_long_list_takes_a_few_batches_at_a_time() -> None:
     async with embedder() as engine:
         most = 0
 

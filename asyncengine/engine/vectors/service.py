@@ -97,12 +97,6 @@ class VectorCall(Generic[Answer]):
         """(token counts, indices of the texts that were cut), as every answer reports them."""
         return Usage(self.prompt_tokens, 0, self.cached_tokens), tuple(self.truncated)
 
-    def take(self, batch: TextBatch) -> None:
-        """Take the vectors of a batch that is done."""
-        self.vectors[batch.first : batch.first + batch.samples] = batch.vectors
-        self.prompt_tokens += batch.num_tokens
-        self.cached_tokens += batch.cached_tokens
-
 
 class VectorService:
     """Serves the calls of one engine whose model gives vectors or scores. From any thread."""
@@ -292,7 +286,10 @@ class VectorService:
             with _progress(len(call.items)) if call.show_progress else nullcontext() as advance:
 
                 def take() -> None:
-                    call.take(batch := posted.popleft())
+                    batch = posted.popleft()
+                    call.vectors[batch.first : batch.first + batch.samples] = batch.vectors
+                    call.prompt_tokens += batch.num_tokens
+                    call.cached_tokens += batch.cached_tokens
                     if advance is not None:
                         advance(batch.samples)
 

@@ -107,7 +107,7 @@ class SamplingParams(Settings):
     grammar: Any = None
     """A grammar from `asyncengine.grammar` that the output must match."""
     on_budget: OnBudget = "close"
-    """The end of a constrained output whose budget runs out: closed as the grammar asks, cut off, or an error."""
+    """The way in which a constrained output ends when its budget runs out."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 

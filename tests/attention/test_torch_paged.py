@@ -102,8 +102,10 @@ class Sequences:
         return error
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("variant", "page_size"),
+    [*((name, 4) for name in VARIANTS), ("plain", 1), ("window", 16), ("all", 1), ("chunks", 16)],
+)
 def test_against_attention_by_hand(variant: str, page_size: int) -> None:
     spec = VARIANTS[variant]
     backend = TorchPagedBackend([spec], 700, page_size, torch.float32, CPU)

@@ -16,6 +16,7 @@ from support.gguf_files import checkpoint_of, write_gguf
 from support.panels import use_panels
 from support.quantized_checkpoints import mxfp4
 from support.reachable import tensors_in
+from support.tiny_configs import changed
 from support.tiny_models import FAMILIES, make_model
 
 from asyncengine.config import EngineConfig
@@ -132,7 +133,7 @@ def test_all_layers_in_one_call_give_the_same_bits(
 ) -> None:
     pytest.importorskip("numba")
     use_panels(True, monkeypatch)
-    monkeypatch.setitem(FAMILIES, "qwen3moe, first layer dense", first_dense)
+    monkeypatch.setitem(FAMILIES, "qwen3moe, first layer dense", changed("qwen3moe", mlp_only_layers=[0]))
     dtype, quantization = (form, None) if "float" in form else ("bfloat16", form)
     folder = checkpoint(name, dtype=torch.bfloat16)
     fused = load(folder, dtype=dtype, quantization=quantization)
@@ -142,11 +143,6 @@ def test_all_layers_in_one_call_give_the_same_bits(
     assert apart.fused is None
     for ids in (IDS, IDS[:1]):
         assert torch.equal(logits_of(fused, ids), logits_of(apart, ids))
-
-
-def first_dense() -> Any:
-    config = FAMILIES["qwen3moe"]()
-    return type(config)(**{**config.to_dict(), "mlp_only_layers": [0]})
 
 
 def test_adapters_of_experts_are_refused_by_name(checkpoint: Checkpoint) -> None:

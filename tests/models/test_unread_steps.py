@@ -53,7 +53,15 @@ def load(checkpoint: Checkpoint, name: str, **fields: Any) -> Any:
     return loading.load_model(str(checkpoint(name)), config).model
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+COMPILED = ("llama", "gemma4", "opt", "gpt-oss", "glm4moe", "qwen3.5", "mamba2", "nemotron-3", "lfm2moe")
+"""A family of each kind of layer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [*((name, "flashinfer") for name in FAMILIES), *((name, "compiled") for name in COMPILED)],
+    indirect=["kernels"],
+)
 def test_what_such_a_step_leaves_is_what_the_next_one_needs(name: str, kernels: str, checkpoint: Checkpoint) -> None:
     model = load(checkpoint, name)
     backend = "torch" if kernels == "flashinfer" else "auto"

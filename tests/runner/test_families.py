@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import Checkpoint, MakeRunner
-from support.drive import Driver, Job, prompts
+from support.drive import Driver, Job, from_another_request, prompts
 from support.forwards import Recording, transformers_logits
 from support.tiny_models import FAMILIES, OPTIONS, VOCAB, WINDOW, make_model
 
@@ -46,18 +46,6 @@ def open_runner(name: str, checkpoint: Checkpoint, seed: int = 0, dtype: str = "
     return build_runner(loaded, config), recording
 
 
-def from_another_request(driver: Driver, text: list[int]) -> list[int]:
-    """The answer of a request that finds its first 24 tokens in the pages of another one, which still runs."""
-    first, second = (driver.job(text, WANT) for _ in range(2))
-    driver.admit(first)
-    driver.advance([first])
-    driver.admit(second)
-    second.pages, second.computed = first.pages[:6], 24
-    while not second.done:
-        driver.advance([second, *([] if first.done else [first])], 16)
-    return second.output
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, *OPTIONS])
 def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
     """Logits of prompts and of what is generated; a token is transformers' greedy one if it has the largest of its
@@ -85,7 +73,7 @@ def test_equals_transformers(name: str, checkpoint: Checkpoint) -> None:
     if name in MANY:
         assert driver.run(jobs(64), 16) == [expected[place % 3] for place in range(64)]
     if not getattr(runner, "num_states", 0):  # pages are nothing there without the state behind them
-        assert from_another_request(driver, texts[0]) == expected[0]
+        assert from_another_request(driver, texts[0], WANT) == expected[0]
     runner.close()
 
 

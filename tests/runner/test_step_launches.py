@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.device_modes import Launches
 from support.drive import GREEDY
 from support.fake_flashinfer import FakeMemory
 from support.graphs import Recall, Recalled, on_fakes
 from support.tiny_models import VOCAB
 from support.wide_models import make_wide
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncengine.request_spec import RequestSpec
 from asyncengine.runner.model_runner import ModelRunner
 from asyncengine.step import Batch, Row
-
-_NO_KERNEL = {"view", "slice", "select", "detach", "alias", "split", "unsqueeze", "resolve_conj", "resolve_neg"}
-"""Operators of torch that launch nothing."""
-
-
-class Launches(TorchDispatchMode):
-    """Counts operators that would launch a kernel or a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.silent = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name, made = operator.overloadpacket.__name__, operator(*arguments, **(options or {}))
-        if not self.silent and name not in _NO_KERNEL and not (name == "to" and made is arguments[0]):
-            self.calls[name] += 1
-        return made
-
-    def without(self, function: Any) -> Any:
-        """The same function, of which nothing is counted."""
-
-        def run(*arguments: Any, **options: Any) -> Any:
-            self.silent += 1
-            try:
-                return function(*arguments, **options)
-            finally:
-                self.silent -= 1
-
-        return run
 
 
 class Silent:
@@ -90,11 +59,8 @@ def test_a_decode_step_is_one_replay_between_two_copies(runner: ModelRunner, mon
     memory: FakeMemory = backend.memory  # type: ignore[attr-defined]
     for owner, name in ((runner, "_compute"), (sampler, "sample")):
         monkeypatch.setattr(owner, name, inside.without(getattr(owner, name)))
-    for owner, name in (
-        (backend, "plan_graph"),
-        (memory, "upload"),
-        (memory, "finish"),
-    ):  # what these queue is known to `memory`
+    # what these queue is known to `memory`
+    for owner, name in ((backend, "plan_graph"), (memory, "upload"), (memory, "finish")):
         monkeypatch.setattr(owner, name, whole.without(getattr(owner, name)))
     runner.use_graphs([4], Recall())
 

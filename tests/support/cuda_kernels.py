@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.device_modes import Launches
 from support.fake_flashinfer import FakeFlashInfer, FakeMemory, Wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from asyncengine.attention import flashinfer
@@ -19,37 +17,6 @@ from asyncengine.layers.kernels import CudaKernels
 from asyncengine.models import loading
 
 CPU = torch.device("cpu")
-_NO_KERNEL = {
-    "view", "_unsafe_view", "unsafe_view", "_reshape_alias", "slice", "select", "split", "split_with_sizes", "t",
-    "transpose", "unsqueeze", "expand", "detach", "alias", "empty", "empty_like", "new_empty", "as_strided", "permute",
-    "lift_fresh", "resolve_conj", "resolve_neg",
-}  # fmt: skip
-"""Operators of torch that launch nothing."""
-
-
-class Launches(TorchDispatchMode):
-    """Counts what would be launched on a GPU: torch's operators, Triton's kernels and FlashInfer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.inside = 0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name, made = operator.overloadpacket.__name__, operator(*arguments, **(options or {}))
-        if not self.inside and name not in _NO_KERNEL and not (name == "to" and made is arguments[0]):
-            self.calls[name] += 1
-        return made
-
-    @contextmanager
-    def kernel(self, name: str) -> Iterator[None]:
-        """One launch; what its stand-in does is not counted."""
-        self.calls[name] += not self.inside
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
 
 
 class CountedFlashInfer(FakeFlashInfer):

@@ -109,8 +109,9 @@ def test_code_from_a_folder_is_not_taken_for_transformers_own() -> None:
     """Its configuration may call itself "phi3" and mean something else."""
     own = FAMILIES["phi3"]()
     assert decoder_config_of(own, 64) is not None
-    other = type("Phi3Config", (type(own),), {"__module__": "folder.configuration_phi3"})
-    assert decoder_config_of(other(), 64) is None
+    for name in ("Phi3Config", "Llama2"):
+        other = type(name, (type(own),), {"__module__": "folder.configuration_phi3"})
+        assert decoder_config_of(other(), 64) is None
 
 
 ONE_CALL = (

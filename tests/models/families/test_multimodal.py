@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.drive import Driver, greedy_reference, prompts
-from support.forwards import Forwards
+from support.drive import Driver, from_another_request, prompts
+from support.forwards import Forwards, transformers_logits
 from support.multimodal_models import CONFIGS, IMAGE, VIDEO, save_multimodal
 from support.quantized_checkpoints import quantized
 
@@ -38,14 +38,11 @@ def load(folder: Path) -> LoadedModel:
     return loaded
 
 
-@torch.inference_mode()
 def expected_logits(model: Any, name: str) -> torch.Tensor:
-    model.set_attn_implementation("eager")
-    found: torch.Tensor = model(torch.tensor([LONG]), use_cache=False).logits[0].float()
-    return found * SCALED.get(name, 1.0)
+    return transformers_logits(model, LONG) * SCALED.get(name, 1.0)
 
 
-def relative_error(expected: torch.Tensor, found: torch.Tensor) -> float:
+def largest_error(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((expected - found).abs().max() / expected.abs().max())
 
 
@@ -64,29 +61,19 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     for chunk in (45, 7):
         forwards = Forwards(loaded.model)
         found = torch.cat([forwards.step(LONG[first : first + chunk]) for first in range(0, 45, chunk)])
-        assert relative_error(expected, found) < 1e-5, f"chunk {chunk}"
-    answers = [greedy_reference(model, tokens, WANT) for tokens in (LONG, SHORT)]
+        assert largest_error(expected, found) < 1e-5, f"chunk {chunk}"
     runner = build_runner(loaded, CONFIG)
     driver = Driver(runner)
     jobs = lambda: [driver.job(tokens, WANT) for tokens in (LONG, SHORT)]  # noqa: E731
-    assert driver.run(jobs(), 16) == answers
+    answers = driver.run(jobs(), 16)
+    for text, answer in zip((LONG, SHORT), answers, strict=True):
+        wanted = transformers_logits(model, [*text, *answer[:-1]])
+        assert answer == wanted[len(text) - 1 :].argmax(-1).tolist()
     assert driver.run(jobs(), 16, preempt_every=5) == answers
     if not loaded.states:  # pages are nothing there without the state after them, which `kvcache.states` keeps
-        after_cached_prefix(driver, answers[0])
+        assert from_another_request(driver, LONG, WANT) == answers[0]
     runner.close()
     assert len({token for answer in answers for token in answer}) >= 5
-
-
-def after_cached_prefix(driver: Driver, answer: list[int]) -> None:
-    """A request that finds 24 of its tokens in pages of another one, which is still there."""
-    first, second = (driver.job(LONG, WANT) for _ in range(2))
-    driver.admit(first)
-    driver.advance([first])
-    driver.admit(second)
-    second.pages, second.computed = first.pages[:6], 24
-    while not second.done:
-        driver.advance([first, second] if not first.done else [second], 16)
-    assert second.output == answer
 
 
 @pytest.mark.parametrize(
@@ -109,7 +96,7 @@ def test_names_of_other_releases(name: str, old: str, new: str, head: str, tmp_p
         renamed[new + key.removeprefix(old) if key.startswith(old) else own] = tensor
     assert len([key for key in renamed if key.startswith(new)]) > 20
     save_file(renamed, file, metadata={"format": "pt"})
-    assert relative_error(expected_logits(model, name), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
+    assert largest_error(expected_logits(model, name), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["transposed", "apart"])
@@ -129,7 +116,7 @@ def test_layouts_of_experts(layout: str, tmp_path: Path) -> None:
             names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
             other |= {f"{named}{name}.weight": part.clone() for name, part in zip(names, parts, strict=True)}
     save_file(other, file, metadata={"format": "pt"})
-    assert relative_error(expected_logits(model, ""), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
+    assert largest_error(expected_logits(model, ""), Forwards(load(tmp_path).model).step(LONG)) < 1e-5
 
 
 @pytest.mark.parametrize("form", ["awq", "fp8 blocks"])
@@ -144,7 +131,7 @@ def test_quantized_files(form: str, tmp_path: Path) -> None:
     small, dense = (load(tmp_path / folder) for folder in ("small", "dense"))
     assert len(small.stored) == 21
     found, expected = (Forwards(each.model).step(LONG) for each in (small, dense))
-    assert 0 < relative_error(expected, found) < 0.1  # products in bfloat16
+    assert 0 < largest_error(expected, found) < 0.1  # products in bfloat16
     assert small.left_out
 
 
